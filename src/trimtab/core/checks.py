@@ -1,0 +1,48 @@
+"""Checks at the door: each returns the value it was given, or raises `ValueGivenError` naming the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from trimtab.core.errors import ValueGivenError
+
+
+def number(
+    field: str, value: object, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> float:
+    """Return a finite float in `[low, high]` (`(low, high]` when `open_low`)."""
+    bound = f"a finite number {'>' if open_low else '>='} {low:g}" if low > -math.inf else "a finite number"
+    if high < math.inf:
+        bound += f" and <= {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected=bound)
+    below = value <= low if open_low else value < low
+    if not _finite(value) or below or value > high:
+        raise ValueGivenError(field, given=repr(value), expected=bound)
+    return float(value)
+
+
+def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> int:
+    """Return an int in `[low, high]`; a bool or a float is refused."""
+    expected = f"a whole number >= {low}" if high >= 2**62 else f"a whole number from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected=expected)
+    if not low <= value <= high:
+        raise ValueGivenError(field, given=repr(value), expected=expected)
+    return value
+
+
+def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
+    """Return a string that is one of `allowed`."""
+    names = tuple(allowed)
+    if not isinstance(value, str) or value not in names:
+        raise ValueGivenError(field, given=repr(value), expected="one of " + ", ".join(names))
+    return value
+
+
+def _finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int too large for a float
+        return False

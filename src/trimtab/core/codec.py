@@ -1,0 +1,159 @@
+"""JSON in and out for frozen dataclasses, by their type hints; strict both ways.
+
+Encoded as written in the class: nested dataclasses become objects, tuples become lists, enums their value.
+A float that JSON cannot hold is written as the string "inf", "-inf" or "nan" and read back as a float.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trimtab.core.errors import FormatError
+
+T = TypeVar("T")
+_NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def to_jsonable(value: Any) -> Any:
+    """Return a structure of dict, list, str, int, float, bool and None that `json` can write."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_jsonable(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return the JSON text of a dataclass."""
+    return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def from_json(cls: type[T], text: str) -> T:
+    """Return a `cls` from JSON text; raises `FormatError` naming the path that does not fit."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object") from None
+    return from_jsonable(cls, data)
+
+
+def read_json(cls: type[T], path: str | Path) -> T:
+    """Return a `cls` from a JSON file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(str(path), given=str(error), expected=f"a readable {cls.__name__} JSON file") from None
+    return from_json(cls, text)
+
+
+def from_jsonable(cls: type[T], data: Any) -> T:
+    """Return a `cls` from what `to_jsonable` made; unknown and missing keys and wrong types raise `FormatError`."""
+    return typing.cast(T, _decode(cls, data, cls.__name__))
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _wrong(path: str, data: Any, expected: str) -> FormatError:
+    return FormatError(path, given=f"{data!r:.80}", expected=expected)
+
+
+def _decode(hint: Any, data: Any, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(typing.get_args(hint), data, path)
+    if origin is tuple:
+        return _decode_tuple(typing.get_args(hint), data, path)
+    if origin in (dict, Mapping):
+        return _decode_mapping(typing.get_args(hint), data, path)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _decode_dataclass(hint, data, path)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _decode_enum(hint, data, path)
+    return _decode_scalar(hint, data, path)
+
+
+def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise _wrong(path, data, f"an object of {cls.__name__}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if unknown := sorted(map(str, data.keys() - fields.keys())):
+        raise FormatError(f"{path}.{unknown[0]}", given="an unknown key", expected="one of " + ", ".join(fields))
+    required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in data]:
+        raise FormatError(f"{path}.{missing[0]}", given="nothing", expected="this key")
+    hints = _hints(cls)
+    return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
+
+
+def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:
+    if data is None and type(None) in options:
+        return None
+    # Most specific first, so that True stays a bool, 3 an int and "inf" a str where a str is allowed.
+    order = [bool, int, str, float]
+    ranked = sorted((o for o in options if o is not type(None)), key=lambda o: order.index(o) if o in order else 9)
+    for option in ranked:
+        try:
+            return _decode(option, data, path)
+        except FormatError:
+            if len(ranked) == 1:
+                raise
+    raise _wrong(path, data, " or ".join(getattr(o, "__name__", str(o)) for o in ranked))
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
+    if not isinstance(data, list | tuple):
+        raise _wrong(path, data, "a list")
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], v, f"{path}[{i}]") for i, v in enumerate(data))
+    if len(data) != len(args):
+        raise _wrong(path, data, f"a list of {len(args)}")
+    return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
+
+
+def _decode_mapping(args: tuple[Any, ...], data: Any, path: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping) or not all(isinstance(k, str) for k in data):
+        raise _wrong(path, data, "an object")
+    return {k: _decode(args[1], v, f"{path}.{k}") for k, v in data.items()}
+
+
+def _decode_enum(cls: type[enum.Enum], data: Any, path: str) -> enum.Enum:
+    try:
+        return cls(data)
+    except ValueError:
+        raise _wrong(path, data, "one of " + ", ".join(str(m.value) for m in cls)) from None
+
+
+def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
+    if hint is Any:
+        return data
+    if hint is float:
+        if isinstance(data, str) and data in _NON_FINITE:
+            return _NON_FINITE[data]
+        if isinstance(data, int | float) and not isinstance(data, bool):
+            try:
+                return float(data)
+            except OverflowError:
+                pass
+    elif hint is int and isinstance(data, bool):
+        pass
+    elif isinstance(hint, type) and isinstance(data, hint):
+        return data
+    raise _wrong(path, data, getattr(hint, "__name__", str(hint)))

@@ -1,0 +1,87 @@
+"""What can go wrong, as types.
+
+    TrimtabError
+    ├── UsageError            something given at the door does not fit; nothing was changed
+    │   ├── ValueGivenError   a number, name or option is out of range      (also a ValueError)
+    │   ├── ModelError        the model cannot be trained as it is
+    │   ├── OptimizerError    the optimizer does not belong to the model
+    │   ├── BatchError        a batch cannot be counted, split or moved
+    │   ├── LossError         the loss function's result is not a loss
+    │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
+    │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
+    ├── InfeasibleError       no plan meets the budget; names the nearest that exists
+    ├── DataMissingError      a public data set is not on this machine; says how to get it
+    ├── DependencyError       an optional package is missing; says which extra brings it
+    └── NotReversibleError    a change could not be undone in place
+
+Every message says what was given, what was expected and the way out.
+"""
+
+from __future__ import annotations
+
+
+class TrimtabError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        field: name of the argument, field or file the error is about.
+        given: what was found, in words.
+        expected: what would have been right.
+        way_out: what to do about it.
+    """
+
+    def __init__(self, field: str, *, given: str, expected: str, way_out: str = "") -> None:
+        self.field = field
+        self.given = given
+        self.expected = expected
+        self.way_out = way_out
+        message = f"{field}: given {given}; expected {expected}."
+        super().__init__(f"{message} {way_out}" if way_out else message)
+
+
+class UsageError(TrimtabError):
+    """Something given at the door does not fit; nothing was changed."""
+
+
+class ValueGivenError(UsageError, ValueError):
+    """A number, name or option is out of range."""
+
+
+class ModelError(UsageError):
+    """The model cannot be trained as it is."""
+
+
+class OptimizerError(UsageError):
+    """The optimizer does not belong to the model, or cannot do what is asked."""
+
+
+class BatchError(UsageError):
+    """A batch cannot be counted, split or moved."""
+
+
+class LossError(UsageError):
+    """The loss function's result is not a loss."""
+
+
+class LoopError(UsageError, RuntimeError):
+    """A step of the loop was called out of order."""
+
+
+class FormatError(UsageError, ValueError):
+    """A file or mapping is not what its schema says."""
+
+
+class InfeasibleError(TrimtabError):
+    """No plan meets the budget."""
+
+
+class DataMissingError(TrimtabError):
+    """A public data set is not on this machine."""
+
+
+class DependencyError(TrimtabError, ImportError):
+    """An optional package is missing."""
+
+
+class NotReversibleError(TrimtabError):
+    """A change could not be undone in place."""

@@ -1,0 +1,195 @@
+"""A plan: every choice with its value, its reason, its mark and the losers.
+
+Marks (math: section 1 of the design): *exact* changes no number; *rounding* changes only rounding; *dynamics* changes
+the training itself. A plan with only exact and rounding changes is tier S (the user's maths); one dynamics change
+makes it tier F. Equivalence tests are generated from the marks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
+from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
+
+PLAN_SCHEMA = 1
+MEMORY_LAYOUTS = ("keep", "channels_last")
+SCHEDULES = ("user", "warmup_cosine")
+Scalar = bool | int | float | str | None
+
+
+class Mark(enum.StrEnum):
+    """What a change may do to the numbers."""
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    DYNAMICS = "dynamics"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A value that was considered and not taken."""
+
+    value: Scalar
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision.
+
+    Args:
+        value: what was chosen.
+        reason: why, in a sentence with the figures behind it.
+        mark: what the change does to the numbers.
+        changed: whether it differs from the reference loop.
+        losers: what else was considered, and why it lost.
+    """
+
+    value: Scalar
+    reason: str
+    mark: Mark = Mark.EXACT
+    changed: bool = False
+    losers: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of the gradient-equivalence proof: the batch whole against an unequal split (math: section 2).
+
+    Args:
+        splittable: whether a micro-batch smaller than the batch keeps the maths.
+        reason: why, or why not.
+        relative_difference: ||g_split - g_whole|| / ||g_whole||, or None when it could not be computed.
+        tolerance: the limit it was held against.
+    """
+
+    splittable: bool
+    reason: str
+    relative_difference: float | None = None
+    tolerance: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A loop's cost per optimizer step: median seconds, and peak bytes (None: not measured)."""
+
+    step_s: float
+    peak_bytes: int | None = None
+
+
+_KEPT = "as the loop has it"
+KEEP_PRECISION = Choice("fp32", _KEPT, Mark.ROUNDING)
+KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
+KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
+KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
+KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
+KEEP_CLIP = Choice(None, _KEPT, Mark.DYNAMICS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `start` applies.
+
+    Args:
+        batch_rows: rows the user's loader yields per optimizer step (B_base).
+        micro_batch: rows per forward and backward.
+        precision: fp32, tf32, bf16 or fp16.
+        memory_layout: "keep" or "channels_last".
+        fused_optimizer: whether the optimizer's step runs as one fused kernel.
+        schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
+        learning_rate_scale: factor on the user's learning rates.
+        clip_norm: limit on the global gradient norm (paper eq. 12), or None.
+        check: the equivalence proof, or None when it was not run.
+        reference, baseline: the loop measured against, and its cost.
+        predicted: cost of the chosen settings, as measured in trials.
+        planning_s: seconds the planning took; search_s: the part spent on tier-F search.
+        advice: what the user could gain outside of what a plan may change.
+    """
+
+    batch_rows: int
+    micro_batch: Choice
+    precision: Choice = KEEP_PRECISION
+    memory_layout: Choice = KEEP_LAYOUT
+    fused_optimizer: Choice = KEEP_OPTIMIZER
+    schedule: Choice = KEEP_SCHEDULE
+    learning_rate_scale: Choice = KEEP_LEARNING_RATE
+    clip_norm: Choice = KEEP_CLIP
+    check: Check | None = None
+    reference: Reference = ASSUMED_REFERENCE
+    baseline: Measured | None = None
+    predicted: Measured | None = None
+    planning_s: float = 0.0
+    search_s: float = 0.0
+    advice: tuple[str, ...] = ()
+    schema: int = PLAN_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != PLAN_SCHEMA:
+            raise FormatError("plan.schema", given=repr(self.schema), expected=str(PLAN_SCHEMA))
+        checks.integer("plan.batch_rows", self.batch_rows)
+        checks.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
+        checks.one_of("plan.precision", self.precision.value, PRECISIONS)
+        checks.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
+        checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
+        checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
+        if self.clip_norm.value is not None:
+            checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
+        if not isinstance(self.fused_optimizer.value, bool):
+            raise FormatError("plan.fused_optimizer", given=repr(self.fused_optimizer.value), expected="true or false")
+
+    @classmethod
+    def fixed(cls, batch_rows: int, micro_batch: int | None = None, **values: Scalar) -> Plan:
+        """Return a plan set by hand: `Plan.fixed(128, micro_batch=32, precision="bf16")`.
+
+        Raises:
+            ValueGivenError: a value is out of range. FormatError: an unknown field.
+        """
+        marks = cls.marks()
+        if unknown := sorted(values.keys() - marks.keys()):
+            raise FormatError(f"plan.{unknown[0]}", given="an unknown field", expected="one of " + ", ".join(marks))
+        rows = checks.integer("plan.batch_rows", batch_rows)
+        choices = {name: Choice(value, "set by hand", marks[name], changed=True) for name, value in values.items()}
+        micro = rows if micro_batch is None else micro_batch
+        plan = cls(rows, Choice(micro, "set by hand", marks["micro_batch"], changed=micro != rows))
+        for name, choice in choices.items():
+            plan = replace(plan, **{name: choice})  # type: ignore[arg-type]
+        return plan
+
+    @classmethod
+    def marks(cls) -> dict[str, Mark]:
+        """Return each choice's mark; the micro-batch is exact unless a check says otherwise."""
+        named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
+        return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
+
+    def choices(self) -> Iterator[tuple[str, Choice]]:
+        """Yield (field name, choice) in the order they are read."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Choice):
+                yield field.name, value
+
+    @property
+    def num_micro_batches(self) -> int:
+        """k: micro-batches in a full window."""
+        return math.ceil(self.batch_rows / int(self.micro_batch.value or 1))
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Names of the fields that differ from the reference; empty is "change nothing"."""
+        return tuple(name for name, choice in self.choices() if choice.changed)
+
+    @property
+    def tier(self) -> str:
+        """ "S": the user's maths is kept; "F": some change alters the training dynamics."""
+        dynamics = any(choice.changed and choice.mark is Mark.DYNAMICS for _, choice in self.choices())
+        return "F" if dynamics else "S"
+
+    def __str__(self) -> str:
+        from trimtab.core.explain import explain
+
+        return explain(self)

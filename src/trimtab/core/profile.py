@@ -1,0 +1,118 @@
+"""What was measured: facts about a loop, and trials of candidate settings. The planner reads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.core.plan import Check
+
+PROFILE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Tier-S settings that are tried together."""
+
+    precision: str
+    memory_layout: str
+    fused_optimizer: bool
+    micro_batch: int
+
+    def differences(self, other: Candidate) -> tuple[str, ...]:
+        """Return the names of the fields in which the two differ."""
+        return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name))
+
+    def describe(self) -> str:
+        """Return a short label."""
+        layout = "" if self.memory_layout == "keep" else f", {self.memory_layout}"
+        fused = ", fused" if self.fused_optimizer else ""
+        return f"{self.precision}{layout}{fused}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, run interleaved with the others of its stage.
+
+    Args:
+        stage: name of the stage; trials of one stage are paired by block index.
+        candidate: the settings.
+        block_s: seconds per optimizer step, one figure per interleaved block.
+        peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
+        error: why the trial could not run, or None.
+        control: whether this is the A/A control (the incumbent a second time).
+    """
+
+    stage: str
+    candidate: Candidate
+    block_s: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    error: str | None = None
+    control: bool = False
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds per optimizer step, or None when the trial could not run."""
+        if not self.block_s:
+            return None
+        ordered = sorted(self.block_s)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@dataclass(frozen=True)
+class LoopFacts:
+    """The loop as it was found.
+
+    Args:
+        num_parameters, parameter_bytes: of the whole model; trainable_parameters: those with gradients.
+        optimizer: class name.
+        batch_rows: rows per optimizer step; terms_per_step: what the loss averages over (rows or tokens, padding not
+            counted); terms: its name.
+        flops_per_step: counted forward and backward FLOP of one optimizer step, no recomputation; None: not counted.
+        has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
+        layout: "contiguous" or "channels_last", as the parameters lie now.
+    """
+
+    num_parameters: int
+    trainable_parameters: int
+    parameter_bytes: int
+    optimizer: str
+    batch_rows: int
+    terms_per_step: float
+    terms: str
+    flops_per_step: float | None
+    has_convolutions: bool
+    supports_fused: bool
+    is_fused: bool
+    layout: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything a plan is decided from; JSON, so it can be decided elsewhere and later."""
+
+    device: DeviceSpec
+    loop: LoopFacts
+    check: Check
+    reference: Reference = ASSUMED_REFERENCE
+    trials: tuple[Trial, ...] = ()
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    profiling_s: float = 0.0
+    schema: int = PROFILE_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != PROFILE_SCHEMA:
+            raise FormatError("profile.schema", given=repr(self.schema), expected=str(PROFILE_SCHEMA))
+
+    def with_trials(self, trials: tuple[Trial, ...]) -> Profile:
+        """Return a profile that holds these trials too."""
+        return replace(self, trials=self.trials + trials)
+
+    def stage(self, name: str) -> tuple[Trial, ...]:
+        """Return the trials of one stage, in the order they were asked for."""
+        return tuple(trial for trial in self.trials if trial.stage == name)

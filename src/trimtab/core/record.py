@@ -1,0 +1,171 @@
+"""The record of a run: JSON lines, one header, then steps, evaluations and events, then an end.
+
+A torn last line (a crash while writing) is dropped on reading; any other damage raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from trimtab.core.codec import from_jsonable, to_jsonable
+from trimtab.core.errors import FormatError
+
+RECORD_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step (or one voided window).
+
+    Args:
+        index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
+        loss: mean loss per term. learning_rate: of the first group, as applied. wall_s: seconds since the last step.
+        applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
+    """
+
+    index: int
+    rows: int
+    terms: float
+    loss: float
+    learning_rate: float
+    wall_s: float
+    applied: bool = True
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A held-out evaluation: after `rows` samples and `train_s` seconds of training (evaluation time excluded)."""
+
+    rows: int
+    train_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, with the figures behind it."""
+
+    name: str
+    step: int
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Header:
+    """First line: what ran, where, with which plan."""
+
+    name: str
+    seed: int | None = None
+    plan: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = RECORD_SCHEMA
+
+
+@dataclass(frozen=True)
+class End:
+    """Last line: why the run ended, and its totals."""
+
+    reason: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+Line = Header | StepRecord | Evaluation | Event | End
+_KINDS: dict[str, type[Any]] = {
+    "header": Header,
+    "step": StepRecord,
+    "evaluation": Evaluation,
+    "event": Event,
+    "end": End,
+}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run, as read back. `end` is None for a run that was cut off."""
+
+    header: Header
+    steps: tuple[StepRecord, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    events: tuple[Event, ...] = ()
+    end: End | None = None
+
+
+class RecordWriter:
+    """Appends lines to a file; each line is whole before the next begins."""
+
+    def __init__(self, path: str | Path, header: Header) -> None:
+        self._file: TextIO = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self.write(header)
+
+    def write(self, line: Line) -> None:
+        """Append one line."""
+        data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
+        self._file.write(json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n")
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close; may be called twice."""
+        self._file.close()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def write_record(path: str | Path, record: RunRecord) -> None:
+    """Write a whole run to a new file."""
+    with RecordWriter(path, record.header) as writer:
+        body: tuple[Line, ...] = (*record.steps, *record.evaluations, *record.events)
+        for line in body if record.end is None else (*body, record.end):
+            writer.write(line)
+
+
+def read_record(path: str | Path) -> RunRecord:
+    """Read a run's record.
+
+    Raises:
+        FormatError: no header, another schema, or a damaged line that is not the last.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    lines = text.split("\n")
+    torn = lines.pop()
+    rows = [_parse(str(path), number, line) for number, line in enumerate(lines, 1)]
+    if not rows or not isinstance(rows[0], Header):
+        raise FormatError(str(path), given=f"{'a torn line' if torn else 'no header'}", expected="a header line first")
+    if rows[0].schema != RECORD_SCHEMA:
+        raise FormatError(f"{path}: schema", given=repr(rows[0].schema), expected=str(RECORD_SCHEMA))
+    ends = [row for row in rows if isinstance(row, End)]
+    return RunRecord(
+        rows[0],
+        tuple(row for row in rows if isinstance(row, StepRecord)),
+        tuple(row for row in rows if isinstance(row, Evaluation)),
+        tuple(row for row in rows if isinstance(row, Event)),
+        ends[-1] if ends else None,
+    )
+
+
+def _parse(path: str, number: int, line: str) -> Line:
+    where = f"{path}:{number}"
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FormatError(where, given=f"a damaged line ({error})", expected="one JSON object a line") from None
+    kind = data.pop("kind", None) if isinstance(data, dict) else None
+    if kind not in _KINDS:
+        raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
+    line_value: Line = from_jsonable(_KINDS[kind], data)
+    return line_value

@@ -1,0 +1,69 @@
+"""Units: bytes and seconds inside, words only at the display edge."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from trimtab.core.checks import number
+from trimtab.core.errors import ValueGivenError
+
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?I?B?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(field: str, value: str | int | float) -> int:
+    """Return bytes for `8 * 2**30`, `"8GiB"` (binary) or `"8GB"` (decimal).
+
+    Raises:
+        ValueGivenError: not a size, not finite, or not above zero.
+    """
+    if not isinstance(value, str):
+        return int(number(field, value, low=1))
+    match = _PATTERN.fullmatch(value)
+    factor = _BYTES.get(match[2].upper()) if match else None
+    if match is None or factor is None or float(match[1]) * factor < 1:
+        raise ValueGivenError(field, given=repr(value), expected="a size above zero such as '8GiB' or '500MB'")
+    return int(number(field, float(match[1]) * factor, high=2**62))
+
+
+def format_bytes(value: float | None) -> str:
+    """Return `1.5 GiB`; `unknown` for None."""
+    if value is None or not math.isfinite(value):
+        return "unknown"
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}" if abs(value) < 999.5 * size else f"{value / size:.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_seconds(value: float | None) -> str:
+    """Return `350 ms`, `12.3 s`, `4 min 10 s`; `unknown` for None, `never` for infinity."""
+    if value is None or math.isnan(value):
+        return "unknown"
+    if math.isinf(value):
+        return "never"
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes, seconds = divmod(round(value), 60)
+    return f"{minutes} min {seconds} s" if minutes < 120 else f"{value / 3600:.2f} h"
+
+
+def format_count(value: float | None) -> str:
+    """Return `7.78 G`, `512`, `3.1 k`; `unknown` for None."""
+    if value is None or not math.isfinite(value):
+        return "unknown"
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def format_ratio(value: float | None) -> str:
+    """Return `1.42x`; `unknown` for None."""
+    return "unknown" if value is None or not math.isfinite(value) else f"{value:.3g}x"

@@ -1,0 +1,157 @@
+"""The result of a comparison: what `report.json` holds and every rendering reads. Values only.
+
+Ratios read "ours over theirs" as in benchmarks: above 1 is better for throughput, below 1 for time and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Trial
+
+RESULT_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A paired ratio: geometric mean with a 95% t interval on log ratios (math: section 8).
+
+    `low` and `high` are None below 2 pairs; a verdict needs 5 pairs, a claim 8. `pairs` are the raw ratios.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    pairs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the figures allow to be said: kind is "gain", "no gain", "harm" or "no verdict"."""
+
+    kind: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class ArmCurve:
+    """One arm's held-out curve for one seed: (rows, train seconds, metric) at each evaluation."""
+
+    seed: int
+    points: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe as it ran.
+
+    Args:
+        name: reference, self (the A/A control), paper, strong, plan_S, plan_F.
+        label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
+        step_s: median seconds per optimizer step, one per seed. terms_per_s: throughput, one per seed.
+        peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per step by phase.
+        mfu: model FLOP/s over the peak named in `Comparison.peak_source`, or None.
+        final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
+        search_s: seconds of planning and search that the charged figures add.
+    """
+
+    name: str
+    label: str
+    tier: str
+    source: str
+    step_s: tuple[float, ...]
+    terms_per_s: tuple[float, ...]
+    peak_bytes: int | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    final_metric: tuple[float, ...] = ()
+    final_rows: int = 0
+    curves: tuple[ArmCurve, ...] = ()
+    search_s: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RatioRow:
+    """One comparison of an arm against another: metric is throughput, peak_memory or final_metric_difference.
+
+    For final_metric_difference `ratio` holds differences (points, or relative for perplexity) rather than ratios.
+    """
+
+    metric: str
+    arm: str
+    against: str
+    tier: str
+    ratio: Ratio
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """Time to one rung of the ladder.
+
+    Args:
+        ratio: theirs over ours in seconds (above 1: ours is faster), over the pairs in which both reached it.
+        bound: when an arm was censored in some pair: a sentence such as ">= 3.1x" (no interval then).
+        reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
+        arm_s, against_s: seconds to target per pair (inf: never).
+    """
+
+    target: float
+    arm: str
+    against: str
+    tier: str
+    charged: bool
+    ratio: Ratio | None
+    bound: str
+    reached_arm: int
+    reached_against: int
+    n: int
+    left_censored: int
+    arm_s: tuple[float, ...]
+    against_s: tuple[float, ...]
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything a report shows.
+
+    Args:
+        headline: the verdict, first thing read. resolution: A/A interval as a ratio row (arm "self"), or None.
+        plans: tier -> plan. trials: every planning trial, infeasible ones too.
+        data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
+        notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
+    """
+
+    task: str
+    description: str
+    headline: Verdict
+    metric: str
+    higher_is_better: bool
+    terms: str
+    targets: tuple[float, ...]
+    num_pairs: int
+    arms: tuple[Arm, ...]
+    ratios: tuple[RatioRow, ...]
+    target_rows: tuple[TargetRow, ...]
+    resolution: Ratio | None
+    plans: Mapping[str, Plan]
+    trials: tuple[Trial, ...]
+    planning_s: float
+    data_source: Mapping[str, str]
+    command: str
+    environment: Mapping[str, str]
+    created: str
+    peak_source: str = "unknown"
+    notes: tuple[str, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = RESULT_SCHEMA
+
+    def arm(self, name: str) -> Arm | None:
+        """Return an arm by name, or None."""
+        return next((arm for arm in self.arms if arm.name == name), None)

@@ -1,0 +1,134 @@
+"""A task: everything needed to train and judge one workload. A user's own is `my_module:task`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+
+Batch = Any
+LossFn = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | int | float]]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where data came from: a name, what was opened (never a full path), and the sha256 of what was read."""
+
+    name: str
+    origin: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A held-out measure. `evaluate(model, batches)` leaves the model's training mode as it found it."""
+
+    name: str
+    higher_is_better: bool
+    evaluate: Callable[[nn.Module, Sequence[Batch]], float]
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Rows to train on and batches to judge by.
+
+    Args:
+        columns: tensors with equal first dimension (rows).
+        held_out: fixed evaluation batches, the same for every arm.
+        source: what was read.
+        augment: optional `(batch, generator) -> batch`, drawing from that generator only.
+    """
+
+    columns: tuple[Tensor, ...]
+    held_out: tuple[Batch, ...]
+    source: DataSource
+    augment: Callable[[tuple[Tensor, ...], torch.Generator], tuple[Tensor, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        rows = {len(column) for column in self.columns}
+        if len(rows) != 1 or rows == {0}:
+            raise ValueGivenError(
+                "columns", given=f"lengths {sorted(rows)}", expected="tensors of one length above zero"
+            )
+        if not self.held_out:
+            raise ValueGivenError("held_out", given="no batches", expected="at least one batch to evaluate on")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in one epoch."""
+        return len(self.columns[0])
+
+    def batches(self, seed: int, batch_rows: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed."""
+        checks.integer("batch_rows", batch_rows, high=self.num_rows)
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(self.num_rows, generator=generator)
+            for start in range(0, self.num_rows - batch_rows + 1, batch_rows):
+                rows = order[start : start + batch_rows]
+                batch = tuple(column[rows] for column in self.columns)
+                yield self.augment(batch, generator) if self.augment else batch
+
+
+@dataclass(frozen=True)
+class StrongRecipe:
+    """The best hand-tuned recipe found for the same model (P2); figures from a sweep recorded in docs/LOG.md.
+
+    `make_optimizer(model)` is built with the swept peak learning rate; warm-up over `warmup_fraction` of `budget_rows`,
+    then linear decay to zero.
+    """
+
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    precision: str
+    channels_last: bool
+    budget_rows: int
+    warmup_fraction: float = 0.1
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One workload.
+
+    Args:
+        make_model, make_optimizer: build them fresh; the caller seeds torch first.
+        loss_fn: `loss_fn(model, batch)` -> mean over rows, or `(loss_sum, count)`.
+        load_data: reads the data; called once.
+        targets: ladder of metric values, easiest first.
+        batch_rows: rows per optimizer step. terms_per_row: what a row holds (1 sample, or its tokens).
+        budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
+        reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,
+            which is then what is compared against.
+    """
+
+    name: str
+    description: str
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    loss_fn: LossFn
+    load_data: Callable[[], TaskData]
+    metric: Metric
+    targets: tuple[float, ...]
+    batch_rows: int
+    budget_rows: int
+    eval_every_rows: int
+    terms: str = "samples"
+    terms_per_row: int = 1
+    strong: StrongRecipe | None = None
+    reference: Reference = ASSUMED_REFERENCE
+    step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
+            checks.integer(f"task.{name}", getattr(self, name))
+        for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
+            if not callable(getattr(self, name)):
+                raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")
