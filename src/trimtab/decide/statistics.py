@@ -1,0 +1,92 @@
+"""Statistics of paired ratios (math: section 8): geometric means with t intervals on log ratios."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_PAIRS_FOR_VERDICT = 5
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean with its 95% interval; `low` and `high` are infinite apart below two values."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's relative width: sqrt(high / low) - 1 for ratios."""
+        return math.sqrt(self.high / self.low) - 1 if 0 < self.low and self.high < math.inf else math.inf
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """Return `exp(m +- t(n-1, .975) * s / sqrt(n))` on log ratios."""
+    logs = mean_interval([math.log(ratio) for ratio in ratios])
+    return Interval(math.exp(logs.mean), _exp(logs.low), _exp(logs.high), logs.n)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return `m +- t(n-1, .975) * s / sqrt(n)`."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return Interval(mean, -math.inf, math.inf, n)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = t_quantile(0.975, n - 1) * deviation / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
+    """Return theirs / ours pair by pair: above 1 where ours took less."""
+    return tuple(b / a for a, b in zip(ours, theirs, strict=False))
+
+
+def is_gain(effect: Interval, control: Interval | None) -> bool:
+    """Return whether a ratio (above 1 is better) is clear of 1 and above the A/A control's resolution."""
+    return effect.low > 1 and effect.mean - 1 > resolution(control)
+
+
+def resolution(control: Interval | None) -> float:
+    """Return the smallest relative effect the A/A control can tell from nothing: its farther interval end from 1."""
+    if control is None:
+        return 0.0
+    return max(control.high, 1 / control.low) - 1 if control.low > 0 else math.inf
+
+
+@functools.cache
+def t_quantile(probability: float, degrees: int) -> float:
+    """Return the quantile (probability >= 0.5) of Student's t distribution, by bisection of its exact CDF."""
+    low, high = 0.0, 1.0
+    while _t_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_cdf(middle, degrees) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _t_cdf(t: float, degrees: int) -> float:
+    """Return P(T <= t) for t >= 0 by the finite series for whole degrees of freedom (Abramowitz & Stegun 26.7.3-4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    if degrees % 2:
+        term, series = cosine, 0.0
+        for i in range(1, degrees - 1, 2):
+            series += term
+            term *= cosine**2 * (i + 1) / (i + 2)
+        return 0.5 + (angle + sine * series) / math.pi
+    term, series = 1.0, 0.0
+    for i in range(0, degrees, 2):
+        series += term
+        term *= cosine**2 * (i + 1) / (i + 2)
+    return 0.5 + sine * series / 2
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

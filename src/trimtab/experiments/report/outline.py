@@ -1,0 +1,167 @@
+"""The order of the report, once for every rendering: verdict first, then evidence, then how to repeat it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trimtab.core.codec import to_jsonable
+from trimtab.experiments.report import plan_tables, tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Table
+from trimtab.experiments.result import Comparison, Verdict
+
+TIER_NOTE = (
+    "Tier S keeps the same maths (same batch, learning rate, schedule and optimizer; at most rounding differs). "
+    "Tier F may change the training dynamics that were freed. The two are never put in one table of ratios."
+)
+CURVE_NOTE = (
+    "Held-out metric against seconds of training; evaluation, planning and search are not in the seconds. "
+    "All arms together, so mind the tier of each."
+)
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading inside a section."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Running text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """Sentences of equal rank."""
+
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Something to type."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure by name (a function of `figures`), of one tier where it shows ratios."""
+
+    name: str
+    tier: str = ""
+
+
+Block = Heading | Paragraph | Bullets | Code | Picture | Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part; `brief` ones are shown in the terminal too."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    brief: bool = False
+
+
+def headline(comparison: Comparison) -> Verdict:
+    """Return the verdict that is read first."""
+    return say.honest(comparison.headline, comparison.num_pairs)
+
+
+def byline(comparison: Comparison) -> str:
+    """Return the line under the headline: pairs, arms, metric and date."""
+    direction = "higher" if comparison.higher_is_better else "lower"
+    parts = (
+        f"{comparison.num_pairs} paired runs of {len(comparison.arms)} arms",
+        f"{say.one_line(comparison.metric)} ({direction} is better)",
+        say.one_line(comparison.created),
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def sections(comparison: Comparison) -> tuple[Section, ...]:
+    """Return the report in reading order."""
+    return (
+        Section("What the plans change", _plans(comparison), brief=True),
+        Section("Throughput, memory and quality", _ratios(comparison), brief=True),
+        Section("Time to target", _targets(comparison), brief=True),
+        Section("Learning curves", (Paragraph(CURVE_NOTE), Picture("curves"))),
+        Section("Every arm as it ran", (tables.arm_table(comparison),), brief=True),
+        Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
+        Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
+        Section("What was rejected, and why", _rejected(comparison)),
+        Section("Predicted against measured", (Picture("predictions"), plan_tables.prediction_table(comparison))),
+        Section("What planning cost", _cost(comparison), brief=True),
+        Section("Environment and data", _environment(comparison)),
+        Section("Reproduce", (Code(comparison.command or "not recorded"),)),
+        Section("Notes", (Bullets(comparison.notes or ("None.",)),), brief=True),
+    )
+
+
+def _plans(comparison: Comparison) -> tuple[Block, ...]:
+    if not comparison.plans:
+        return (Paragraph("No plan was made."),)
+    blocks: list[Block] = [Paragraph(TIER_NOTE)]
+    for tier in tables.tiers(comparison.plans):
+        plan = comparison.plans[tier]
+        sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, tier))
+        blocks += [Heading(tables.tier_title(tier)), Paragraph(" ".join(sentences))]
+        blocks += [plan_tables.change_table(plan, changed=changed) for changed in (True, False)]
+    return tuple(blocks)
+
+
+def _ratios(comparison: Comparison) -> tuple[Block, ...]:
+    blocks: list[Block] = [Paragraph(_resolution(comparison))]
+    for tier in tables.tiers(row.tier for row in comparison.ratios):
+        blocks += [tables.ratio_table(comparison, tier), Picture("forest", tier)]
+    return tuple(blocks) if comparison.ratios else (*blocks, Paragraph("No ratio was recorded."))
+
+
+def _resolution(comparison: Comparison) -> str:
+    control = comparison.resolution
+    if control is None:
+        return "Resolution: not measured (no A/A control ran), so small effects cannot be told from noise."
+    value, interval = say.estimate(control, say.ratio)
+    return (
+        f"Resolution: the reference against itself gave {value} (95% interval {interval}, n = {control.n}). "
+        "An effect inside that interval cannot be told from noise."
+    )
+
+
+def _targets(comparison: Comparison) -> tuple[Block, ...]:
+    found = tables.tiers(row.tier for row in comparison.target_rows)
+    if not found:
+        return (Paragraph("No target was set, or none was tried."),)
+    return tuple(tables.target_table(comparison, tier) for tier in found)
+
+
+def _rejected(comparison: Comparison) -> tuple[Block, ...]:
+    return (plan_tables.rejected_table(comparison), plan_tables.failed_table(comparison))
+
+
+def _cost(comparison: Comparison) -> tuple[Block, ...]:
+    whole = f"Planning took {say.seconds(comparison.planning_s)} in all."
+    return (Paragraph(whole), plan_tables.cost_table(comparison))
+
+
+def _environment(comparison: Comparison) -> tuple[Block, ...]:
+    blocks: list[Block] = [
+        _facts("Environment", comparison.environment),
+        _facts("Data source", comparison.data_source),
+    ]
+    if comparison.detail:
+        detail = {key: json.dumps(to_jsonable(value), ensure_ascii=False) for key, value in comparison.detail.items()}
+        blocks.append(_facts("Further detail", detail, folded=True))
+    return tuple(blocks)
+
+
+def _facts(title: str, facts: dict[str, str] | object, *, folded: bool = False) -> Table:
+    pairs = dict(facts).items()  # type: ignore[call-overload]
+    rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in pairs)
+    return Table(title, ("", " "), rows, f"{title}: not recorded.", folded=folded)

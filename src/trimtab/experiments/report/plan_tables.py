@@ -1,0 +1,174 @@
+"""The tables about planning: what each plan changes, what was rejected, what it cost and how well it predicted."""
+
+from __future__ import annotations
+
+from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.profile import Candidate, Trial
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Cell, Table, tiers
+from trimtab.experiments.result import Arm, Comparison
+
+MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.DYNAMICS: "other dynamics"}
+
+
+def change_table(plan: Plan, *, changed: bool) -> Table:
+    """Return the settings a plan changes, or those it leaves, with mark, reason and losers."""
+    choices = [(name, choice) for name, choice in plan.choices() if choice.changed == changed]
+    return Table(
+        title="" if changed else "Left as the loop has it",
+        columns=("Setting", "Value", "Class", "Why"),
+        rows=tuple(_choice_row(name, choice) for name, choice in choices),
+        empty="This plan changes nothing." if changed else "Every setting is changed.",
+        folded=not changed,
+        extras=tuple(_losers(choice) for _, choice in choices),
+        extras_label="not taken",
+    )
+
+
+def _choice_row(name: str, choice: Choice) -> tuple[Cell, ...]:
+    return (name.replace("_", " "), say.one_line(say.plain(choice.value)), MARKS[choice.mark], say.one_line(choice.reason))
+
+
+def _losers(choice: Choice) -> tuple[str, ...]:
+    return tuple(f"{say.one_line(say.plain(loser.value))}: {say.one_line(loser.reason)}" for loser in choice.losers)
+
+
+def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
+    """Return what a person reads before the table: against what, and whether the gradient check passed."""
+    lines = [f"Against the {plan.reference.describe()} loop, {plan.batch_rows} rows per optimizer step."]
+    if plan.check is not None:
+        verdict = "splitting the batch keeps the gradient" if plan.check.splittable else "splitting is refused"
+        lines.append(f"Gradient check: {verdict}: {say.one_line(plan.check.reason)}.".replace("..", "."))
+    else:
+        lines.append("Gradient check: not run.")
+    if arm is None:
+        lines.append("This plan was not run as an arm of the comparison.")
+    return (*lines, *(f"Advice: {say.one_line(text)}" for text in plan.advice))
+
+
+def rejected_table(comparison: Comparison) -> Table:
+    """Return every loser of every choice, with the tiers whose plan rejected it."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for tier in tiers(comparison.plans):
+        for name, choice in comparison.plans[tier].choices():
+            for loser in choice.losers:
+                row = (name.replace("_", " "), say.one_line(say.plain(loser.value)), say.one_line(loser.reason))
+                found.setdefault(row, []).append(tier)
+    rows = tuple((*row, ", ".join(dict.fromkeys(names))) for row, names in found.items())
+    return Table("Settings not taken", ("Setting", "Value", "Why", "Tier"), rows, "No setting was rejected.")
+
+
+def failed_table(comparison: Comparison) -> Table:
+    """Return the trials that could not run."""
+    failed = [trial for trial in comparison.trials if trial.error or trial.step_s is None]
+    rows = tuple(
+        (say.one_line(trial.candidate.describe()), say.one_line(trial.stage), say.one_line(trial.error or say.UNMEASURED))
+        for trial in failed
+    )
+    return Table("Trials that could not run", ("Settings", "Stage", "Error"), rows, "Every trial ran.")
+
+
+def trial_table(comparison: Comparison) -> Table:
+    """Return every planning trial."""
+    rows = tuple(
+        (
+            say.one_line(trial.candidate.describe()),
+            say.one_line(trial.stage),
+            say.seconds(trial.step_s),
+            say.size(trial.peak_bytes),
+            "could not run" if trial.error else role(comparison, trial),
+        )
+        for trial in comparison.trials
+    )
+    columns = ("Settings", "Stage", "Step", "Peak memory", "Role")
+    return Table("Every trial", columns, rows, "No trial was made.", "", ("Step", "Peak memory"), folded=True)
+
+
+def role(comparison: Comparison, trial: Trial) -> str:
+    """Return what a trial stands for: the reference, what a plan chose, the A/A control, or nothing."""
+    plans = comparison.plans
+    roles = ["reference"] if any(trial.candidate == reference_candidate(plan) for plan in plans.values()) else []
+    choosing = [tier for tier in tiers(plans) if trial.candidate == chosen_candidate(plans[tier])]
+    roles += [f"chosen ({', '.join(choosing)})"] if choosing else []
+    return " and ".join(roles + (["A/A control"] if trial.control else []))
+
+
+def chosen_candidate(plan: Plan) -> Candidate:
+    """Return the tier-S settings of a plan as a candidate."""
+    values = {name: getattr(plan, name).value for name in Candidate.__dataclass_fields__}
+    return Candidate(**values)
+
+
+def reference_candidate(plan: Plan) -> Candidate:
+    """Return the candidate that is the loop as it stood: what the plan changed, changed back."""
+    fused = plan.fused_optimizer
+    was_fused = bool(fused.value) != fused.changed
+    return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_rows)
+
+
+def arm_of(comparison: Comparison, tier: str) -> Arm | None:
+    """Return the arm that ran the plan of this tier."""
+    return next((arm for arm in comparison.arms if arm.tier == tier), None)
+
+
+def prediction_table(comparison: Comparison) -> Table:
+    """Return predicted against measured step time and peak memory of each plan."""
+    rows = tuple(_prediction_row(tier, comparison) for tier in tiers(comparison.plans))
+    columns = ("Plan", "Step, predicted", "measured", "error", "Peak, predicted", "measured ", "error ")
+    note = "Error: predicted over measured, minus one. Measured: median of the arm's runs."
+    return Table("", columns, rows, "No plan was made.", note, columns[1:])
+
+
+def _prediction_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
+    predicted, arm = comparison.plans[tier].predicted, arm_of(comparison, tier)
+    times = (predicted.step_s if predicted else None, say.middle(arm.step_s) if arm else None)
+    peaks = (predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
+    cells = [(say.seconds(a), say.seconds(b), _error(a, b)) for a, b in (times,)]
+    cells += [(say.size(a), say.size(b), _error(a, b)) for a, b in (peaks,)]
+    return (f"plan (tier {tier})", *cells[0], *cells[1])
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    return say.percent(predicted / measured - 1) if predicted is not None and measured else say.UNMEASURED
+
+
+def cost_table(comparison: Comparison) -> Table:
+    """Return what planning cost and after how many steps it is paid back: cost over saving per step."""
+    return Table(
+        title="",
+        columns=("Plan", "Planning", "Search in it", "Charged", "Saved per step", "Break-even", "Throughput"),
+        rows=tuple(_cost_row(tier, comparison) for tier in tiers(comparison.plans)),
+        empty="No plan was made.",
+        note="Saved per step: median step of the reference less that of the plan. Break-even: charged seconds over "
+        "seconds saved per step; for tier F read time to target too, since its steps do not teach the same.",
+        numeric=("Planning", "Search in it", "Charged", "Saved per step", "Break-even"),
+    )
+
+
+def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
+    plan, arm, reference = comparison.plans[tier], arm_of(comparison, tier), comparison.arm("reference")
+    charged = (arm.search_s if arm else 0.0) or plan.planning_s
+    ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, reference))
+    saved = None if ours is None or theirs is None else theirs - ours
+    return (
+        f"plan (tier {tier})",
+        say.seconds(plan.planning_s),
+        say.seconds(plan.search_s),
+        say.seconds(charged),
+        say.UNMEASURED if saved is None else say.seconds(saved) if saved >= 0 else f"-{say.seconds(-saved)}",
+        break_even(charged, saved),
+        _throughput_verdict(arm, comparison),
+    )
+
+
+def break_even(charged_s: float, saved_s: float | None) -> str:
+    """Return the steps after which a cost is paid back; "never" when nothing is saved."""
+    if saved_s is None:
+        return say.UNMEASURED
+    return f"{charged_s / saved_s:,.0f} steps" if saved_s > 0 else say.NEVER
+
+
+def _throughput_verdict(arm: Arm | None, comparison: Comparison) -> str:
+    rows = [row for row in comparison.ratios if arm and row.arm == arm.name and row.metric == "throughput"]
+    row = next((row for row in rows if row.against == "reference"), None)
+    return say.honest(row.verdict, row.ratio.n).kind if row else say.UNMEASURED

@@ -1,0 +1,94 @@
+"""The one module that adapts matplotlib: inline SVG that follows the page's colours and is the same every time.
+
+matplotlib needs literal colours, so each role has a sentinel that is replaced by `currentColor` or a CSS variable.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trimtab.core.errors import DependencyError
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+except ImportError as error:
+    raise DependencyError(
+        "matplotlib",
+        given=f"no importable package ({error})",
+        expected="matplotlib, which draws the report's figures",
+        way_out="Run `pip install trimtab[report]`.",
+    ) from error
+
+NUM_SERIES = 8
+NUM_PARTS = 7
+_ROLES = ("ink", "line", "page", *(f"s{i}" for i in range(NUM_SERIES)), *(f"p{i}" for i in range(NUM_PARTS)))
+COLOUR = {role: f"#ab{index:02x}cd" for index, role in enumerate(_ROLES)}
+_WIDTH = 420  # points; scales to the column, and stays readable at the width of a phone
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a label with a dollar sign is a label
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": COLOUR["line"],
+    "grid.linewidth": 0.7,
+    "axes.linewidth": 0.7,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), COLOUR["ink"]),
+}
+
+
+def variable(role: str) -> str:
+    """Return the CSS value of a colour role."""
+    return "currentColor" if role == "ink" else f"var(--{role})"
+
+
+def render(paint: Callable[[Sequence[Any]], None], *, name: str, title: str, height: float, columns: int = 1) -> str:
+    """Return the SVG that `paint(axes)` draws; `name` keeps its ids apart from those of other figures."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's browser picks the font
+        matplotlib.rcdefaults()  # a user's matplotlibrc must not change a report
+        matplotlib.rcParams.update(_STYLE | {"svg.hashsalt": name})
+        figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
+        paint(figure.subplots(1, columns, squeeze=False, sharey=columns > 1)[0])
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _inline(buffer.getvalue(), name, title)
+
+
+def plain_log(axis: Any, low: float, high: float) -> None:
+    """Write a log axis's ticks as plain numbers, with enough of them over less than a decade."""
+    near = high / low < 8
+    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]) if near else LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def few_ticks(axis: Any, count: int = 5) -> None:
+    """Keep an axis to few round ticks."""
+    axis.set_major_locator(MaxNLocator(count))
+
+
+def _inline(text: str, name: str, title: str) -> str:
+    """Return the drawing without prolog, metadata, fixed size and page-wide style, with ids and colours of its own."""
+    text = text[text.index("<svg") :]
+    for pattern in (r"<metadata>.*?</metadata>\s*", r"<style[^>]*>.*?</style>\s*", r"<!--.*?-->\s*"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'url\(#|href="#', lambda match: f"{match[0]}{name}-", text)
+    for role, colour in COLOUR.items():
+        text = text.replace(colour, variable(role))
+    head, body = text.split(">", 1)
+    head = re.sub(r'\s(width|height|version)="[^"]*"', "", head)
+    words = html.escape(title)
+    return f'{head} role="img" aria-label="{words}"><title>{words}</title>{body}'.strip()

@@ -1,0 +1,152 @@
+"""Figures as words: every number of the report is formatted here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from trimtab.core.units import format_bytes, format_count, format_seconds
+from trimtab.experiments.result import Arm, Comparison, Ratio, RatioRow, Verdict
+
+Words = Callable[[float], str]
+UNMEASURED = "not measured"
+NEVER = "never"
+NO_VERDICT = "no verdict"
+PAIRS_FOR_A_VERDICT = 5  # math: section 8
+TIERS = {"S": "Tier S: the same maths", "F": "Tier F: other dynamics", "": "Recipes and controls"}
+MAX_PAIRS_SHOWN = 16  # report.json holds all of them
+MAX_TEXT = 600  # a traceback in an error field must not become the page
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration; infinity is "never"."""
+    return UNMEASURED if value is None or math.isnan(value) else format_seconds(value)
+
+
+def size(value: float | None) -> str:
+    """Return a size in binary units."""
+    return UNMEASURED if value is None else format_bytes(value)
+
+
+def rate(value: float | None, terms: str) -> str:
+    """Return `12.3 k tokens/s`."""
+    return UNMEASURED if value is None or not math.isfinite(value) else f"{format_count(value)} {terms}/s"
+
+
+def ratio(value: float) -> str:
+    """Return `1.423x`: three decimals, because what matters may be as small as the resolution."""
+    if not math.isfinite(value):
+        return NEVER if value > 0 else UNMEASURED
+    return f"{value:.3f}x" if abs(value) < 10 else f"{value:.4g}x"
+
+
+def percent(value: float | None) -> str:
+    """Return a signed relative difference, `+3.1%`."""
+    return UNMEASURED if value is None or not math.isfinite(value) else f"{100 * value:+.2f}%"
+
+
+def share(value: float | None) -> str:
+    """Return a fraction as `42.3%`."""
+    return UNMEASURED if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
+
+
+def points(value: float) -> str:
+    """Return a signed absolute difference, `+0.12 points`."""
+    return f"{value:+.3g} points" if math.isfinite(value) else UNMEASURED
+
+
+def metric(value: float | None) -> str:
+    """Return a held-out metric; a diverged run is "not finite"."""
+    if value is None:
+        return UNMEASURED
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+
+
+def plain(value: object) -> str:
+    """Return the value of a setting."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def middle(values: Sequence[float]) -> float | None:
+    """Return the median; None when empty, nan when any is nan."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return statistics.median(values) if values else None
+
+
+def spread(values: Sequence[float], words: Callable[[float | None], str]) -> str:
+    """Return `median (lowest to highest)`."""
+    text = words(middle(values))
+    if len(values) < 2 or any(math.isnan(value) for value in values):
+        return text
+    return f"{text} ({words(min(values))} to {words(max(values))})"
+
+
+def words_for(row: RatioRow, comparison: Comparison) -> Words:
+    """Return how a row's figures are written: a ratio, or a difference of the held-out metric."""
+    if row.metric != "final_metric_difference":
+        return ratio
+    return percent if is_perplexity(comparison) else points
+
+
+def is_perplexity(comparison: Comparison) -> bool:
+    """Whether the metric is compared relatively and drawn on a log axis."""
+    return "perplexity" in comparison.metric.lower()
+
+
+def measure(name: str, comparison: Comparison) -> str:
+    """Return what a ratio row's metric is called."""
+    if name == "final_metric_difference":
+        return f"final {comparison.metric}, difference"
+    return name.replace("_", " ")
+
+
+def estimate(value: Ratio, words: Words) -> tuple[str, str]:
+    """Return (estimate, interval); under 5 pairs the raw pairs stand for both."""
+    if value.n < PAIRS_FOR_A_VERDICT:
+        return raw_pairs(value, words), f"none: fewer than {PAIRS_FOR_A_VERDICT} pairs"
+    return words(value.mean), interval(value, words)
+
+
+def interval(value: Ratio, words: Words) -> str:
+    """Return `1.31x to 1.54x`."""
+    if value.low is None or value.high is None:
+        return UNMEASURED
+    return f"{words(value.low)} to {words(value.high)}"
+
+
+def raw_pairs(value: Ratio, words: Words) -> str:
+    """Return the raw pairs, the first of them when there are many."""
+    if not value.pairs:
+        return UNMEASURED
+    text = ", ".join(words(pair) for pair in value.pairs[:MAX_PAIRS_SHOWN])
+    more = len(value.pairs) - MAX_PAIRS_SHOWN
+    return f"{text} and {more} more in report.json" if more > 0 else text
+
+
+def honest(verdict: Verdict, n: int) -> Verdict:
+    """Return the verdict, or "no verdict" when there are too few pairs to have one, whatever was recorded."""
+    if n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
+        return verdict
+    return Verdict(NO_VERDICT, f"No verdict: n = {n}, and a verdict needs {PAIRS_FOR_A_VERDICT} pairs.")
+
+
+def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:
+    """Return an arm's label with its tier."""
+    label = one_line(arm.label or arm.name, limit)
+    return f"{label} (tier {arm.tier})" if arm.tier else label
+
+
+def named(comparison: Comparison, name: str, limit: int = MAX_TEXT) -> str:
+    """Return the label of the arm of this name, or the name when there is no such arm."""
+    arm = comparison.arm(name)
+    return arm_name(arm, limit) if arm else one_line(name, limit)
+
+
+def one_line(text: object, limit: int = MAX_TEXT) -> str:
+    """Return text without line breaks and control characters, cut at `limit`."""
+    line = "".join(c for c in " ".join(str(text).split()) if c.isprintable())
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"

@@ -1,0 +1,1 @@
+"""OBSERVE: may run the model, and leaves it exactly as found."""

@@ -1,0 +1,37 @@
+"""Counted FLOP of a call: what the operators' shapes say, multiply and add counted as two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def count_flops(function: Callable[[], object]) -> float:
+    """Return FLOP of matrix products, convolutions and attention in one call, backward included if it runs there.
+
+    Recomputation is counted like any other execution: count a step without checkpointing for model FLOP (MFU), with it
+    for hardware FLOP (HFU).
+    """
+    with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
+        function()
+    return float(counter.get_total_flops())
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    # torch's table covers the CUDA kernels of scaled_dot_product_attention, not the one that runs on CPU.
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, query, key, value))
+
+    aten = torch.ops.aten
+    mapping = {}
+    for name, formula in (("", forward), ("_backward", backward)):
+        operator = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+        if operator is not None:
+            mapping[operator] = formula
+    return mapping

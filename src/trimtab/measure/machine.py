@@ -1,0 +1,82 @@
+"""What this machine is: device, versions, threads, and the peaks that utilisation is measured against."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+import numpy
+import torch
+
+from trimtab.core.hardware import DeviceSpec, lookup_peaks
+from trimtab.measure.timing import time_call
+
+_MATMUL = 1024
+
+
+def environment() -> dict[str, str]:
+    """Return versions and settings that a figure depends on; nothing that names a person, host or path."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "os": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cpu_cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return found
+
+
+def cpu_name() -> str:
+    """Return the processor's own name, with the matrix extensions it has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or "unknown CPU"
+    fields = dict(line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
+    values = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = values.get("flags", "").split()
+    extensions = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+    return " ".join([values.get("model name", platform.processor() or "unknown CPU"), *extensions[:2]])
+
+
+def device_spec(device: torch.device) -> DeviceSpec:
+    """Return a device as it is known: a GPU's peaks from the table, a CPU's from matrix products timed here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        row = lookup_peaks(name)
+        if row is None:
+            return DeviceSpec(name, "cuda", memory)
+        return DeviceSpec(name, "cuda", memory, row.flops, row.bandwidth_bytes_s, row.source)
+    peaks = measured_cpu_peaks(torch.get_num_threads())
+    source = f"best of 5 matrix products of {_MATMUL} on this machine, {torch.get_num_threads()} threads"
+    return DeviceSpec(cpu_name(), "cpu", _total_memory(), peaks, None, source, torch.get_num_threads())
+
+
+@functools.cache
+def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
+    """Return FLOP/s of a square matrix product by dtype, at the current number of threads (the cache's key).
+
+    fp16 is left out: without hardware for it a single product takes minutes, and it is never a choice on a CPU.
+    """
+    peaks = {}
+    state = torch.get_rng_state()
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        left, right = (torch.rand(_MATMUL, _MATMUL).to(dtype) for _ in range(2))
+        seconds = min(time_call(lambda a=left, b=right: a @ b, torch.device("cpu")) for _ in range(6))
+        peaks[name] = 2 * _MATMUL**3 / seconds
+    torch.set_rng_state(state)
+    return peaks
+
+
+def _total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,55 @@
+"""Process-wide state that a training loop reads or changes: random generators and global modes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """Random generators (torch CPU and CUDA, Python, NumPy) and global modes (fp32 modes, threads, gradient mode)."""
+
+    cpu_rng: Tensor
+    cuda_rng: tuple[Tensor, ...]
+    python_rng: Any
+    numpy_rng: Any
+    fp32_modes: tuple[str, ...]
+    num_threads: int
+    grad_enabled: bool
+
+    @classmethod
+    def capture(cls) -> ProcessState:
+        """Return the state as it is now."""
+        return cls(
+            torch.get_rng_state(),
+            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else (),
+            random.getstate(),
+            numpy.random.get_state(),
+            tuple(place.fp32_precision for place in _fp32_places()),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+        )
+
+    def restore(self) -> None:
+        """Make the process's state this one again."""
+        torch.set_rng_state(self.cpu_rng)
+        if self.cuda_rng:
+            torch.cuda.set_rng_state_all(list(self.cuda_rng))
+        random.setstate(self.python_rng)
+        numpy.random.set_state(self.numpy_rng)
+        for place, mode in zip(_fp32_places(), self.fp32_modes, strict=True):
+            if place.fp32_precision != mode:
+                place.fp32_precision = mode
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        torch.set_grad_enabled(self.grad_enabled)
+
+
+def _fp32_places() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.cudnn.conv

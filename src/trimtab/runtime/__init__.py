@@ -1,0 +1,1 @@
+"""MUTATE: applies a Plan to live objects, reversibly."""

@@ -1,0 +1,129 @@
+"""Weights that make a window's gradient equal one big batch's, to rounding (math: section 2; paper eqs. 4, 5, 8).
+
+A bare loss is a mean over rows: the window's rows are known before its first backward, so micro-batch j is weighted
+`n_j / n` and nothing has to be corrected afterwards. A token loss is `(loss_sum, count)`, and the window's count is
+known only at its end: each sum is divided by a constant power of two `n_ref` (exact, keeps an fp16 loss scale
+meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is divided by its own
+count instead. No device synchronisation, but for one when the first count of a run is a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import LossError
+
+Count = Tensor | int | float
+
+
+def as_loss(result: Any) -> tuple[Tensor, Count | None]:
+    """Return (loss, count or None) from what a loss function returned.
+
+    Raises:
+        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0.
+    """
+    loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise _bad_loss(shape, "Return loss.mean(), or (loss.sum(), count); for a model output object, its .loss.")
+    if not loss.requires_grad:
+        raise _bad_loss(
+            "a loss that does not depend on any trainable parameter",
+            "Compute it from run.model's output, without detach(), item() or no_grad().",
+        )
+    return loss.reshape(()), None if count is None else _checked_count(count)
+
+
+def _checked_count(count: Any) -> Count:
+    if isinstance(count, Tensor):
+        if count.numel() == 1 and not count.requires_grad and not count.is_complex():
+            return count.detach().reshape(())
+        given = f"a tensor of shape {tuple(count.shape)}" + (" that requires grad" if count.requires_grad else "")
+    elif isinstance(count, int | float) and not isinstance(count, bool) and math.isfinite(count) and count >= 0:
+        return count
+    else:
+        given = repr(count)
+    raise LossError("loss count", given=given, expected="a finite number of terms >= 0, or a scalar tensor of one")
+
+
+def _bad_loss(given: str, way_out: str) -> LossError:
+    expected = "a scalar loss (mean over rows), or (loss_sum, count)"
+    return LossError("loss", given=given, expected=expected, way_out=way_out)
+
+
+class WindowWeights:
+    """The weighting of one window after another; `open` begins a window."""
+
+    def __init__(self) -> None:
+        self._reference_count: float | None = None
+        self.open(rows=1, num_micro_batches=1)
+
+    def open(self, rows: int, num_micro_batches: int) -> None:
+        """Begin a window of `rows` rows in `num_micro_batches` micro-batches."""
+        self._rows = rows
+        self._num_micro_batches = num_micro_batches
+        self._is_sum: bool | None = None
+        self._loss: Tensor | None = None
+        self._count: Count = 0
+
+    def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
+        """Return the scalar to call backward on for a micro-batch of `rows` rows.
+
+        Raises:
+            LossError: the window mixes means and sums.
+        """
+        if self._is_sum not in (None, count is not None):
+            raise LossError(
+                "loss",
+                given="a mean for one micro-batch and (loss_sum, count) for another",
+                expected="the same kind throughout a window",
+            )
+        self._is_sum = count is not None
+        if count is None:
+            return self._weigh_mean(loss, rows)
+        return self._weigh_sum(loss, count)
+
+    def _weigh_mean(self, loss: Tensor, rows: int) -> Tensor:
+        weighted = loss if self._num_micro_batches == 1 else loss * (rows / self._rows)
+        self._add(weighted.detach())
+        return weighted
+
+    def _weigh_sum(self, loss: Tensor, count: Count) -> Tensor:
+        self._add(loss.detach())
+        self._count = count if self._num_micro_batches == 1 else self._count + count
+        if self._num_micro_batches == 1:
+            return loss / _at_least_one(count)
+        if self._reference_count is None:
+            terms = max(1.0, float(count) * self._num_micro_batches)
+            self._reference_count = 2.0 ** round(math.log2(terms))
+        return loss * (1.0 / self._reference_count)
+
+    def _add(self, value: Tensor) -> None:
+        self._loss = value if self._loss is None else self._loss + value
+
+    @property
+    def correction(self) -> float | Tensor:
+        """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
+        if not self._is_sum or self._num_micro_batches == 1 or self._reference_count is None:
+            return 1.0
+        return self._reference_count / _at_least_one(self._count)
+
+    @property
+    def mean_loss(self) -> Tensor:
+        """Mean loss per term over what the window has seen; a detached scalar on the model's device."""
+        if self._loss is None:
+            return torch.tensor(math.nan)
+        return self._loss / _at_least_one(self._count) if self._is_sum else self._loss
+
+    @property
+    def terms(self) -> Count:
+        """What the loss averaged over: rows, or the window's count."""
+        return self._count if self._is_sum else self._rows
+
+
+def _at_least_one(count: Count) -> Count:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -1,0 +1,106 @@
+"""Batches: count rows, slice into micro-batches, move to a device. Any nesting of mappings, tuples and lists.
+
+Leaves: a tensor with a first dimension holds one row per index; a list without tensors holds one row per item;
+0-dim tensors, strings, numbers and None are the same for every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import BatchError
+
+Batch = Any
+_CONSTANTS = (str, bytes, bool, int, float, complex, type(None))
+_LEAVES = (Tensor, *_CONSTANTS)
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of rows all leaves agree on.
+
+    Raises:
+        BatchError: no leaf has rows, leaves disagree, or a leaf is of a kind that cannot be sliced.
+    """
+    sizes = {path: len(leaf) for path, leaf in _leaves(batch, "batch") if _has_rows(leaf)}
+    if not sizes:
+        raise BatchError(
+            "batch", given=f"{type(batch).__name__} without rows", expected="tensors with a first dimension"
+        )
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{path}: {size}" for path, size in list(sizes.items())[:6])
+        raise BatchError(
+            "batch",
+            given=f"first dimensions that differ ({found})",
+            expected="the same number of rows in every tensor and list",
+            way_out="Put what is not per row into a 0-dim tensor, a string or a tuple of numbers.",
+        )
+    rows = next(iter(sizes.values()))
+    if rows == 0:
+        raise BatchError("batch", given="0 rows", expected="at least one row")
+    return rows
+
+
+def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, int]]:
+    """Yield (micro-batch, its rows) in order; the last may be shorter. Tensors are views."""
+    if rows <= micro_batch:
+        yield batch, rows
+        return
+    for start in range(0, rows, micro_batch):
+        stop = min(start + micro_batch, rows)
+        yield _map(batch, lambda leaf, cut=slice(start, stop): leaf[cut] if _has_rows(leaf) else leaf), stop - start
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
+    tensors = (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, Tensor))
+    if all(tensor.device == device for tensor in tensors):
+        return batch
+    return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list)
+
+
+def _is_row_list(value: Any) -> bool:
+    return type(value) is list and all(isinstance(item, _CONSTANTS) for item in value)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _LEAVES) or _is_row_list(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        raise BatchError(
+            path,
+            given=f"a {type(value).__name__}, which cannot be split by rows",
+            expected="tensors, nested in dicts, tuples or lists",
+            way_out="Yield such a structure from the loader's collate function, or plan with the whole batch.",
+        )
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, _LEAVES) or _is_row_list(value):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: _map(item, function) for key, item in value.items()}
+        return items if type(value) is dict else _rebuild_mapping(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, function) for item in value))
+    return type(value)(_map(item, function) for item in value)
+
+
+def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    try:
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items

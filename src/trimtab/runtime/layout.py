@@ -1,0 +1,62 @@
+"""Memory layout of parameters, with optimizer state that follows it.
+
+A fused optimizer on CPU walks parameter, gradient and state in memory order: state whose strides differ from its
+parameter's gives wrong weights without a word. So every change of layout, here or in a load, ends in `align_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Lay 4-dim parameters and buffers out as channels_last, in place; returns what restores every stride."""
+    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4]
+    for tensor, _ in changed:
+        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        _drop_mismatched_grad(tensor)
+    align_state(optimizer)
+
+    def undo() -> None:
+        for tensor, strides in changed:
+            tensor.data = _with_strides(tensor.data, strides)
+            _drop_mismatched_grad(tensor)
+        align_state(optimizer)
+
+    return undo
+
+
+def is_channels_last(model: nn.Module) -> bool:
+    """Return whether the convolution weights already lie channels_last."""
+    weights = [p for p in model.parameters() if p.dim() == 4 and p.shape[1] > 1 and p.shape[2:].numel() > 1]
+    return bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every state tensor of a parameter's shape that parameter's strides; values are kept."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue
+        for name, value in state.items():
+            same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+            if same_shape and value.stride() != parameter.stride():
+                state[name] = _with_strides(value, parameter.stride())
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _drop_mismatched_grad(tensor: Tensor) -> None:
+    if tensor.grad is not None:
+        tensor.grad = _with_strides(tensor.grad, tensor.stride())

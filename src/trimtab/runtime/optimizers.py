@@ -1,0 +1,97 @@
+"""The user's optimizer object: checked against the model, switched to its fused step and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import ModelError, OptimizerError
+from trimtab.runtime.layout import align_state
+
+# Exactly these classes: a subclass may override the step that the switch relies on.
+_FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless every optimizer parameter is a trainable-or-frozen parameter of the model.
+
+    Raises:
+        ModelError: not a module, or nothing to train. OptimizerError: not an optimizer, or other parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError("model", given=f"a {type(model).__name__}", expected="a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError("optimizer", given=f"a {type(optimizer).__name__}", expected="a torch.optim.Optimizer")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "model", given="no parameter that requires a gradient", expected="at least one", way_out="Unfreeze some."
+        )
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise ModelError("model", given=f"parameters on {sorted(map(str, devices))}", expected="one device")
+    owned = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in owned for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise OptimizerError(
+            "optimizer",
+            given=f"{foreign} parameters that are not the model's",
+            expected="an optimizer built from this model's parameters",
+            way_out="Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...).",
+        )
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerError("optimizer", given="only frozen parameters", expected="at least one trainable parameter")
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every group already runs the fused step."""
+    return all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `use_fused` can switch this optimizer."""
+    groups = optimizer.param_groups
+    return (
+        type(optimizer) in _FUSED_CLASSES
+        and not any(group.get("differentiable") or group.get("capturable") for group in groups)
+        and all(p.is_floating_point() and not p.is_sparse for group in groups for p in group["params"])
+        and all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+    )
+
+
+def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Switch to the fused step, state kept; returns what switches back.
+
+    Raises:
+        OptimizerError: this optimizer has no fused step that can be switched on.
+    """
+    if not supports_fused(optimizer):
+        raise OptimizerError(
+            "plan.fused_optimizer",
+            given=type(optimizer).__name__,
+            expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " with floating-point parameters",
+            way_out="Plan with fused_optimizer=False.",
+        )
+    before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
+    align_state(optimizer)
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        _move_steps(optimizer, group, on_device=True)
+
+    def undo() -> None:
+        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=True):
+            group["fused"], group["foreach"] = fused, foreach
+            _move_steps(optimizer, group, on_device=fused is True)
+
+    return undo
+
+
+def _move_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, on_device: bool) -> None:
+    # The fused kernel reads its step counters on the parameter's device, the foreach one on the host.
+    for parameter in group["params"]:
+        step = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(step, Tensor):
+            device = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter]["step"] = step.to(device, torch.float32)

@@ -1,0 +1,107 @@
+"""The order of the loop's verbs, as a state machine; every breach raises before anything is changed.
+
+idle -> window open -> (micro-batch begun -> forward seen -> backward done)* -> complete -> [unscaled] -> idle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from trimtab.core.errors import LoopError
+from trimtab.runtime.window import Window
+
+_WAY_OUT = "Call run.backward(loss) once for every micro-batch, inside the loop over the window."
+
+
+class LoopOrder:
+    """Where a run stands inside its window."""
+
+    def __init__(self) -> None:
+        self.forward = ForwardSeen()
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to idle."""
+        self.window: Window | None = None
+        self.micro_rows = 0
+        self.unscaled = False
+        self._last = self._awaiting_backward = False
+
+    def open(self, window: Window) -> None:
+        """A window's first micro-batch is asked for."""
+        self.require_idle("window")
+        self.window = window
+
+    def begin_micro_batch(self, rows: int, *, last: bool) -> None:
+        """A micro-batch is handed out."""
+        self.micro_rows, self._last = rows, last
+        self._awaiting_backward, self.forward.seen = True, False
+
+    def end_micro_batch(self) -> None:
+        """The loop's body for a micro-batch has run."""
+        if self._awaiting_backward:
+            raise LoopError(
+                "window",
+                given="the next micro-batch before run.backward",
+                expected="run.backward(loss) for each",
+                way_out=_WAY_OUT + " A window cannot be turned into a list.",
+            )
+
+    def require_micro_batch(self) -> None:
+        """Before backward: a micro-batch is open and the model ran forward on it."""
+        if not self._awaiting_backward:
+            raise LoopError(
+                "run.backward", given="no open micro-batch", expected="one call per micro-batch", way_out=_WAY_OUT
+            )
+        if not self.forward.seen:
+            raise LoopError(
+                "run.backward",
+                given="a loss without a forward of run.model for this micro-batch",
+                expected="loss_fn(run.model, micro)",
+                way_out="Call run.model(...) itself, not a copy or a submodule of it.",
+            )
+
+    def backward_done(self) -> None:
+        """After backward."""
+        self._awaiting_backward = self.forward.seen = False
+
+    def require_idle(self, verb: str) -> None:
+        """No window is open."""
+        if self.window is not None:
+            raise LoopError(verb, given="a new window before run.step()", expected="run.step() first", way_out=_WAY_OUT)
+
+    def require_complete(self, verb: str) -> Window:
+        """Every micro-batch of the window had its backward; returns the window."""
+        if self.window is None:
+            raise LoopError(verb, given="no window", expected="a window's micro-batches first", way_out=_WAY_OUT)
+        if not self._last or self._awaiting_backward:
+            raise LoopError(
+                verb,
+                given="a window whose last micro-batch was not seen",
+                expected="run.backward for every micro-batch",
+                way_out="Do not leave the loop over a window early.",
+            )
+        return self.window
+
+
+class ForwardSeen:
+    """Forward pre-hook that notes the model ran. A copy of the model (an EMA) shares it instead of copying a run."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.seen = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSeen:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ForwardSeen, ()
+
+    def watch(self, model: nn.Module) -> Callable[[], None]:
+        """Install the hook; returns what removes it."""
+        return model.register_forward_pre_hook(self).remove

@@ -1,0 +1,1 @@
+"""Models of the built-in tasks: plain modules, torch only, nothing downloaded."""

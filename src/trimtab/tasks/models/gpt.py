@@ -1,0 +1,123 @@
+"""A compact GPT: pre-norm decoder blocks, learned positions, causal attention through torch's SDPA.
+
+Layout and initialisation follow GPT-2 (Radford et al. 2019). Shapes in comments: B rows, T tokens, D width, H heads,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """Sizes of a GPT.
+
+    Args:
+        vocab_size: V. context: longest T. num_layers, num_heads: blocks, and heads in each. width: D, a multiple of
+            the heads. dropout: probability, on embeddings, attention weights and residual branches alike.
+        tied_head: whether the output projection is the token embedding itself.
+    """
+
+    vocab_size: int
+    context: int
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 256
+    dropout: float = 0.0
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "num_layers", "num_heads", "width"):
+            checks.integer(name, getattr(self, name))
+        checks.number("dropout", self.dropout, low=0, high=1)
+        if self.width % self.num_heads:
+            raise ValueGivenError("width", given=f"{self.width}", expected=f"a multiple of {self.num_heads} heads")
+
+
+class Attention(nn.Module):
+    """Causal self-attention, all heads in one projection."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.dropout = shape.dropout
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.project = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, T, D) of (B, T, D)."""
+        rows, tokens, width = x.shape
+        qkv = self.qkv(x).view(rows, tokens, 3, self.num_heads, width // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D/H)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.project(y.transpose(1, 2).reshape(rows, tokens, width))
+
+
+class Block(nn.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.norm2 = nn.LayerNorm(shape.width)
+        self.expand = nn.Linear(shape.width, 4 * shape.width)
+        self.contract = nn.Linear(4 * shape.width, shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, T, D) of (B, T, D)."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        y = F.gelu(self.expand(self.norm2(x)), approximate="tanh")  # (B, T, 4D)
+        return x + self.dropout(self.contract(y))
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer; `forward(tokens)` gives logits, `features(tokens)` what the head is applied to."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
+        self.position_embedding = nn.Embedding(shape.context, shape.width)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self._initialise()
+        if shape.tied_head:
+            self.head.weight = self.token_embedding.weight
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return the last hidden states (B, T, D) of `tokens` (B, T), T at most the context."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, T, V) of `tokens` (B, T)."""
+        return self.head(self.features(tokens))
+
+    def _initialise(self) -> None:
+        """Draw weights from N(0, 0.02); the 2L residual projections by 1/sqrt(2L) smaller, so that their sum keeps it."""
+        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.endswith((".project", ".contract"))
+                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
