@@ -1,3 +1,48 @@
-"""trimtab: plan, apply and prove the compute settings of a PyTorch training loop."""
+"""trimtab: plan, apply and prove the compute settings of a PyTorch training loop.
+
+plan = trimtab.plan(model, optimizer, loss_fn, example_batch, budget=trimtab.Budget(memory="8GiB"))
+run = trimtab.start(model, optimizer, plan)
+for window in run.windows(loader):
+    loss = run.train_step(window, loss_fn)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trimtab.core import errors
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.record import RecordWriter, RunRecord, read_record
+
+if TYPE_CHECKING:
+    from trimtab.api import plan, profile, start
+    from trimtab.runtime.engine import Run
 
 __version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "Choice",
+    "Mark",
+    "Objective",
+    "Plan",
+    "RecordWriter",
+    "Reference",
+    "Run",
+    "RunRecord",
+    "errors",
+    "plan",
+    "profile",
+    "read_record",
+    "start",
+]
+
+# Loaded on first use, so that plans and records can be read without importing torch.
+_LAZY = {"plan": "trimtab.api", "profile": "trimtab.api", "start": "trimtab.api", "Run": "trimtab.runtime.engine"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

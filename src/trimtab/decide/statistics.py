@@ -22,7 +22,7 @@ class Interval:
     @property
     def half_width(self) -> float:
         """Half the interval's relative width: sqrt(high / low) - 1 for ratios."""
-        return math.sqrt(self.high / self.low) - 1 if 0 < self.low and self.high < math.inf else math.inf
+        return math.sqrt(self.high / self.low) - 1 if self.low > 0 and self.high < math.inf else math.inf
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:

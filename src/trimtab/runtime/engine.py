@@ -67,6 +67,7 @@ class Run:
         self._weights = WindowWeights()
         self._scaler = precision.loss_scaler(self._precision, self._device)
         self._order = LoopOrder()
+        self._closed = False
         self._undo = contextlib.ExitStack()
         self._apply()
 
@@ -120,9 +121,12 @@ class Run:
         Raises:
             LossError: not a loss. LoopError: no micro-batch is open, or `run.model` had no forward for it.
         """
+        self._backward(loss if count is None else (loss, count))
+
+    def _backward(self, result: Any) -> None:
         self._require_open()
         self._order.require_micro_batch()
-        loss, count = as_loss(loss if count is None else (loss, count))
+        loss, count = as_loss(result)
         weighted = self._weights.weigh(loss, count, self._order.micro_rows)
         (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
         self._order.backward_done()
@@ -171,8 +175,7 @@ class Run:
         for micro in window:
             with self.autocast():
                 result = loss_fn(self.model, micro)
-            loss, count = as_loss(result)
-            self.backward(loss, count)
+            self._backward(result)
         self.step()
         return self.loss
 
@@ -180,6 +183,7 @@ class Run:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned."""
         if self._order.window is not None:
             self._abandon()
+        self._closed = True
         self._undo.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -235,7 +239,7 @@ class Run:
         self._order.reset()
 
     def _require_open(self) -> None:
-        if self.model not in _active:
+        if self._closed:
             raise LoopError("run", given="a closed run", expected="an open one", way_out="Call trimtab.start again.")
 
     def _rate_factor(self) -> float:

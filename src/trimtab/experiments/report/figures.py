@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from trimtab.core.profile import Trial
-from trimtab.experiments.report import plan_tables, svg, tables
+from trimtab.experiments.report import svg
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.outline import Picture
-from trimtab.experiments.report.svg import COLOUR, NUM_PARTS, NUM_SERIES, variable
-from trimtab.experiments.result import Arm, Comparison, RatioRow
+from trimtab.experiments.report.svg import COLOUR, NUM_SERIES, variable
+from trimtab.experiments.result import Arm, Comparison
 
 _ARMS = {"reference": 0, "self": 1, "paper": 2, "strong": 3, "plan_S": 4, "plan_F": 5}
 _DASHES = {"self": ":", "paper": "--", "strong": "--", "plan_F": "--"}

@@ -26,7 +26,12 @@ def change_table(plan: Plan, *, changed: bool) -> Table:
 
 
 def _choice_row(name: str, choice: Choice) -> tuple[Cell, ...]:
-    return (name.replace("_", " "), say.one_line(say.plain(choice.value)), MARKS[choice.mark], say.one_line(choice.reason))
+    return (
+        name.replace("_", " "),
+        say.one_line(say.plain(choice.value)),
+        MARKS[choice.mark],
+        say.one_line(choice.reason),
+    )
 
 
 def _losers(choice: Choice) -> tuple[str, ...]:
@@ -62,7 +67,11 @@ def failed_table(comparison: Comparison) -> Table:
     """Return the trials that could not run."""
     failed = [trial for trial in comparison.trials if trial.error or trial.step_s is None]
     rows = tuple(
-        (say.one_line(trial.candidate.describe()), say.one_line(trial.stage), say.one_line(trial.error or say.UNMEASURED))
+        (
+            say.one_line(trial.candidate.describe()),
+            say.one_line(trial.stage),
+            say.one_line(trial.error or say.UNMEASURED),
+        )
         for trial in failed
     )
     return Table("Trials that could not run", ("Settings", "Stage", "Error"), rows, "Every trial ran.")

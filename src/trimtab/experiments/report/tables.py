@@ -158,9 +158,7 @@ def phase_table(comparison: Comparison) -> Table:
     """Return seconds per step by phase."""
     arms = [arm for arm in comparison.arms if arm.phases_s]
     names = phase_names(comparison)
-    rows = tuple(
-        (say.arm_name(arm), *(say.seconds(arm.phases_s.get(name)) for name in names)) for arm in arms
-    )
+    rows = tuple((say.arm_name(arm), *(say.seconds(arm.phases_s.get(name)) for name in names)) for arm in arms)
     columns = ("Arm", *(name.replace("_", " ") for name in names))
     return Table("Seconds per step by phase", columns, rows, "No phases were measured.", "", columns[1:], folded=True)
 

@@ -102,6 +102,10 @@ class GPT(nn.Module):
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the last hidden states (B, T, D) of `tokens` (B, T), T at most the context."""
+        if tokens.shape[1] > self.shape.context:
+            raise ValueGivenError(
+                "tokens", given=f"{tokens.shape[1]} in a row", expected=f"at most the context, {self.shape.context}"
+            )
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:

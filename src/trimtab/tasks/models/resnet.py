@@ -64,7 +64,9 @@ class ResNet(nn.Module):
         widths = [width * 2**stage for stage in range(len(depths))]
         self.stages = nn.Sequential(
             *(
-                _stage(widths[max(stage - 1, 0)], widths[stage], checks.integer("depths", depth), stride=min(stage, 1) + 1)
+                _stage(
+                    widths[max(stage - 1, 0)], widths[stage], checks.integer("depths", depth), stride=min(stage, 1) + 1
+                )
                 for stage, depth in enumerate(depths)
             )
         )

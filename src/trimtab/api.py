@@ -1,0 +1,179 @@
+"""The front door: `profile`, `plan`, `start`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop, silent
+from trimtab.calibrate.range_test import range_test
+from trimtab.calibrate.subject import Subject
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.core.record import RecordWriter
+from trimtab.decide.learning_rate import choose_rate
+from trimtab.decide.planner import adapt_learning_rate, choose
+from trimtab.runtime.engine import LossFn, Run
+from trimtab.runtime.recorder import Recorder
+
+ADAPTATIONS = ("learning_rate",)
+
+
+def profile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    *,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    reference: Reference | None = None,
+    longest_batch: Any = None,
+    num_blocks: int = NUM_BLOCKS,
+    progress: Callable[[str], None] = silent,
+) -> Profile:
+    """Measure a training loop and the settings worth trying on it; leaves no trace.
+
+    Args:
+        model, optimizer: as they will be trained; bit for bit the same afterwards, also when a trial fails.
+        loss_fn: `loss_fn(model, batch)` -> mean over rows, or `(loss_sum, count)` for token losses.
+        example_batch: what the loader yields for one optimizer step.
+        budget, objective: limits and weights; they decide which settings are tried.
+        reference: what the user's loop does today; undeclared, "assumed fp32 eager".
+        longest_batch: the longest batch the data holds, if lengths vary: everything is measured on it.
+        num_blocks: interleaved blocks per candidate, at least 3.
+        progress: called with a line of text as work goes on.
+
+    Raises:
+        UsageError: model, optimizer, loss or batch do not fit together; nothing was changed.
+    """
+    reference = _typed("reference", reference, Reference, ASSUMED_REFERENCE)
+    budget = _typed("budget", budget, Budget, Budget())
+    objective = _typed("objective", objective, Objective, Objective())
+    _refuse_unmeasurable(objective, budget)
+    batch = example_batch if longest_batch is None else longest_batch
+    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
+    blocks = checks.integer("num_blocks", num_blocks, low=3)
+    return profile_loop(subject, reference, objective, budget, num_blocks=blocks, progress=progress)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    *,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    reference: Reference | None = None,
+    longest_batch: Any = None,
+    adapt: str | None = None,
+    data: Iterable[Any] | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    progress: Callable[[str], None] = silent,
+) -> Plan:
+    """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
+
+    Args:
+        adapt: None keeps the user's maths (tier S); "learning_rate" also finds a peak learning rate by a range test
+            and a schedule (tier F); its cost is in `plan.search_s`.
+        data: training batches for the range test; needed with `adapt`.
+        The rest as in `profile`.
+
+    Raises:
+        UsageError: as in `profile`. InfeasibleError: no settings meet the budget.
+    """
+    if adapt is not None:
+        checks.one_of("adapt", adapt, ADAPTATIONS)
+        if data is None:
+            raise ValueGivenError(
+                "data", given="nothing", expected="training batches", way_out="plan(..., data=loader)"
+            )
+    budget = _typed("budget", budget, Budget, Budget())
+    objective = _typed("objective", objective, Objective, Objective())
+    found = profile(
+        model,
+        optimizer,
+        loss_fn,
+        example_batch,
+        budget=budget,
+        objective=objective,
+        reference=reference,
+        longest_batch=longest_batch,
+        num_blocks=num_blocks,
+        progress=progress,
+    )
+    chosen = choose(found, objective, budget)
+    if adapt is None or data is None:
+        return chosen
+    return find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
+
+
+def find_learning_rate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    base: Plan,
+    data: Iterable[Any],
+    progress: Callable[[str], None] = silent,
+) -> Plan:
+    """Return a tier-S plan carried to tier F by a learning-rate range test on `data`; leaves no trace."""
+    start = time.perf_counter()
+    subject = Subject(model, optimizer, loss_fn, example_batch)
+    points = range_test(subject, base, data, progress)
+    return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - start)
+
+
+def start(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    *,
+    total_samples: int | None = None,
+    clip_norm: float | None = None,
+    record: RecordWriter | None = None,
+) -> Run:
+    """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
+
+    Args:
+        total_samples: samples the run will train on; needed when the plan has a schedule by progress.
+        clip_norm: limit on the global gradient norm, as the user's loop applies it (paper eq. 12).
+        record: where to write a line per step; stays open for its owner.
+
+    Raises:
+        UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueGivenError(
+            "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
+        )
+    recorder = None if record is None else Recorder(record)
+    return Run(model, optimizer, plan, total_samples=total_samples, clip_norm=clip_norm, recorder=recorder)
+
+
+def _typed(field: str, value: Any, cls: type, default: Any) -> Any:
+    if value is None:
+        return default
+    if not isinstance(value, cls):
+        fields = ", ".join(f.name for f in dataclasses.fields(cls))
+        raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
+    return value
+
+
+def _refuse_unmeasurable(objective: Objective, budget: Budget) -> None:
+    if objective.energy > 0 or budget.energy is not None:
+        raise ValueGivenError(
+            "energy",
+            given="a weight or limit on energy",
+            expected="a machine with an energy meter this version can read",
+            way_out="Leave energy out of the objective and the budget.",
+        )

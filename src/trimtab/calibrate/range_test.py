@@ -1,0 +1,48 @@
+"""The learning-rate range test: real batches, the rate rising geometrically; puts everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.decide.learning_rate import RatePoint, has_diverged
+from trimtab.measure.snapshot import Snapshot
+from trimtab.runtime.engine import Run
+from trimtab.runtime.schedule import scaled_rates
+
+NUM_STEPS = 60
+WIDEST = 300.0
+
+
+def range_test(
+    subject: Subject,
+    plan: Plan,
+    batches: Iterable[Any],
+    progress: Callable[[str], None],
+    num_steps: int = NUM_STEPS,
+    widest: float = WIDEST,
+) -> tuple[RatePoint, ...]:
+    """Return (scale, loss) at rates rising from the user's own to `widest` times it. Leaves no trace.
+
+    Args:
+        batches: training batches; at least `num_steps` of them, or the test ends early.
+
+    Raises:
+        ValueGivenError: there are no batches.
+    """
+    points: list[RatePoint] = []
+    with Snapshot(subject.model, subject.optimizer), Run(subject.model, subject.optimizer, plan) as run:
+        for index, batch in zip(range(num_steps), batches, strict=False):
+            scale = widest ** (index / (num_steps - 1))
+            progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")
+            with scaled_rates(subject.optimizer, scale):
+                loss = run.train_step(run.window(batch), subject.loss_fn)
+            points.append(RatePoint(scale, float(loss)))
+            if index > 10 and has_diverged([point.loss for point in points]):
+                break
+    if not points:
+        raise ValueGivenError("data", given="no batches", expected="training batches for the learning-rate range test")
+    return tuple(points)

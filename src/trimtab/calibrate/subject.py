@@ -1,0 +1,94 @@
+"""The loop under trial: the user's model, optimizer, loss and example batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import LossError, ValueGivenError
+from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
+from trimtab.core.profile import Candidate
+from trimtab.runtime.accumulation import Count, as_loss
+from trimtab.runtime.batches import count_rows, to_device
+from trimtab.runtime.engine import LossFn, Run
+from trimtab.runtime.optimizers import check_ownership
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    batch: Any
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_ownership(self.model, self.optimizer)
+        if not callable(self.loss_fn):
+            raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
+        count_rows(self.batch)
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self.model.parameters()).device
+
+    @property
+    def rows(self) -> int:
+        """Rows of the example batch."""
+        return count_rows(self.batch)
+
+    def start(self, candidate: Candidate) -> Run:
+        """Return a run of the candidate's settings."""
+        plan = Plan.fixed(
+            self.rows,
+            candidate.micro_batch,
+            precision=candidate.precision,
+            memory_layout=candidate.memory_layout,
+            fused_optimizer=candidate.fused_optimizer,
+        )
+        clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
+        return Run(self.model, self.optimizer, replace(plan, clip_norm=clip))
+
+    def loss(self, batch: Any | None = None) -> tuple[Tensor, Count | None]:
+        """Return (loss, count or None) of one batch, on the model's device.
+
+        Raises:
+            LossError: the loss function raised, or its result is not a loss.
+        """
+        batch = to_device(self.batch if batch is None else batch, self.device)
+        try:
+            result = self.loss_fn(self.model, batch)
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise LossError(
+                "loss_fn",
+                given=f"{type(error).__name__}: {error} when called as loss_fn(model, batch)",
+                expected="a function of (model, batch) that fits the example batch",
+            ) from error
+        return as_loss(result)
+
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from tensors_in(self.batch)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)

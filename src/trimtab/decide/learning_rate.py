@@ -1,0 +1,69 @@
+"""Peak learning rate from a range test: the rate rises geometrically while training; the loss says where it helps.
+
+Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.core.plan import Rejected
+
+# The rate at the lowest smoothed loss is already at the edge of divergence; a run holds its peak for long, so it takes
+# this fraction of it.
+SAFETY = 1 / 3
+SMOOTHING = 0.8
+DIVERGED = 1.5
+
+
+@dataclass(frozen=True)
+class RatePoint:
+    """One step of the test: factor on the user's rates, and the training loss of that step."""
+
+    scale: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class RateChoice:
+    """The factor chosen, why, and what lost."""
+
+    scale: float
+    reason: str
+    losers: tuple[Rejected, ...] = ()
+
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Return whether the test can stop: the smoothed loss is not finite, or far above its lowest."""
+    smooth = smoothed(losses)
+    return bool(smooth) and (not math.isfinite(smooth[-1]) or smooth[-1] > DIVERGED * min(smooth))
+
+
+def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
+    """Return a third of the rate at which the smoothed loss was lowest, never below the user's own.
+
+    A test whose loss is lowest at the user's own rate, or that never fell, keeps it.
+    """
+    finite = [point for point in points if math.isfinite(point.loss)]
+    if len(finite) < 5:
+        return RateChoice(1.0, "the range test diverged at once: the user's rate is kept")
+    smooth = smoothed([point.loss for point in finite])
+    lowest = min(range(len(smooth)), key=smooth.__getitem__)
+    edge = finite[lowest].scale
+    scale = float(f"{max(1.0, edge * SAFETY):.2g}")
+    if scale == 1.0:
+        return RateChoice(1.0, f"the loss was lowest at {edge:.3g}x: no higher rate is safe")
+    reason = f"a third of {edge:.3g}x, where the loss of the range test was lowest ({len(points)} steps)"
+    return RateChoice(scale, reason, (Rejected(1.0, "the loss still fell at higher rates"),))
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the exponential mean, corrected for its start (as Adam's)."""
+    out: list[float] = []
+    mean = 0.0
+    for count, loss in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        out.append(mean / (1 - SMOOTHING**count))
+    return out

@@ -1,0 +1,190 @@
+"""From a profile to a plan: every choice with its reason, its losers, and what it is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Choice, Mark, Measured, Plan, Rejected, Scalar
+from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide import search
+from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.search import Outcome
+from trimtab.decide.statistics import resolution
+
+_MARKS = Plan.marks()
+
+
+def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
+    """Return the tier-S plan a profile supports: what is chosen, or "change nothing".
+
+    Raises:
+        InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
+    """
+    outcomes = {
+        name: search.decide_stage(profile, name, objective, budget) for name in search.STAGES if profile.stage(name)
+    }
+    reference = search.reference_candidate(profile)
+    winner = _final(profile, outcomes, reference, budget)
+    _require_feasible(profile, winner, budget)
+
+    def choice(name: str) -> Choice:
+        return _choice(name, winner, reference, profile, outcomes)
+
+    return Plan(
+        batch_rows=profile.loop.batch_rows,
+        micro_batch=choice("micro_batch"),
+        precision=choice("precision"),
+        memory_layout=choice("memory_layout"),
+        fused_optimizer=choice("fused_optimizer"),
+        clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
+        check=profile.check,
+        reference=profile.reference,
+        baseline=_cost(profile, reference),
+        predicted=_cost(profile, winner),
+        planning_s=profile.profiling_s,
+        advice=_advice(profile),
+    )
+
+
+def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
+    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress."""
+    scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
+    schedule = Choice(
+        "warmup_cosine",
+        "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
+        Mark.DYNAMICS,
+        changed=True,
+        losers=(Rejected("user", "a constant rate at the peak the range test found is not safe from the first step"),),
+    )
+    total = plan.planning_s + search_s
+    return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
+
+
+def _final(profile: Profile, outcomes: dict[str, Outcome], reference: Candidate, budget: Budget) -> Candidate:
+    """Return the last stage's winner; the reference when the verification does not confirm it."""
+    last = outcomes.get("verify")
+    if last is None:
+        return search.winner_before(profile, "verify", Objective(), budget) if outcomes else reference
+    candidate = next(trial.candidate for trial in profile.stage("verify") if trial.candidate != reference)
+    if search.over_budget(profile, profile.stage("verify")[0], "verify", budget):
+        return candidate
+    saves_memory = _saves_memory(profile, candidate, reference)
+    ratio = last.ratios.get(candidate)
+    confirmed = last.winner == candidate or (saves_memory and ratio is not None and ratio.low >= search.FREE_SPEED)
+    return candidate if confirmed else reference
+
+
+def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) -> bool:
+    ours, theirs = _cost(profile, candidate), _cost(profile, reference)
+    if ours is None or theirs is None or ours.peak_bytes is None or theirs.peak_bytes is None:
+        return False
+    return ours.peak_bytes <= (1 - search.WORTH_SAVING) * theirs.peak_bytes
+
+
+def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
+    """Return a candidate's cost as last measured on whole steps."""
+    trials = [t for t in profile.trials if t.candidate == candidate and t.stage != "optimizer" and t.step_s]
+    if not trials:
+        return None
+    peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
+    return Measured(trials[-1].step_s or 0.0, peaks[-1] if peaks else None)
+
+
+def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> None:
+    ran = [t for t in profile.trials if t.stage != "optimizer" and t.error is None and t.block_s]
+    chosen = [trial for trial in ran if trial.candidate == winner]
+    if not chosen:
+        reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
+        raise InfeasibleError(
+            "plan", given=f"a loop that did not run ({reasons})", expected="at least one trial that runs"
+        )
+    refusal = search.over_budget(profile, chosen[-1], "verify", budget)
+    if refusal is not None:
+        nearest = min(ran, key=lambda trial: (trial.peak_bytes or 0, trial.step_s or 0))
+        raise InfeasibleError(
+            "budget",
+            given=f"{winner.describe()}: {refusal}",
+            expected="a plan within the budget",
+            way_out=f"The nearest that runs: {nearest.candidate.describe()} needs {format_bytes(nearest.peak_bytes)} "
+            f"and {format_seconds(nearest.step_s)} per step.",
+        )
+
+
+def _choice(
+    name: str, winner: Candidate, reference: Candidate, profile: Profile, outcomes: dict[str, Outcome]
+) -> Choice:
+    value: Scalar = getattr(winner, name)
+    before: Scalar = getattr(reference, name)
+    outcome = outcomes.get(_STAGE_OF[name])
+    changed = value != before
+    if outcome is None:
+        reason = _untried(name, profile)
+    elif changed:
+        reason = outcome.reasons.get(outcome.winner, "needed to meet the budget")
+    else:
+        reason = _kept_reason(name, profile, outcome, value)
+    return Choice(value, reason, _MARKS[name], changed, _losers(name, value, outcome))
+
+
+_STAGE_OF = {
+    "precision": "precision",
+    "memory_layout": "precision",
+    "fused_optimizer": "optimizer",
+    "micro_batch": "micro_batch",
+}
+
+
+def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -> str:
+    if outcome.winner != outcome.incumbent and getattr(outcome.winner, name) != value:
+        return "as the loop has it: the gain of the trials was not confirmed by the verification"
+    if all(getattr(candidate, name) == value for candidate in outcome.reasons):
+        return _untried(name, profile)
+    control = search.control_interval(profile)
+    return (
+        f"as the loop has it: nothing tried gains more than the {100 * resolution(control):.2g}% that can be resolved"
+    )
+
+
+def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected, ...]:
+    """Return the values that lost: for each, the reason of the candidate nearest to the winner."""
+    if outcome is None:
+        return ()
+    ranked = sorted(outcome.reasons.items(), key=lambda item: len(item[0].differences(outcome.winner)))
+    losers: dict[Scalar, str] = {}
+    for candidate, reason in ranked:
+        other = getattr(candidate, name)
+        if other != value:
+            losers.setdefault(other, reason)
+    before = getattr(outcome.incumbent, name)
+    if before != value:
+        losers.setdefault(before, "the reference; slower or over the budget in the trials")
+    return tuple(Rejected(other, reason) for other, reason in losers.items())
+
+
+def _untried(name: str, profile: Profile) -> str:
+    if name == "micro_batch":
+        if not profile.check.splittable:
+            return "the user's batch: " + profile.check.reason
+        return "the user's batch: it cannot be smaller"
+    if name == "memory_layout":
+        return "already channels_last" if profile.loop.layout == "channels_last" else "the model has no convolutions"
+    if name == "fused_optimizer":
+        return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
+    return "as the loop has it"
+
+
+def _advice(profile: Profile) -> tuple[str, ...]:
+    """Return what would help but is the user's to change."""
+    data, rest = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
+    if rest and data / rest > 0.05:
+        share = f"{100 * data / rest:.0f}%"
+        return (f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",)
+    return ()
+
+
+def rejected_trials(profile: Profile) -> tuple[Trial, ...]:
+    """Return the trials that could not run."""
+    return tuple(trial for trial in profile.trials if trial.error is not None)

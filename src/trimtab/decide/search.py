@@ -1,0 +1,210 @@
+"""Which candidates to measure next, and what the measurements say: a pure function of the profile.
+
+    precision  -> precision and memory layout together (they interact)
+    optimizer  -> the optimizer's step alone, as it is against fused
+    micro_batch -> slices of the user's batch, where the check allows splitting
+    verify     -> the reference against the winner, once more
+
+Each stage starts from the winner of the one before; a stage without alternatives is left out. Replaying a recorded
+profile gives the same stages and the same winner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolution
+
+# A smaller micro-batch is taken for its memory alone only if it costs at most this much speed (interval's lower end)
+# and saves at least this share of the peak.
+FREE_SPEED = 0.99
+WORTH_SAVING = 0.05
+MIN_BLOCKS = 3
+STAGES = ("precision", "optimizer", "micro_batch", "verify")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Candidates to run interleaved; the first is the incumbent. `control` asks for it a second time (A/A)."""
+
+    name: str
+    candidates: tuple[Candidate, ...]
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage decided: the winner, and for every candidate but the incumbent its speed ratio and its reason."""
+
+    winner: Candidate
+    incumbent: Candidate
+    reasons: dict[Candidate, str]
+    ratios: dict[Candidate, Interval]
+
+
+def reference_candidate(profile: Profile) -> Candidate:
+    """Return the user's loop as a candidate."""
+    return Candidate(profile.reference.precision, "keep", profile.loop.is_fused, profile.loop.batch_rows)
+
+
+def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
+    """Return the next stage to measure, or None when the search is over."""
+    for name in STAGES:
+        if profile.stage(name):
+            continue
+        incumbent = winner_before(profile, name, objective, budget)
+        candidates = _CANDIDATES[name](profile, incumbent, budget)
+        if len(candidates) > 1 or name == "precision":
+            return Stage(name, candidates, control=name == "precision")
+    return None
+
+
+def winner_before(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Candidate:
+    """Return the candidate that stands when a stage begins."""
+    winner = reference_candidate(profile)
+    for name in STAGES[: STAGES.index(stage)]:
+        if profile.stage(name):
+            winner = decide_stage(profile, name, objective, budget).winner
+    return winner
+
+
+def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budget) -> Outcome:
+    """Return a stage's outcome from its trials."""
+    incumbent, *rivals = [trial for trial in profile.stage(name) if not trial.control]
+    control = control_interval(profile)
+    reasons: dict[Candidate, str] = {}
+    ratios: dict[Candidate, Interval] = {}
+    winner, best = incumbent, 1.0
+    incumbent_fits = unfit(profile, incumbent, name, budget) is None
+    for trial in rivals:
+        if (refusal := unfit(profile, trial, name, budget)) is not None:
+            reasons[trial.candidate] = refusal
+            continue
+        ratios[trial.candidate] = speed = speed_ratio(trial, incumbent)
+        score = _score_ratio(profile, trial, incumbent, objective, name)
+        gain = is_gain(score, control) or _free_memory(trial, incumbent, speed, name)
+        reasons[trial.candidate] = _reason(name, speed, control, gain)
+        must_leave = not incumbent_fits and winner is incumbent
+        if must_leave or (gain and score.mean > best):
+            winner, best = trial, score.mean
+    return Outcome(winner.candidate, incumbent.candidate, reasons, ratios)
+
+
+def control_interval(profile: Profile) -> Interval | None:
+    """Return the A/A control's ratio: the incumbent of the first stage against itself."""
+    trials = profile.stage("precision")
+    control = next((trial for trial in trials if trial.control), None)
+    if control is None or len(control.block_s) < 2:
+        return None
+    return speed_ratio(control, trials[0])
+
+
+def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
+    """Return how many times faster `ours` is, paired by block."""
+    return ratio_interval([b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False)])
+
+
+def unfit(profile: Profile, trial: Trial, stage: str, budget: Budget) -> str | None:
+    """Return why a trial cannot be chosen, or None."""
+    if trial.error is not None:
+        return trial.error
+    if len(trial.block_s) < MIN_BLOCKS:
+        return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
+    return over_budget(profile, trial, stage, budget)
+
+
+def over_budget(profile: Profile, trial: Trial, stage: str, budget: Budget) -> str | None:
+    """Return which hard limit a trial breaks, or None.
+
+    Memory binds once splitting the batch can no longer lower it: in the micro-batch stage, or everywhere when
+    splitting is refused.
+    """
+    if stage == "optimizer":
+        return None
+    limit, peak = budget.memory_bytes, trial.peak_bytes
+    final = stage in ("micro_batch", "verify") or not profile.check.splittable
+    if final and limit is not None and peak is not None and peak > limit:
+        return f"peak memory {format_bytes(peak)} is over the budget of {format_bytes(limit)}"
+    step_s = trial.step_s
+    if budget.time is not None and step_s is not None and step_s > budget.time:
+        return f"{format_seconds(step_s)} per step is over the budget of {format_seconds(budget.time)}"
+    return None
+
+
+def _score_ratio(profile: Profile, trial: Trial, incumbent: Trial, objective: Objective, stage: str) -> Interval:
+    """Return C(incumbent) / C(trial), paired by block, in units of the reference's cost."""
+    if stage == "optimizer" or objective.time == 1.0:
+        return speed_ratio(trial, incumbent)
+    base = profile.stage("precision")[0]
+    reference = Cost(base.step_s or 0.0, base.peak_bytes)
+    ratios = [
+        objective.score(Cost(theirs, incumbent.peak_bytes), reference)
+        / objective.score(Cost(ours, trial.peak_bytes), reference)
+        for ours, theirs in zip(trial.block_s, incumbent.block_s, strict=False)
+    ]
+    return ratio_interval(ratios)
+
+
+def _free_memory(trial: Trial, incumbent: Trial, speed: Interval, stage: str) -> bool:
+    if stage != "micro_batch" or trial.peak_bytes is None or incumbent.peak_bytes is None:
+        return False
+    return speed.low >= FREE_SPEED and trial.peak_bytes <= (1 - WORTH_SAVING) * incumbent.peak_bytes
+
+
+def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool) -> str:
+    what = "the optimizer's step alone at" if stage == "optimizer" else ""
+    figures = f"{what} {speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})".strip()
+    if gain:
+        return figures
+    if speed.mean < 1 and speed.high < 1:
+        return f"slower: {figures}"
+    return f"no gain: {figures}; the A/A control resolves {100 * resolution(control):.2g}%"
+
+
+def _precision_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
+    precisions = ("fp32", "bf16") if profile.device.kind == "cpu" else ("fp32", "tf32", "bf16", "fp16")
+    layouts = (
+        ("keep", "channels_last")
+        if profile.loop.has_convolutions and profile.loop.layout != "channels_last"
+        else ("keep",)
+    )
+    grid = [replace(incumbent, precision=p, memory_layout=layout) for p in precisions for layout in layouts]
+    return (incumbent, *(candidate for candidate in grid if candidate != incumbent))
+
+
+def _optimizer_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
+    if incumbent.fused_optimizer or not profile.loop.supports_fused:
+        return (incumbent,)
+    return incumbent, replace(incumbent, fused_optimizer=True)
+
+
+def _micro_batch_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
+    if not profile.check.splittable:
+        return (incumbent,)
+    sizes = [-(-incumbent.micro_batch // 2**i) for i in range(1, 20)]
+    wanted = sizes if _needs_less(profile, incumbent, budget) else sizes[:2]
+    smaller = sorted({size for size in wanted if size < incumbent.micro_batch}, reverse=True)
+    return (incumbent, *(replace(incumbent, micro_batch=size) for size in smaller))
+
+
+def _needs_less(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
+    peak = next((t.peak_bytes for t in reversed(profile.trials) if t.candidate == incumbent and t.peak_bytes), None)
+    if budget.memory_bytes is None or peak is None:
+        peak = next((t.peak_bytes for t in profile.trials if t.peak_bytes), None)
+    return budget.memory_bytes is not None and (peak is None or peak > budget.memory_bytes)
+
+
+def _verify_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
+    return (reference_candidate(profile),) + (() if incumbent == reference_candidate(profile) else (incumbent,))
+
+
+_CANDIDATES: dict[str, Callable[[Profile, Candidate, Budget], tuple[Candidate, ...]]] = {
+    "precision": _precision_candidates,
+    "optimizer": _optimizer_candidates,
+    "micro_batch": _micro_batch_candidates,
+    "verify": _verify_candidates,
+}

@@ -1,0 +1,116 @@
+"""Tasks: a workload with its data, metric and peers, built in or the user's own `my_module:task`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.tasks.task import DataSource, Metric, StrongRecipe, Task, TaskData
+
+__all__ = ["BUILT_IN", "DataSource", "Metric", "StrongRecipe", "Task", "TaskData", "load_task"]
+
+BUILT_IN: tuple[str, ...] = ("digits_resnet", "source_gpt", "cifar10_resnet", "wikitext2_gpt")
+
+
+def load_task(name: str) -> Task:
+    """Return a task by name.
+
+    Args:
+        name: a built-in name, `my_module:attribute` (a module in the current folder, dots allowed) or
+            `path/to/file.py:attribute`. User code is imported from there only, its folder importable while it loads.
+
+    Raises:
+        ValueGivenError: no such built-in, module, file or attribute.
+        FormatError: the user's module fails to import, or the attribute is not a Task.
+    """
+    if name in BUILT_IN:
+        return importlib.import_module(f"{__name__}.{name}").TASK
+    where, attribute = _split(name)
+    module = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
+    if not hasattr(module, attribute):
+        raise ValueGivenError("task", given=f"{name!r}", expected=f"an attribute {attribute!r} of {where}")
+    task = getattr(module, attribute)
+    if not isinstance(task, Task):
+        raise FormatError(
+            f"task {name}", given=f"a {type(task).__name__}", expected="a trimtab.tasks.Task, already built"
+        )
+    return task
+
+
+def _split(name: object) -> tuple[str, str]:
+    """Return (module or file, attribute); the last colon parts them, so a drive letter may stand before it."""
+    where, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    is_module = all(part.isidentifier() for part in where.split("."))
+    if not colon or not attribute.isidentifier() or not (is_module or where.endswith(".py")):
+        raise ValueGivenError(
+            "task",
+            given=repr(name),
+            expected=f"one of {', '.join(BUILT_IN)}, or my_module:attribute, or path/to/file.py:attribute",
+        )
+    return where, attribute
+
+
+def _load_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueGivenError("task", given=repr(name), expected=f"a file {path.name} that exists")
+    path = path.resolve()
+    # Registered under a name of its own, which dataclasses and pickle look up and no installed module can have.
+    module_name = f"_trimtab_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueGivenError("task", given=repr(name), expected="a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        with _importing(name, path.parent):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _load_module(name: str, where: str) -> ModuleType:
+    folder = Path.cwd()
+    base = folder.joinpath(*where.split("."))
+    if not (base.with_name(base.name + ".py").is_file() or (base / "__init__.py").is_file()):
+        raise ValueGivenError(
+            "task",
+            given=repr(name),
+            expected=f"a module {where} in the current folder, or one of {', '.join(BUILT_IN)}",
+            way_out="Run from the folder that holds it, or give the file: path/to/file.py:attribute.",
+        )
+    with _importing(name, folder):
+        module = importlib.import_module(where)
+    if not Path(module.__file__ or "/").resolve().is_relative_to(folder.resolve()):
+        raise ValueGivenError(
+            "task",
+            given=f"{name!r}, but another module of that name is already imported",
+            expected="a module of the current folder",
+            way_out="Rename it, or give the file: path/to/file.py:attribute.",
+        )
+    return module
+
+
+@contextmanager
+def _importing(name: str, folder: Path) -> Iterator[None]:
+    """Make `folder` importable while the user's module runs, and name the task if that fails."""
+    importlib.invalidate_caches()  # a module written a moment ago is found too
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    except TrimtabError:
+        raise
+    except Exception as error:
+        raise FormatError(
+            f"task {name}", given=f"a module that raises {type(error).__name__}: {error}", expected="one that imports"
+        ) from error
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,77 @@
+"""Loss, metrics and rows of next-token models.
+
+Shapes in comments: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trimtab.tasks.evaluation import beside, evaluating
+from trimtab.tasks.task import Batch, Metric
+
+IGNORED = -100
+
+
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | int]:
+    """Return `(loss_sum, count)`: the summed cross-entropy (nats) and the number of tokens it is over.
+
+    Args:
+        model: (B, T) int64 -> logits (B, T, V).
+        batch: either `(tokens,)` with tokens (B, T+1), where each token is predicted from those before it and the
+            count is a Python int; or `(inputs, labels)`, both (B, T), where labels of -100 are ignored and the count
+            is a tensor, because to know it is to read the labels (on an accelerator: to wait for them).
+    """
+    count: Tensor | int
+    if len(batch) == 1:
+        inputs, labels = batch[0][:, :-1], batch[0][:, 1:]
+        count = labels.numel()
+    else:
+        inputs, labels = batch
+        count = (labels != IGNORED).sum()
+    logits = model(inputs).flatten(0, 1)  # (B*T, V)
+    # In fp32 whatever the autocast: a sum over thousands of tokens would lose half of bf16's 8 bits.
+    return F.cross_entropy(logits.float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"), count
+
+
+def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Return the loss in nats per token over all batches, each token weighing the same."""
+    loss, count = 0.0, 0
+    with evaluating(model):
+        for batch in batches:
+            batch_loss, batch_count = next_token_loss(model, beside(model, batch))
+            loss += float(batch_loss)
+            count += int(batch_count)
+    return loss / count
+
+
+def perplexity(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Return `exp(loss in nats per token)`; infinite where a float cannot hold it."""
+    loss = mean_loss(model, batches)
+    return math.inf if loss > 700 else math.exp(loss)
+
+
+def bits_per_byte(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Return `loss in nats per token / ln 2`, the tokens being bytes."""
+    return mean_loss(model, batches) / math.log(2)
+
+
+PERPLEXITY = Metric("perplexity", higher_is_better=False, evaluate=perplexity)
+BITS_PER_BYTE = Metric("loss_bits_per_byte", higher_is_better=False, evaluate=bits_per_byte)
+
+
+def windows(tokens: np.ndarray, context: int) -> Tensor:
+    """Return rows (N, context+1) int64 of a stream: each token is a target once, the tail that fills no row dropped."""
+    stream = torch.from_numpy(tokens.astype(np.int64))
+    return stream.unfold(0, context + 1, context).contiguous()
+
+
+def evenly_spaced(rows: Tensor, num_rows: int) -> Tensor:
+    """Return `num_rows` of the rows, spread over all of them: a cheap sample that is the same every time."""
+    return rows[torch.arange(num_rows) * len(rows) // num_rows]
