@@ -1,7 +1,8 @@
 """JSON in and out for frozen dataclasses, by their type hints; strict both ways.
 
 Encoded as written in the class: nested dataclasses become objects, tuples become lists, enums their value.
-A float that JSON cannot hold is written as the string "inf", "-inf" or "nan" and read back as a float.
+A float that JSON cannot hold is written as the string "inf", "-inf" or "nan", and read back as a float where the
+field is one; where the field may hold any value (`Any`), it stays that string.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def from_json(cls: type[T], text: str) -> T:
     """Return a `cls` from JSON text; raises `FormatError` naming the path that does not fit."""
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object") from None
     return from_jsonable(cls, data)
 

@@ -11,13 +11,16 @@
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── DataMissingError      a public data set is not on this machine; says how to get it
-    ├── DependencyError       an optional package is missing; says which extra brings it
+    ├── DependencyError       an optional package is missing; names the extra   (also an ImportError)
     └── NotReversibleError    a change could not be undone in place
 
 Every message says what was given, what was expected and the way out.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 
 class TrimtabError(Exception):
@@ -37,6 +40,10 @@ class TrimtabError(Exception):
         self.way_out = way_out
         message = f"{field}: given {given}; expected {expected}."
         super().__init__(f"{message} {way_out}" if way_out else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # so that an error survives the way back from a worker process
+        named = functools.partial(type(self), given=self.given, expected=self.expected, way_out=self.way_out)
+        return named, (self.field,), self.__dict__
 
 
 class UsageError(TrimtabError):

@@ -55,11 +55,14 @@ def _row(match: str, fp32: float, tf32: float | None, half: float, bandwidth: fl
     return Peaks(match, flops, bandwidth * 1e9, source)
 
 
-# Dense figures, without sparsity. The first row whose every word is in the device's name is taken.
+# Dense figures, without sparsity. The first row whose every word is in the device's name is taken, unless the name
+# also says that it is another product (or a slice) of that family.
+_OTHER_PRODUCTS = frozenset({"NVL", "TI", "D", "LAPTOP", "MIG"})
 PEAKS: tuple[Peaks, ...] = (
     _row("H200", 67, 494.7, 989.4, 4800, "NVIDIA H200 data sheet, SXM, dense"),
     _row("H100 PCIe", 51.2, 378, 756, 2000, "NVIDIA H100 data sheet, PCIe, dense"),
     _row("H100", 67, 494.7, 989.4, 3350, "NVIDIA H100 data sheet, SXM, dense"),
+    _row("A100 80GB PCIe", 19.5, 156, 312, 1935, "NVIDIA A100 80GB data sheet, PCIe, dense"),
     _row("A100 80GB", 19.5, 156, 312, 2039, "NVIDIA A100 80GB data sheet, SXM, dense"),
     _row("A100", 19.5, 156, 312, 1555, "NVIDIA A100 40GB data sheet, dense"),
     _row("L40S", 91.6, 183, 362, 864, "NVIDIA L40S data sheet, dense"),
@@ -72,6 +75,8 @@ PEAKS: tuple[Peaks, ...] = (
 def lookup_peaks(name: str) -> Peaks | None:
     """Return the table's row for a device name, or None: an unknown device stays unknown."""
     words = name.upper().replace("-", " ").split()
+    if _OTHER_PRODUCTS & set(words):
+        return None
     for row in PEAKS:
         if all(any(word == w or w in word.split("_") for word in words) for w in row.match.upper().split()):
             return row

@@ -38,11 +38,14 @@ class Objective:
 
     def __post_init__(self) -> None:
         weights = {f.name: checks.number(f.name, getattr(self, f.name), low=0) for f in dataclasses.fields(self)}
-        total = math.fsum(weights.values())
-        if not 0 < total < math.inf:
+        largest = max(weights.values())
+        if largest == 0:
             raise ValueGivenError("objective", given=f"weights {weights}", expected="at least one weight above zero")
-        for name, weight in weights.items():
-            object.__setattr__(self, name, weight / total)
+        shares = {name: weight / largest for name, weight in weights.items()}  # at most 1 each: no sum overflows
+        total = math.fsum(shares.values())
+        settled = abs(total * largest - 1) < 1e-15  # already of sum 1: read back exactly as written
+        for name, share in shares.items():
+            object.__setattr__(self, name, weights[name] if settled else share / total)
 
     def score(self, cost: Cost, reference: Cost) -> float:
         """Return C; 1 for the reference, smaller is better.

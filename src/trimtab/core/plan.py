@@ -154,7 +154,11 @@ class Plan:
         if unknown := sorted(values.keys() - marks.keys()):
             raise FormatError(f"plan.{unknown[0]}", given="an unknown field", expected="one of " + ", ".join(marks))
         rows = checks.integer("plan.batch_rows", batch_rows)
-        choices = {name: Choice(value, "set by hand", marks[name], changed=True) for name, value in values.items()}
+        kept = {f.name: f.default.value for f in fields(cls) if isinstance(f.default, Choice)}
+        choices = {
+            name: Choice(value, "set by hand", marks[name], changed=value != kept[name])
+            for name, value in values.items()
+        }
         micro = rows if micro_batch is None else micro_batch
         plan = cls(rows, Choice(micro, "set by hand", marks["micro_batch"], changed=micro != rows))
         for name, choice in choices.items():

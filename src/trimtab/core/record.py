@@ -140,14 +140,15 @@ def read_record(path: str | Path) -> RunRecord:
     Raises:
         FormatError: no header, another schema, or a damaged line that is not the last.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    lines = text.split("\n")
+    lines = Path(path).read_bytes().split(b"\n")  # bytes: a torn line may end inside a character
     torn = lines.pop()
     rows = [_parse(str(path), number, line) for number, line in enumerate(lines, 1)]
     if not rows or not isinstance(rows[0], Header):
         raise FormatError(str(path), given=f"{'a torn line' if torn else 'no header'}", expected="a header line first")
     if rows[0].schema != RECORD_SCHEMA:
         raise FormatError(f"{path}: schema", given=repr(rows[0].schema), expected=str(RECORD_SCHEMA))
+    if any(isinstance(row, Header) for row in rows[1:]):
+        raise FormatError(str(path), given="a second header", expected="one run a file")
     ends = [row for row in rows if isinstance(row, End)]
     return RunRecord(
         rows[0],
@@ -158,14 +159,14 @@ def read_record(path: str | Path) -> RunRecord:
     )
 
 
-def _parse(path: str, number: int, line: str) -> Line:
+def _parse(path: str, number: int, line: bytes) -> Line:
     where = f"{path}:{number}"
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
+        data = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise FormatError(where, given=f"a damaged line ({error})", expected="one JSON object a line") from None
     kind = data.pop("kind", None) if isinstance(data, dict) else None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
     line_value: Line = from_jsonable(_KINDS[kind], data)
     return line_value

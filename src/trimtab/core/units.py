@@ -20,7 +20,7 @@ def parse_bytes(field: str, value: str | int | float) -> int:
         ValueGivenError: not a size, not finite, or not above zero.
     """
     if not isinstance(value, str):
-        return int(number(field, value, low=1))
+        return int(number(field, value, low=1, high=2**62))
     match = _PATTERN.fullmatch(value)
     factor = _BYTES.get(match[2].upper()) if match else None
     if match is None or factor is None or float(match[1]) * factor < 1:
@@ -34,7 +34,7 @@ def format_bytes(value: float | None) -> str:
         return "unknown"
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= size:
-            return f"{value / size:.3g} {unit}" if abs(value) < 999.5 * size else f"{value / size:.0f} {unit}"
+            return f"{_digits(value / size)} {unit}"
     return f"{value:.0f} B"
 
 
@@ -45,9 +45,9 @@ def format_seconds(value: float | None) -> str:
     if math.isinf(value):
         return "never"
     if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
+        return f"{_digits(value * 1e6)} µs"
     if value < 1:
-        return f"{value * 1e3:.3g} ms"
+        return f"{_digits(value * 1e3)} ms"
     if value < 120:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)
@@ -60,10 +60,15 @@ def format_count(value: float | None) -> str:
         return "unknown"
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
+            return f"{_digits(value / size)} {unit}"
+    return _digits(value)
 
 
 def format_ratio(value: float | None) -> str:
     """Return `1.42x`; `unknown` for None."""
-    return "unknown" if value is None or not math.isfinite(value) else f"{value:.3g}x"
+    return "unknown" if value is None or not math.isfinite(value) else f"{_digits(value)}x"
+
+
+def _digits(value: float) -> str:
+    """Return three significant digits, and whole numbers rather than `1e+03` from a thousand up."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

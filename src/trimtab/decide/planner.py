@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.objective import Budget, Objective
+from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.core.plan import Choice, Mark, Measured, Plan, Rejected, Scalar
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_bytes, format_seconds
@@ -126,7 +126,15 @@ def _choice(
         reason = outcome.reasons.get(outcome.winner, "needed to meet the budget")
     else:
         reason = _kept_reason(name, profile, outcome, value)
-    return Choice(value, reason, _MARKS[name], changed, _losers(name, value, outcome))
+    losers = _losers(name, value, outcome)
+    if name == "precision":
+        losers += tuple(r for r in _screened(profile) if r.value != value)
+    return Choice(value, reason, _MARKS[name], changed, losers)
+
+
+def _screened(profile: Profile) -> tuple[Rejected, ...]:
+    refusals = ((p, search.precision_refusal(profile.device, p)) for p in PRECISIONS)
+    return tuple(Rejected(precision, reason) for precision, reason in refusals if reason is not None)
 
 
 _STAGE_OF = {

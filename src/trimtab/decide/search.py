@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import PRECISIONS, Budget, Cost, Objective
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolution
@@ -24,6 +25,8 @@ from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolut
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 MIN_BLOCKS = 3
+# Below this share of fp32's matrix-product speed a precision is not tried.
+SCREEN = 0.5
 STAGES = ("precision", "optimizer", "micro_batch", "verify")
 
 
@@ -166,14 +169,24 @@ def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool) -
 
 
 def _precision_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
-    precisions = ("fp32", "bf16") if profile.device.kind == "cpu" else ("fp32", "tf32", "bf16", "fp16")
-    layouts = (
-        ("keep", "channels_last")
-        if profile.loop.has_convolutions and profile.loop.layout != "channels_last"
-        else ("keep",)
-    )
+    precisions = [p for p in PRECISIONS if precision_refusal(profile.device, p) is None]
+    can_convert = profile.loop.has_convolutions and profile.loop.layout != "channels_last"
+    layouts = ("keep", "channels_last") if can_convert else ("keep",)
     grid = [replace(incumbent, precision=p, memory_layout=layout) for p in precisions for layout in layouts]
     return (incumbent, *(candidate for candidate in grid if candidate != incumbent))
+
+
+def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
+    """Return why a precision is not worth a trial on a device, or None.
+
+    A dtype without hardware support can make one step last minutes, so it is screened by its matrix products alone.
+    """
+    if precision == "tf32" and device.kind != "cuda":
+        return f"tf32 does not exist on {device.kind}"
+    ours, base = device.peak(precision), device.peak("fp32")
+    if ours is not None and base is not None and ours < SCREEN * base:
+        return f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"
+    return None
 
 
 def _optimizer_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:

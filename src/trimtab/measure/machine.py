@@ -13,7 +13,8 @@ import torch
 from trimtab.core.hardware import DeviceSpec, lookup_peaks
 from trimtab.measure.timing import time_call
 
-_MATMUL = 1024
+_LARGEST_MATMUL = 1024
+_LONGEST_MATMUL_S = 0.01
 
 
 def environment() -> dict[str, str]:
@@ -55,7 +56,7 @@ def device_spec(device: torch.device) -> DeviceSpec:
             return DeviceSpec(name, "cuda", memory)
         return DeviceSpec(name, "cuda", memory, row.flops, row.bandwidth_bytes_s, row.source)
     peaks = measured_cpu_peaks(torch.get_num_threads())
-    source = f"best of 5 matrix products of {_MATMUL} on this machine, {torch.get_num_threads()} threads"
+    source = f"fastest square matrix product timed on this machine, {torch.get_num_threads()} threads"
     return DeviceSpec(cpu_name(), "cpu", _total_memory(), peaks, None, source, torch.get_num_threads())
 
 
@@ -63,16 +64,26 @@ def device_spec(device: torch.device) -> DeviceSpec:
 def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
     """Return FLOP/s of a square matrix product by dtype, at the current number of threads (the cache's key).
 
-    fp16 is left out: without hardware for it a single product takes minutes, and it is never a choice on a CPU.
+    A dtype without hardware support can be hundreds of times slower: sizes grow only while a product stays short.
     """
-    peaks = {}
     state = torch.get_rng_state()
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        left, right = (torch.rand(_MATMUL, _MATMUL).to(dtype) for _ in range(2))
-        seconds = min(time_call(lambda a=left, b=right: a @ b, torch.device("cpu")) for _ in range(6))
-        peaks[name] = 2 * _MATMUL**3 / seconds
+    dtypes = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+    peaks = {name: _matmul_flops(dtype) for name, dtype in dtypes}
     torch.set_rng_state(state)
     return peaks
+
+
+def _matmul_flops(dtype: torch.dtype) -> float:
+    """Return the best FLOP/s over sizes 128 to 1024, going on only while a product takes less than 10 ms."""
+    best, size = 0.0, 128
+    while size <= _LARGEST_MATMUL:
+        left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+        seconds = min(time_call(functools.partial(torch.mm, left, right), torch.device("cpu")) for _ in range(5))
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > _LONGEST_MATMUL_S:
+            break
+        size *= 2
+    return best
 
 
 def _total_memory() -> int | None:

@@ -16,7 +16,8 @@ import http.client
 import os
 import tempfile
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -100,19 +101,24 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "trimtab"
 
 
-def replace_file(path: Path, write: bytes) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary_beside(path) as stream:
-        stream.write(write)
-        stream.flush()
-        os.replace(stream.name, path)
-
-
 def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Write a file so that a reader sees all of it or nothing: beside its place, and renamed once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as stream:
+        temporary = Path(stream.name)
+        try:
+            yield stream
+            stream.close()
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _in_named_folder(data_set: DataSet) -> Found | str:
@@ -154,10 +160,8 @@ def _cached(file: PublicFile, folder: Path) -> Path:
         return path
     if os.environ.get("TRIMTAB_OFFLINE") == "1":
         raise FileNotFoundError(f"TRIMTAB_OFFLINE=1 and no good copy of {file.name} in the cache")
-    folder.mkdir(parents=True, exist_ok=True)
-    with _temporary_beside(path) as stream:
+    with written_whole(path) as stream:
         _download(file, stream)
-        os.replace(stream.name, path)
     return path
 
 
@@ -178,18 +182,3 @@ def _download(file: PublicFile, stream: BinaryIO) -> None:
             expected=file.sha256,
             way_out="Nothing of it was kept. Set TRIMTAB_OFFLINE=1 and TRIMTAB_DATA to use a copy of your own.",
         )
-    stream.flush()
-
-
-class _temporary_beside:  # noqa: N801 (used as a function)
-    """A temporary file in the target's folder, so that the rename is atomic; gone afterwards unless renamed."""
-
-    def __init__(self, path: Path) -> None:
-        self.stream = tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False)  # noqa: SIM115
-
-    def __enter__(self) -> BinaryIO:
-        return self.stream
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
-        Path(self.stream.name).unlink(missing_ok=True)

@@ -1,98 +1,179 @@
-"""The figures: what is drawn from which values. One function each; a figure without data says why instead."""
+"""The figures of what was measured: learning curves, throughput ratios and phases; `draw` finds any figure by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trimtab.experiments.report import svg
+from trimtab.experiments.report import planning_figures, svg, tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.drawing import LABEL, Drawing, Key, border, dash, series, time_unit
 from trimtab.experiments.report.outline import Picture
-from trimtab.experiments.report.svg import COLOUR, NUM_SERIES, variable
-from trimtab.experiments.result import Arm, Comparison
+from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
+from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow
 
-_ARMS = {"reference": 0, "self": 1, "paper": 2, "strong": 3, "plan_S": 4, "plan_F": 5}
-_DASHES = {"self": ":", "paper": "--", "strong": "--", "plan_F": "--"}
-_BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}
-_LABEL = 24  # characters of an arm's name inside a drawing
 _MAX_POINTS = 150  # per curve: more cannot be seen and would swell the page
-_WIDE = 250.0
 
 
 @dataclass(frozen=True)
-class Key:
-    """One entry of a legend: a colour, how its line is drawn, and what it stands for."""
+class Band:
+    """An arm's curves over seeds at equal rows: median seconds; lowest, median and highest metric."""
 
-    colour: str
-    border: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure for the page; without `svg`, `caption` says why there is none. `aside`: what could not be drawn."""
-
-    svg: str
-    caption: str
-    legend: tuple[Key, ...] = ()
-    aside: tuple[str, ...] = ()
+    seconds: NDArray[np.float64]
+    low: NDArray[np.float64]
+    middle: NDArray[np.float64]
+    high: NDArray[np.float64]
 
 
 def draw(picture: Picture, comparison: Comparison) -> Drawing:
     """Return the drawing of a picture."""
     if picture.name == "forest":
         return forest(comparison, picture.tier)
-    drawings: dict[str, Callable[[Comparison], Drawing]] = {
+    return {
         "curves": curves,
-        "memory_time": memory_time,
         "phases": phases,
-        "predictions": predictions,
-    }
-    return drawings[picture.name](comparison)
+        "memory_time": planning_figures.memory_time,
+        "predictions": planning_figures.predictions,
+    }[picture.name](comparison)
 
 
-def _series(comparison: Comparison, arm: Arm) -> str:
-    others = [other.name for other in comparison.arms if other.name not in _ARMS]
-    index = _ARMS[arm.name] if arm.name in _ARMS else len(_ARMS) + others.index(arm.name)
-    return f"s{index % NUM_SERIES}"
+def curve_band(arm: Arm) -> Band | None:
+    """Return the arm's band over the rows that every seed reached: past them it would be a band of survivors."""
+    found = [_columns(curve) for curve in arm.curves if curve.points]
+    if not found:
+        return None
+    first, last = max(rows[0] for rows, _, _ in found), min(rows[-1] for rows, _, _ in found)
+    grid = np.unique(np.concatenate([rows for rows, _, _ in found]))
+    grid = grid[(grid >= first) & (grid <= last)]
+    if len(grid) > _MAX_POINTS:
+        grid = np.linspace(first, last, _MAX_POINTS)
+    metric = np.stack([np.interp(grid, rows, values) for rows, _, values in found])
+    seconds = np.stack([np.interp(grid, rows, times) for rows, times, _ in found])
+    if len(grid) == 0 or not np.isfinite(metric).all(axis=0).any():
+        return None
+    return Band(np.median(seconds, axis=0), metric.min(axis=0), np.median(metric, axis=0), metric.max(axis=0))
 
 
-def _time_unit(longest_s: float) -> tuple[float, str]:
-    steps = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"))
-    return next(((factor, name) for floor, factor, name in steps if longest_s >= floor), (1e-6, "µs"))
-
-
-def _byte_unit(largest: float) -> tuple[float, str]:
-    return (2.0**30, "GiB") if largest >= 2**30 else (2.0**20, "MiB")
+def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
+    rows, seconds, metric = np.array(sorted(curve.points), dtype=np.float64).T
+    return rows, seconds, np.where(np.isfinite(metric), metric, np.nan)
 
 
 def curves(comparison: Comparison) -> Drawing:
     """Held-out metric against training seconds, a line per arm with the range over seeds."""
-    bands = [(arm, band) for arm in comparison.arms if len(band := curve_band(arm)[0]) > 0]
+    bands = [(arm, band) for arm in comparison.arms if (band := curve_band(arm)) is not None]
     if not bands:
         return Drawing("", "No figure: no held-out curve was recorded.")
-    factor, unit = _time_unit(max(float(np.nanmax(curve_band(arm)[0])) for arm, _ in bands))
+    factor, unit = time_unit(max(float(band.seconds[-1]) for _, band in bands))
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
-        for arm, _ in bands:
-            _paint_curve(ax, curve_band(arm), COLOUR[_series(comparison, arm)], _DASHES.get(arm.name, "-"), factor)
+        for arm, band in bands:
+            _paint_band(ax, band, factor, COLOUR[series(comparison, arm)], dash(arm))
         ax.set_xlabel(f"training time, {unit}")
         ax.set_ylabel(say.one_line(comparison.metric, 40))
         ax.set_xlim(left=0)
-        if say.is_perplexity(comparison):
-            ax.set_yscale("log")
-            svg.plain_log(ax.yaxis, *ax.get_ylim())
         _paint_targets(ax, comparison.targets)
+        if say.is_perplexity(comparison):
+            svg.plain_log(ax, "y")
+        _label_targets(ax, comparison.targets)
 
-    title = f"{say.one_line(comparison.metric)} against training seconds, one line per arm"
-    legend = tuple(
-        Key(variable(_series(comparison, arm)), _BORDERS[_DASHES.get(arm.name, "-")], say.arm_name(arm, 80))
-        for arm, _ in bands
-    )
-    goals = (Key("currentColor", "dashed", "target"),) if comparison.targets else ()
-    caption = "Line: median over seeds at equal rows, at the median seconds. Band: lowest to highest seed."
-    return Drawing(svg.render(paint, name="curves", title=title, height=_WIDE), caption, legend + goals)
+    title = f"{say.one_line(comparison.metric)} against training time, one line per arm"
+    keys = [Key(series(comparison, arm), say.arm_name(arm, 80), border(arm)) for arm, _ in bands]
+    keys += [Key("ink", "target", "dashed")] if comparison.targets else []
+    caption = "Line: median over seeds at equal rows. Band: lowest to highest seed. Ends where the first seed ended."
+    return Drawing(svg.render(paint, name="curves", title=title, height=250), caption, tuple(keys))
+
+
+def _paint_band(ax: Any, band: Band, factor: float, colour: str, style: str) -> None:
+    time = band.seconds / factor
+    ax.fill_between(time, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+    marker = "o" if len(time) == 1 else ""  # one evaluation is a point, which a line would not show
+    ax.plot(time, band.middle, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4)
+
+
+def _paint_targets(ax: Any, targets: Sequence[float]) -> None:
+    for target in targets:
+        ax.axhline(target, color=COLOUR["ink"], linestyle=(0, (4, 3)), linewidth=0.8, alpha=0.6)
+
+
+def _label_targets(ax: Any, targets: Sequence[float]) -> None:
+    """Write each target at the right edge, but none over another."""
+    taken: list[float] = []
+    for target in targets:
+        height = float(ax.transData.transform((0, target))[1])
+        if all(abs(height - other) >= 9 for other in taken):
+            taken.append(height)
+            at = {"xy": (1, target), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+            ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=8, **at)
+
+
+def forest(comparison: Comparison, tier: str) -> Drawing:
+    """Throughput ratios of one tier with their intervals; the A/A control's interval is shaded around 1."""
+    rows = [row for row in comparison.ratios if row.metric == "throughput" and row.tier == tier and row.ratio.pairs]
+    if not rows:
+        return Drawing("", "No figure: no throughput ratio was measured for this group.")
+    control = comparison.resolution
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        if control and control.low is not None and control.high is not None:
+            ax.axvspan(control.low, control.high, color=COLOUR["s0"], alpha=0.25, linewidth=0)
+        ax.axvline(1, color=COLOUR["ink"], linewidth=0.8)
+        for height, row in enumerate(rows):
+            _paint_ratio(ax, height, row.ratio)
+        labels = [_forest_label(row, comparison) for row in rows]
+        ax.set_yticks(range(len(rows)), labels)
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.grid(visible=False, axis="y")
+        ax.set_xlabel("throughput, ratio (log scale; above 1 is faster)")
+        svg.plain_log(ax, "x")
+
+    title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
+    name = f"forest-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
+    keys = [Key("s4", "mean and 95% interval"), Key("ink", "raw pair", "dotted")]
+    keys += [Key("s0", "A/A control: not told from noise")] if control and control.low is not None else []
+    caption = "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs."
+    return Drawing(svg.render(paint, name=name, title=title, height=70 + 34 * len(rows)), caption, tuple(keys))
+
+
+def _forest_label(row: RatioRow, comparison: Comparison) -> str:
+    return f"{say.named(comparison, row.arm, LABEL)}\nvs {say.named(comparison, row.against, LABEL)}"
+
+
+def _paint_ratio(ax: Any, height: float, ratio: Ratio) -> None:
+    pairs = [pair for pair in ratio.pairs if 0 < pair < np.inf]
+    ax.plot(pairs, [height + 0.22] * len(pairs), "o", color=COLOUR["ink"], alpha=0.45, markersize=2.6, linewidth=0)
+    if ratio.n < say.PAIRS_FOR_A_VERDICT:
+        return
+    if ratio.low is not None and ratio.high is not None:
+        ax.plot([ratio.low, ratio.high], [height, height], color=COLOUR["s4"], linewidth=2, solid_capstyle="butt")
+    ax.plot([ratio.mean], [height], "D", color=COLOUR["s4"], markersize=5)
+
+
+def phases(comparison: Comparison) -> Drawing:
+    """Seconds per step of each arm, stacked by phase."""
+    arms, names = [arm for arm in comparison.arms if arm.phases_s], tables.phase_names(comparison)
+    if not arms:
+        return Drawing("", "No figure: no phases were measured.")
+    factor, unit = time_unit(max(sum(arm.phases_s.values()) for arm in arms))
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        left = np.zeros(len(arms))
+        for index, name in enumerate(names):
+            width = np.array([arm.phases_s.get(name, 0.0) for arm in arms]) / factor
+            ax.barh(range(len(arms)), width, left=left, height=0.62, color=COLOUR[f"p{index % NUM_PARTS}"])
+            left += width
+        ax.set_yticks(range(len(arms)), [say.arm_name(arm, LABEL) for arm in arms])
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+        ax.set_xlabel(f"time per optimizer step, {unit}")
+
+    keys = tuple(Key(f"p{i % NUM_PARTS}", say.one_line(name.replace("_", " "), 40)) for i, name in enumerate(names))
+    title, height = "Time per step by phase, one bar per arm", 60 + 24 * len(arms)
+    return Drawing(svg.render(paint, name="phases", title=title, height=height), "Lengths are absolute.", keys)

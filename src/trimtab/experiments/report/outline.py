@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimtab.core.codec import to_jsonable
@@ -92,7 +93,7 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Throughput, memory and quality", _ratios(comparison), brief=True),
         Section("Time to target", _targets(comparison), brief=True),
         Section("Learning curves", (Paragraph(CURVE_NOTE), Picture("curves"))),
-        Section("Every arm as it ran", (tables.arm_table(comparison),), brief=True),
+        Section("Every arm as it ran", _arms(comparison), brief=True),
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
         Section("What was rejected, and why", _rejected(comparison)),
@@ -141,6 +142,12 @@ def _targets(comparison: Comparison) -> tuple[Block, ...]:
     return tuple(tables.target_table(comparison, tier) for tier in found)
 
 
+def _arms(comparison: Comparison) -> tuple[Block, ...]:
+    failed = [arm for arm in comparison.arms if arm.error]
+    errors = tuple(f"{say.arm_name(arm)} stopped with an error: {say.one_line(arm.error)}" for arm in failed)
+    return (tables.arm_table(comparison), *((Bullets(errors),) if errors else ()))
+
+
 def _rejected(comparison: Comparison) -> tuple[Block, ...]:
     return (plan_tables.rejected_table(comparison), plan_tables.failed_table(comparison))
 
@@ -161,7 +168,6 @@ def _environment(comparison: Comparison) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _facts(title: str, facts: dict[str, str] | object, *, folded: bool = False) -> Table:
-    pairs = dict(facts).items()  # type: ignore[call-overload]
-    rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in pairs)
+def _facts(title: str, facts: Mapping[str, str], *, folded: bool = False) -> Table:
+    rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in facts.items())
     return Table(title, ("", " "), rows, f"{title}: not recorded.", folded=folded)

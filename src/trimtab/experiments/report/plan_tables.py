@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.experiments.report import wording as say
@@ -164,17 +166,22 @@ def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
         say.seconds(plan.planning_s),
         say.seconds(plan.search_s),
         say.seconds(charged),
-        say.UNMEASURED if saved is None else say.seconds(saved) if saved >= 0 else f"-{say.seconds(-saved)}",
+        _signed(saved),
         break_even(charged, saved),
         _throughput_verdict(arm, comparison),
     )
 
 
+def _signed(value: float | None) -> str:
+    return f"-{say.seconds(-value)}" if value is not None and value < 0 else say.seconds(value)
+
+
 def break_even(charged_s: float, saved_s: float | None) -> str:
     """Return the steps after which a cost is paid back; "never" when nothing is saved."""
-    if saved_s is None:
+    if saved_s is None or math.isnan(saved_s):
         return say.UNMEASURED
-    return f"{charged_s / saved_s:,.0f} steps" if saved_s > 0 else say.NEVER
+    # Rounded first, so that 400.00000001 steps are 400.
+    return f"{math.ceil(round(charged_s / saved_s, 6)):,} steps" if saved_s > 0 else say.NEVER
 
 
 def _throughput_verdict(arm: Arm | None, comparison: Comparison) -> str:

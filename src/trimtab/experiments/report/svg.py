@@ -66,9 +66,12 @@ def render(paint: Callable[[Sequence[Any]], None], *, name: str, title: str, hei
     return _inline(buffer.getvalue(), name, title)
 
 
-def plain_log(axis: Any, low: float, high: float) -> None:
-    """Write a log axis's ticks as plain numbers, with enough of them over less than a decade."""
-    near = high / low < 8
+def plain_log(ax: Any, which: str) -> None:
+    """Make an axis ("x" or "y") logarithmic with plain numbers, and enough of them over less than a decade."""
+    getattr(ax, f"set_{which}scale")("log")
+    axis = getattr(ax, f"{which}axis")
+    low, high = getattr(ax, f"get_{which}lim")()
+    near = max(low, high) < 8 * min(low, high)
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]) if near else LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

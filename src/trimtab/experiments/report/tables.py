@@ -136,8 +136,6 @@ def arm_table(comparison: Comparison) -> Table:
         empty="No arm ran.",
         note=f"Median over seeds (lowest to highest). MFU against {say.one_line(comparison.peak_source)}.",
         numeric=("Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
-        extras=tuple((say.one_line(arm.error),) if arm.error else () for arm in comparison.arms),
-        extras_label="stopped with an error",
     )
 
 

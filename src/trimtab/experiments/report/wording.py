@@ -113,7 +113,7 @@ def estimate(value: Ratio, words: Words) -> tuple[str, str]:
 
 def interval(value: Ratio, words: Words) -> str:
     """Return `1.31x to 1.54x`."""
-    if value.low is None or value.high is None:
+    if value.low is None or value.high is None or not (math.isfinite(value.low) and math.isfinite(value.high)):
         return UNMEASURED
     return f"{words(value.low)} to {words(value.high)}"
 
@@ -150,3 +150,8 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
     """Return text without line breaks and control characters, cut at `limit`."""
     line = "".join(c for c in " ".join(str(text).split()) if c.isprintable())
     return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def printable(text: str) -> str:
+    """Return text as it stands, less control characters; line breaks are kept."""
+    return "\n".join("".join(c for c in line if c.isprintable()) for line in text.splitlines())

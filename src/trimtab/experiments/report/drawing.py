@@ -1,0 +1,61 @@
+"""What a figure is made of besides its axes: legend, caption, units and the colour that an arm keeps throughout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.experiments.report.svg import NUM_SERIES
+from trimtab.experiments.result import Arm, Comparison
+
+LABEL = 24  # characters of a name inside a drawing; the tables have it whole
+_ARMS = ("reference", "self", "paper", "strong", "plan_S", "plan_F")
+_DASHES = {"self": ":", "paper": "--", "strong": "--", "plan_F": "--"}
+_BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend: a colour role, how its line is drawn, and what it stands for."""
+
+    role: str
+    text: str
+    border: str = "solid"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure for the page; without `svg`, `caption` says why there is none. `aside`: what could not be drawn."""
+
+    svg: str
+    caption: str
+    legend: tuple[Key, ...] = ()
+    aside: tuple[str, ...] = ()
+
+
+def series(comparison: Comparison, arm: Arm) -> str:
+    """Return the colour role of an arm, the same in every figure."""
+    if arm.name in _ARMS:
+        return f"s{_ARMS.index(arm.name)}"
+    others = [other.name for other in comparison.arms if other.name not in _ARMS]
+    return f"s{(len(_ARMS) + others.index(arm.name)) % NUM_SERIES}"
+
+
+def dash(arm: Arm) -> str:
+    """Return matplotlib's line style of an arm: told apart without colour too."""
+    return _DASHES.get(arm.name, "-")
+
+
+def border(arm: Arm) -> str:
+    """Return the CSS border style that looks like the arm's line."""
+    return _BORDERS[dash(arm)]
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Return (seconds in it, name) of the unit for an axis that ends at `longest_s`."""
+    steps = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"))
+    return next(((factor, name) for floor, factor, name in steps if longest_s >= floor), (1e-6, "µs"))
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """Return (bytes in it, name) of the unit for an axis that ends at `largest`."""
+    return (2.0**30, "GiB") if largest >= 2**30 else (2.0**20, "MiB")

@@ -1,0 +1,167 @@
+"""The report as one self-contained page: no network, no script, every string from outside escaped."""
+
+from __future__ import annotations
+
+import html
+
+from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.drawing import Drawing, Key
+from trimtab.experiments.report.figures import draw
+from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
+from trimtab.experiments.report.style import style_sheet
+from trimtab.experiments.report.svg import variable
+from trimtab.experiments.report.tables import Cell, Table, Tile
+from trimtab.experiments.result import Comparison, Verdict
+
+# Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MAX_ASIDE = 12
+
+
+def html_report(comparison: Comparison) -> str:
+    """Return the page."""
+    parts = outline.sections(comparison)
+    title = escape(f"{comparison.task}: trimtab comparison")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{title}</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n"
+        f"{_header(comparison)}\n{_contents(parts)}\n"
+        + "\n".join(_section(part, comparison) for part in parts)
+        + "\n</main></body></html>\n"
+    )
+
+
+def escape(text: object, limit: int = say.MAX_TEXT) -> str:
+    """Return text that is safe between tags and in a quoted attribute."""
+    return html.escape(say.one_line(text, limit))
+
+
+def _header(comparison: Comparison) -> str:
+    verdict = outline.headline(comparison)
+    return (
+        f'<header><p class="over">trimtab comparison · {escape(comparison.task)}</p>{_badge(verdict.kind)}'
+        f"<h1>{escape(verdict.sentence)}</h1><p>{escape(comparison.description)}</p>"
+        f'<p class="muted">{escape(outline.byline(comparison))}</p>{_tiles(tables.key_figures(comparison))}</header>'
+    )
+
+
+def _badge(kind: str) -> str:
+    known = kind if kind in ("gain", "harm") else "other"
+    return f'<span class="badge {known}">{escape(kind)}</span>'
+
+
+def _tiles(tiles: tuple[Tile, ...]) -> str:
+    items = (
+        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd class="value">{escape(tile.value)}</dd>'
+        f"<dd>{escape(tile.detail)}</dd></div>"
+        for tile in tiles
+    )
+    return f'<dl class="tiles">{"".join(items)}</dl>' if tiles else ""
+
+
+def _contents(parts: tuple[Section, ...]) -> str:
+    links = (f'<a href="#{_anchor(part)}">{escape(part.title)}</a>' for part in parts)
+    return f'<nav aria-label="Contents">{" ".join(links)}</nav>'
+
+
+def _anchor(part: Section) -> str:
+    return "".join(c if c.isalnum() else "-" for c in part.title.lower())
+
+
+def _section(part: Section, comparison: Comparison) -> str:
+    blocks = "\n".join(_block(block, comparison) for block in part.blocks)
+    return f'<section id="{_anchor(part)}"><h2>{escape(part.title)}</h2>\n{blocks}</section>'
+
+
+def _block(block: Block, comparison: Comparison) -> str:
+    match block:
+        case Table():
+            return _table(block)
+        case Picture():
+            return _figure(draw(block, comparison))
+        case Heading(text):
+            return f"<h3>{escape(text)}</h3>"
+        case Paragraph(text):
+            return f"<p>{escape(text, 4 * say.MAX_TEXT)}</p>"
+        case Bullets(items):
+            return _list(items)
+        case Code(text):
+            return f"<pre><code>{html.escape(say.printable(text))}</code></pre>"
+
+
+def _list(items: tuple[str, ...]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+
+
+def _table(table: Table) -> str:
+    title = f"<h3>{escape(table.title)}</h3>" if table.title and not table.folded else ""
+    if not table.rows:
+        return f'{title}<p class="muted">{escape(table.empty)}</p>'
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    body = f'<div class="scroll"><table>{_head(table)}<tbody>{_rows(table)}</tbody></table></div>{note}'
+    if not table.folded:
+        return title + body
+    return f'<details class="block"><summary>{escape(table.title)}</summary>{body}</details>'
+
+
+def _head(table: Table) -> str:
+    if not any(name.strip() for name in table.columns):
+        return ""
+    cells = (f'<th scope="col" class="{_kind(table, name)}">{escape(name)}</th>' for name in table.columns)
+    return f"<thead><tr>{''.join(cells)}</tr></thead>"
+
+
+def _rows(table: Table) -> str:
+    rows = []
+    for index, row in enumerate(table.rows):
+        extra = _extra(table.extras_label, table.extras[index]) if table.extras else ""
+        cells = [_cell(table, name, cell) for name, cell in zip(table.columns, row, strict=True)]
+        cells[-1] = cells[-1].replace("</div></td>", f"{extra}</div></td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join(rows)
+
+
+def _cell(table: Table, column: str, cell: Cell) -> str:
+    label, kind = escape(column), _kind(table, column)
+    bare = "" if label else " bare"
+    return f'<td class="{kind}{bare}" data-label="{label}"><div>{_content(cell)}</div></td>'
+
+
+def _content(cell: Cell) -> str:
+    if isinstance(cell, Verdict):
+        return f"{_badge(cell.kind)}<span>{escape(cell.sentence)}</span>"
+    return escape(cell)
+
+
+def _kind(table: Table, column: str) -> str:
+    return "n" if column in table.numeric else "text"
+
+
+def _extra(label: str, items: tuple[str, ...]) -> str:
+    if not items:
+        return ""
+    return f"<details><summary>{escape(label)}</summary>{_list(items)}</details>"
+
+
+def _figure(drawing: Drawing) -> str:
+    aside = _aside(drawing.aside)
+    if not drawing.svg:
+        return f'<p class="muted">{escape(drawing.caption)}</p>{aside}'
+    legend = f'<ul class="legend">{"".join(_key(key) for key in drawing.legend)}</ul>' if drawing.legend else ""
+    return f"<figure>{legend}{drawing.svg}<figcaption>{escape(drawing.caption)}</figcaption></figure>{aside}"
+
+
+def _key(key: Key) -> str:
+    style = f"border-top-color:{variable(key.role)};border-top-style:{key.border}"
+    return f'<li><span class="swatch" style="{style}"></span>{escape(key.text)}</li>'
+
+
+def _aside(items: tuple[str, ...]) -> str:
+    if not items:
+        return ""
+    more = len(items) - _MAX_ASIDE
+    shown = items[:_MAX_ASIDE] + ((f"and {more} more, in the table of every trial",) if more > 0 else ())
+    return f'<p class="muted">Not in the figure:</p>{_list(shown)}'

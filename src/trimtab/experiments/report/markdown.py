@@ -1,0 +1,86 @@
+"""The report as Markdown: the same tables and words, figures left to the page."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
+from trimtab.experiments.report.tables import Cell, Table
+from trimtab.experiments.result import Comparison, Verdict
+
+# An underscore inside a word is no emphasis, and `plan_S` reads better unescaped.
+_SPECIAL = re.compile(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+
+
+def markdown_report(comparison: Comparison) -> str:
+    """Return the report as GitHub-flavoured Markdown."""
+    verdict = outline.headline(comparison)
+    lines = [
+        f"# {escape(comparison.task)}: trimtab comparison",
+        f"**{escape(verdict.kind)}**: {escape(verdict.sentence)}",
+        escape(comparison.description),
+        escape(outline.byline(comparison)),
+    ]
+    if tiles := tables.key_figures(comparison):
+        lines.append("\n".join(f"- {escape(t.label)}: **{escape(t.value)}** ({escape(t.detail)})" for t in tiles))
+    lines += [_section(part) for part in outline.sections(comparison)]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def escape(text: object, limit: int = say.MAX_TEXT) -> str:
+    """Return text on one line, without a character that Markdown or HTML would take for its own."""
+    line = html.escape(say.one_line(text, limit), quote=False)
+    return _SPECIAL.sub(lambda match: "\\" + match[0], line)
+
+
+def _section(part: Section) -> str:
+    blocks = [_block(block) for block in part.blocks if not isinstance(block, Picture)]
+    shown = [block for block in blocks if block] or ["The figure is in report.html."]
+    return "\n\n".join([f"## {part.title}", *shown])
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Table():
+            return _table(block)
+        case Heading(text):
+            return f"### {escape(text)}"
+        case Paragraph(text):
+            return escape(text, 4 * say.MAX_TEXT)
+        case Bullets(items):
+            return "\n".join(f"- {escape(item)}" for item in items)
+        case Code(text):
+            return _code(text)
+        case Picture():
+            return ""
+
+
+def _code(text: str) -> str:
+    """Return a fenced block whose fence is longer than any inside it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}sh\n{say.printable(text)}\n{fence}"
+
+
+def _table(table: Table) -> str:
+    title = f"### {escape(table.title)}\n\n" if table.title else ""
+    if not table.rows:
+        return title + escape(table.empty)
+    rule = ["---:" if name in table.numeric else "---" for name in table.columns]
+    lines = [_line([escape(name) for name in table.columns]), _line(rule)]
+    lines += [_line([_cell(cell) for cell in row]) for row in table.rows]
+    note = f"\n\n{escape(table.note)}" if table.note else ""
+    return title + "\n".join(lines) + note
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Verdict):
+        return f"**{escape(cell.kind)}**: {escape(cell.sentence)}"
+    return escape(cell)

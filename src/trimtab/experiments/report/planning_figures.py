@@ -1,0 +1,117 @@
+"""The figures about planning: memory against time of the trials, and predicted against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.profile import Trial
+from trimtab.experiments.report import plan_tables, svg, tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.drawing import Drawing, Key, byte_unit, time_unit
+from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
+from trimtab.experiments.result import Comparison
+
+
+def memory_time(comparison: Comparison) -> Drawing:
+    """Peak memory against step time of every planning trial; reference and chosen settings ringed and named."""
+    drawn = [trial for trial in comparison.trials if trial.step_s is not None and trial.peak_bytes is not None]
+    aside = tuple(_not_drawn(trial) for trial in comparison.trials if trial not in drawn)
+    if not drawn:
+        reason = "no trial has both a time and a peak memory" if comparison.trials else "no planning trial was made"
+        return Drawing("", f"No figure: {reason}.", aside=aside)
+    precisions = list(dict.fromkeys(trial.candidate.precision for trial in drawn))
+    time, time_name = time_unit(max(trial.step_s or 0 for trial in drawn))
+    size, size_name = byte_unit(max(trial.peak_bytes or 0 for trial in drawn))
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        ax.margins(0.14)
+        for trial in drawn:
+            colour = COLOUR[f"p{precisions.index(trial.candidate.precision) % NUM_PARTS}"]
+            at = ((trial.step_s or 0) / time, (trial.peak_bytes or 0) / size)
+            ax.plot(*at, "o", color=colour, markersize=6, alpha=0.85, markeredgewidth=0)
+        for index, (name, trial) in enumerate(_named(comparison, drawn)):
+            _ring(ax, ((trial.step_s or 0) / time, (trial.peak_bytes or 0) / size), name, above=index % 2 == 0)
+        ax.set_xlabel(f"time per optimizer step, {time_name}")
+        ax.set_ylabel(f"peak memory, {size_name}")
+
+    keys = [Key(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
+    picture = svg.render(paint, name="memory-time", title="Peak memory against step time of each trial", height=250)
+    caption = "One dot per trial; lower left is better. Ringed: the reference and what was chosen."
+    return Drawing(picture, caption, tuple(keys), aside)
+
+
+def _not_drawn(trial: Trial) -> str:
+    why = say.one_line(trial.error, 160) if trial.error else "step time or peak memory not measured"
+    return f"{say.one_line(trial.candidate.describe())}: {why}"
+
+
+def _named(comparison: Comparison, drawn: Sequence[Trial]) -> list[tuple[str, Trial]]:
+    """Return one trial for each role, the last of its kind: later stages measure longer."""
+    roles = {plan_tables.role(comparison, trial): trial for trial in drawn if not trial.control}
+    return sorted((name, trial) for name, trial in roles.items() if name)
+
+
+def _ring(ax: Any, at: tuple[float, float], name: str, *, above: bool) -> None:
+    ax.plot(*at, "o", color="none", markeredgecolor=COLOUR["ink"], markersize=11, markeredgewidth=1.2)
+    offset, side = ((0, 9), "bottom") if above else ((0, -9), "top")
+    ax.annotate(name, at, xytext=offset, textcoords="offset points", ha="center", va=side, weight="bold", fontsize=8.5)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One quantity of one plan: predicted, and as it came out over the runs."""
+
+    predicted: float | None
+    measured: float | None
+    runs: tuple[float, ...] = ()
+
+
+def predictions(comparison: Comparison) -> Drawing:
+    """Predicted and measured step time and peak memory of each plan, from zero."""
+    tiers = tables.tiers(comparison.plans)
+    times = [_time(comparison, tier) for tier in tiers]
+    peaks = [_peak(comparison, tier) for tier in tiers]
+    if not any(row.predicted is not None and row.measured is not None for row in times + peaks):
+        return Drawing("", "No figure: no plan has both a prediction and a measurement.")
+
+    def paint(axes: Sequence[Any]) -> None:
+        _paint_outcomes(axes[0], times, "time per step", time_unit(_largest(times)))
+        _paint_outcomes(axes[1], peaks, "peak memory", byte_unit(_largest(peaks)))
+        axes[0].set_yticks(range(len(tiers)), [f"plan\n(tier {tier})" for tier in tiers])
+        axes[0].invert_yaxis()
+
+    keys = (Key("p1", "predicted"), Key("p0", "measured, median"), Key("ink", "one run", "dotted"))
+    title, height = "Predicted against measured step time and peak memory of each plan", 62 + 44 * len(tiers)
+    picture = svg.render(paint, name="predictions", title=title, height=height, columns=2)
+    return Drawing(picture, "A missing bar was not measured, or not predicted.", keys)
+
+
+def _time(comparison: Comparison, tier: str) -> _Outcome:
+    predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
+    runs = arm.step_s if arm else ()
+    return _Outcome(predicted.step_s if predicted else None, say.middle(runs), runs)
+
+
+def _peak(comparison: Comparison, tier: str) -> _Outcome:
+    predicted, arm = comparison.plans[tier].predicted, plan_tables.arm_of(comparison, tier)
+    return _Outcome(predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
+
+
+def _largest(rows: Sequence[_Outcome]) -> float:
+    return max((value for row in rows for value in (row.predicted, row.measured, *row.runs) if value), default=0.0)
+
+
+def _paint_outcomes(ax: Any, rows: Sequence[_Outcome], label: str, unit: tuple[float, str]) -> None:
+    factor, name = unit
+    for height, row in enumerate(rows):
+        ax.barh(height - 0.19, (row.predicted or 0) / factor, height=0.34, color=COLOUR["p1"])
+        ax.barh(height + 0.19, (row.measured or 0) / factor, height=0.34, color=COLOUR["p0"])
+        dots = [value / factor for value in row.runs]
+        ax.plot(dots, [height + 0.19] * len(dots), "o", color=COLOUR["ink"], markersize=2.4, alpha=0.6)
+    ax.set_xlabel(f"{label}, {name}")
+    ax.set_xlim(left=0)
+    ax.grid(visible=False, axis="y")
+    svg.few_ticks(ax.xaxis)

@@ -1,0 +1,95 @@
+"""The report in a terminal: verdict, key figures and the brief sections. The one module that adapts rich."""
+
+from __future__ import annotations
+
+from trimtab.core.errors import DependencyError
+from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Section
+from trimtab.experiments.report.tables import Cell, Table, Tile
+from trimtab.experiments.result import Comparison, Verdict
+
+try:
+    from rich import box
+    from rich.console import Group, RenderableType
+    from rich.padding import Padding
+    from rich.panel import Panel
+    from rich.table import Table as RichTable
+    from rich.text import Text
+except ImportError as error:
+    raise DependencyError(
+        "rich",
+        given=f"no importable package ({error})",
+        expected="rich, which lays out the terminal report",
+        way_out="Run `pip install trimtab[cli]`.",
+    ) from error
+
+_STYLES = {"gain": "bold green", "harm": "bold red"}
+
+
+def terminal_view(comparison: Comparison) -> RenderableType:
+    """Return the report for `rich.print`."""
+    parts = [part for part in outline.sections(comparison) if part.brief]
+    return Group(_headline(comparison), _tiles(tables.key_figures(comparison)), *(_section(part) for part in parts))
+
+
+def _text(words: object, style: str = "") -> Text:
+    """Return literal text: rich would read square brackets in a plain string as markup."""
+    return Text(say.one_line(words, 4 * say.MAX_TEXT), style=style)
+
+
+def _headline(comparison: Comparison) -> RenderableType:
+    verdict = outline.headline(comparison)
+    words = Text.assemble(
+        (say.one_line(verdict.kind), _STYLES.get(verdict.kind, "bold")),
+        "\n",
+        (say.one_line(verdict.sentence), "bold"),
+        "\n",
+        (outline.byline(comparison), "dim"),
+    )
+    return Panel(words, title=_text(comparison.task), title_align="left", box=box.ROUNDED)
+
+
+def _tiles(tiles: tuple[Tile, ...]) -> RenderableType:
+    grid = RichTable.grid(padding=(0, 2))
+    for tile in tiles:
+        grid.add_row(_text(tile.label, "dim"), _text(tile.value, "bold"), _text(tile.detail, "dim"))
+    return Padding(grid, (0, 1))
+
+
+def _section(part: Section) -> RenderableType:
+    shown = [_block(block) for block in part.blocks if not (isinstance(block, Table) and block.folded)]
+    return Group(Text(), _text(part.title, "bold underline"), *(block for block in shown if block is not None))
+
+
+def _block(block: Block) -> RenderableType | None:
+    match block:
+        case Table():
+            return _table(block)
+        case Heading(text):
+            return _text(text, "bold")
+        case Paragraph(text) | Code(text):
+            return _text(text)
+        case Bullets(items):
+            return Group(*(_text(f"- {item}") for item in items))
+        case _:
+            return None
+
+
+def _table(table: Table) -> RenderableType:
+    title = [_text(table.title, "bold")] if table.title else []
+    if not table.rows:
+        return Group(*title, _text(table.empty, "dim"))
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for name in table.columns:
+        grid.add_column(_text(name), justify="right" if name in table.numeric else "left", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(_cell(cell) for cell in row))
+    note = [_text(table.note, "dim")] if table.note else []
+    return Group(*title, grid, *note)
+
+
+def _cell(cell: Cell) -> Text:
+    if isinstance(cell, Verdict):
+        return _text(cell.kind, _STYLES.get(cell.kind, "bold"))
+    return _text(cell)

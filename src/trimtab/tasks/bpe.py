@@ -1,0 +1,101 @@
+"""Text to GPT-2 tokens: adapts the `tokenizers` package, and keeps the result, since a whole split takes 4 to 7 s."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.core.errors import DependencyError, FormatError
+from trimtab.tasks.datasets import GPT2_BPE_SHA256, WIKITEXT2_SHA256, BpeFiles
+from trimtab.tasks.sources import cache_folder, written_whole
+
+VOCAB_SIZE = 50_257
+TOKEN_DTYPE = np.dtype("<u2")  # ids 0 to 50,256, the same bytes on every machine
+# Split -> (number of tokens, sha256 of the token array): what encoding the whole split must give.
+WIKITEXT2_TOKENS: Mapping[str, tuple[int, str]] = {
+    "train": (2_448_382, "6f6e4b8e337e6ca2543efc87c8ab83441094e4f66dc4e9cc806c40c8d2444bf5"),
+    "valid": (258_659, "17bc83b54d943c68889ab3b9cb01f17b86fe0216e9738ee39806d2631aac2ef9"),
+}
+# Before a heading of the first level (" = Title = "), one piece of pre-tokenised text always ends: cutting there
+# leaves every token as it is, and keeps the encoder's memory at that of a few articles instead of 1.6 GB.
+_BEFORE_HEADING = re.compile(r"(?<=\n)(?= = [^=])")
+_PIECES_AT_ONCE = 32
+
+
+def load_encoder(files: BpeFiles) -> Any:
+    """Return a `tokenizers.ByteLevelBPETokenizer`; its `encode(text).ids` are the token ids.
+
+    Raises:
+        DependencyError: `tokenizers` is not installed.
+    """
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise DependencyError(
+            "tokenizers",
+            given=f"none ({error})",
+            expected="the package that applies a byte-pair encoding",
+            way_out="pip install 'trimtab[tasks]'",
+        ) from error
+    return tokenizers.ByteLevelBPETokenizer(str(files.encoder), str(files.merges))
+
+
+def encode(encoder: Any, text: str) -> np.ndarray:
+    """Return the token ids (N,) uint16 of a text, encoded a few articles at a time."""
+    pieces = _BEFORE_HEADING.split(text)
+    ids = [np.zeros(0, TOKEN_DTYPE)]
+    for start in range(0, len(pieces), _PIECES_AT_ONCE):
+        encoded = encoder.encode_batch(pieces[start : start + _PIECES_AT_ONCE])
+        ids += [np.array(piece.ids, TOKEN_DTYPE) for piece in encoded]
+    return np.concatenate(ids)
+
+
+def wikitext2_tokens(split: str, text: bytes, files: BpeFiles) -> np.ndarray:
+    """Return the tokens (N,) uint16 of a WikiText-2 split, from the cache folder where they have been encoded before.
+
+    Raises:
+        FormatError: encoding gave other tokens than it should (another `tokenizers` release, say).
+    """
+    num_tokens, digest = WIKITEXT2_TOKENS[split]
+    # Text and vocabulary are verified where they are read, so their hashes name the result.
+    key = hashlib.sha256("".join((WIKITEXT2_SHA256[split], *GPT2_BPE_SHA256.values())).encode()).hexdigest()[:16]
+    path = cache_folder() / "tokens" / f"wikitext-2-{split}-{key}.npy"
+    kept = _read(path)
+    if kept is not None and _digest(kept) == digest:
+        return kept
+    tokens = encode(load_encoder(files), text.decode())
+    if _digest(tokens) != digest:
+        raise FormatError(
+            f"WikiText-2 {split} tokens",
+            given=f"{len(tokens):,} tokens with sha256 {_digest(tokens)}",
+            expected=f"{num_tokens:,} with {digest}",
+            way_out="The tokenizers package encodes differently: install another release of it.",
+        )
+    _keep(path, tokens)
+    return tokens
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
+
+
+def _read(path: Path) -> np.ndarray | None:
+    """Return the array of a cache file, or None where there is none that can be read; the caller verifies it."""
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _keep(path: Path, tokens: np.ndarray) -> None:
+    try:
+        with written_whole(path) as stream:
+            np.save(stream, tokens, allow_pickle=False)
+    except OSError:  # a read-only home: encoding again next time is all it costs
+        return

@@ -1,0 +1,65 @@
+"""Gray 8x8 digits with a small residual network: 40 seconds of training, data inside scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trimtab.tasks.embedded import digits
+from trimtab.tasks.image_classification import ACCURACY, mean_cross_entropy
+from trimtab.tasks.models.resnet import ResNet
+from trimtab.tasks.peers import PAPER_REFERENCE, paper_adamw, strong_resnet
+from trimtab.tasks.task import Task, TaskData
+
+BATCH_ROWS = 128
+HELD_OUT_SHARE = 0.2
+SPLIT_SEED = 0
+# 0.030 s a step (AdamW, fp32, two idle AVX2 cores): 1,300 steps are 39 s.
+EVAL_EVERY_ROWS = 65 * BATCH_ROWS
+BUDGET_ROWS = 20 * EVAL_EVERY_ROWS
+
+
+def load_data() -> TaskData:
+    """Return images (N, 1, 8, 8) float32, standardised by the training rows, and labels (N,) int64."""
+    images, labels, source = digits()
+    train, held_out = _stratified_split(labels)
+    mean, std = images[train].mean(), images[train].std()  # of all pixels: some border pixels are always 0
+    inputs = torch.from_numpy(((images - mean) / std).astype(np.float32)).unsqueeze(1)
+    targets = torch.from_numpy(labels.astype(np.int64))
+    return TaskData(
+        columns=(inputs[train], targets[train]), held_out=((inputs[held_out], targets[held_out]),), source=source
+    )
+
+
+def make_model() -> ResNet:
+    """Return three stages of one block, 16 to 64 channels."""
+    return ResNet(width=16, depths=(1, 1, 1), in_channels=1, num_classes=10)
+
+
+def _stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (train, held-out) row numbers: a fixed fifth of every class held out."""
+    draw = np.random.RandomState(SPLIT_SEED)  # its stream is frozen by NumPy's policy, so the split never moves
+    held_out = []
+    for digit in range(10):
+        rows = draw.permutation(np.flatnonzero(labels == digit))
+        held_out.append(rows[: round(HELD_OUT_SHARE * len(rows))])
+    chosen = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(labels)), chosen), chosen
+
+
+TASK = Task(
+    name="digits_resnet",
+    description="scikit-learn digits, 8x8 gray, small ResNet (width 16, stages 1-1-1)",
+    make_model=make_model,
+    make_optimizer=paper_adamw,
+    loss_fn=mean_cross_entropy,
+    load_data=load_data,
+    metric=ACCURACY,
+    targets=(0.80, 0.90, 0.95, 0.97),
+    batch_rows=BATCH_ROWS,
+    budget_rows=BUDGET_ROWS,
+    eval_every_rows=EVAL_EVERY_ROWS,
+    terms="images",
+    strong=strong_resnet(7 * EVAL_EVERY_ROWS),
+    reference=PAPER_REFERENCE,
+)

@@ -1,0 +1,335 @@
+"""The house: a folder is a permission. Imports point downwards, and importing does no work (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# Lowest first. A module may import from its own layer and from those before it.
+LAYERS = (
+    "core",
+    "measure",
+    "decide",
+    "runtime",
+    "calibrate",
+    "distributed",
+    "nn",
+    "api",
+    "tasks",
+    "recipes",
+    "experiments",
+    "cli",
+)
+# Stricter than the order: all that a package (or one module) may import of trimtab. The longest prefix decides.
+ONLY = {
+    "trimtab": {"trimtab.core", "trimtab.api", "trimtab.runtime"},  # the package root alone, not what is below it
+    "trimtab.core": {"trimtab.core"},
+    "trimtab.decide": {"trimtab.core", "trimtab.decide"},
+    "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.experiments.result": {"trimtab.core"},
+    "trimtab.experiments.stats": {"trimtab.core", "trimtab.experiments.result"},
+    "trimtab.experiments.report": {
+        "trimtab.core",
+        "trimtab.experiments.result",
+        "trimtab.experiments.stats",
+        "trimtab.experiments.report",
+    },
+}
+ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
+STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
+TORCH_FREE = (*STDLIB_ONLY, "trimtab.experiments.result", "trimtab.experiments.stats", "trimtab.experiments.report")
+REQUIRED = {"torch", "numpy"}
+# Each optional package and the only modules that adapt it.
+OPTIONAL = {
+    "typer": {"trimtab.cli"},
+    "rich": {"trimtab.cli", "trimtab.experiments.report", "trimtab.experiments.report.terminal"},
+    "matplotlib": {"trimtab.experiments.report.svg"},
+    "sklearn": {"trimtab.tasks.embedded"},
+    "tokenizers": {"trimtab.tasks.bpe"},
+}
+MAX_LINES, MEDIAN_LINES = 400, 150
+NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}
+
+Sources = Mapping[str, str]  # path below src, with slashes -> text
+
+
+def module_name(path: str) -> str:
+    """Return the dotted name of a file below src."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def within(name: str, package: str) -> bool:
+    """Return whether a dotted name is a package or lies in it."""
+    return name == package or name.startswith(package + ".")
+
+
+def imports(path: str, text: str, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) for every import, also inside functions, under TYPE_CHECKING and by literal name."""
+    package = module_name(path).split(".")
+    if PurePosixPath(path).name != "__init__.py":
+        package.pop()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level > len(package):
+                yield node.lineno, "<above the package>"
+                continue
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def all_imports(sources: Sources) -> Iterator[tuple[str, str, str]]:
+    """Yield (importing module, what it imports, place)."""
+    modules = {module_name(path) for path in sources}
+    for path, text in sources.items():
+        for line, target in imports(path, text, modules):
+            yield module_name(path), target, f"{path}:{line}"
+
+
+def layer_violations(sources: Sources) -> list[str]:
+    """Return what breaks the order of layers or a stricter rule."""
+    found = []
+    for module in map(module_name, sources):
+        if module != "trimtab" and module.split(".")[1] not in LAYERS:
+            found.append(f"{module}: belongs to no layer")
+    for module, target, place in all_imports(sources):
+        if not within(target, "trimtab"):
+            found += [f"{place}: {target}"] if target.startswith("<") else []
+            continue
+        layer = module.partition(".")[2].partition(".")[0]
+        if target == "trimtab":
+            if layer not in ROOT_USERS:
+                found.append(f"{place}: {module} imports the package root")
+            continue
+        aim = target.split(".")[1]
+        if layer in LAYERS and (aim not in LAYERS or LAYERS.index(aim) > LAYERS.index(layer)):
+            found.append(f"{place}: {module} imports upwards: {target}")
+            continue
+        rules = [name for name in ONLY if (module == name if name == "trimtab" else within(module, name))]
+        if rules and not any(within(target, allowed) for allowed in ONLY[max(rules, key=len)]):
+            found.append(f"{place}: {module} may not import {target}")
+    return found
+
+
+def package_violations(sources: Sources) -> list[str]:
+    """Return imports of other packages from where they may not be."""
+    found = []
+    for module, target, place in all_imports(sources):
+        top = target.partition(".")[0]
+        if top == "trimtab" or top in sys.stdlib_module_names or target.startswith("<"):
+            continue
+        if any(within(module, name) for name in STDLIB_ONLY):
+            found.append(f"{place}: {module} is standard library only, yet imports {target}")
+        elif top == "torch" and any(within(module, name) for name in TORCH_FREE):
+            found.append(f"{place}: {module} reads values only, yet imports torch")
+        elif top not in REQUIRED and module not in OPTIONAL.get(top, ()):
+            found.append(f"{place}: {module} is not the module that adapts {top}")
+    return found
+
+
+def stale_permissions(sources: Sources) -> list[str]:
+    """Return modules that hold a permission for an optional package and do not use it."""
+    used = {(target.partition(".")[0], module) for module, target, _ in all_imports(sources)}
+    existing = {module_name(path) for path in sources}
+    held = ((package, module) for package, modules in OPTIONAL.items() for module in sorted(modules & existing))
+    return [f"{module}: no longer imports {package}" for package, module in held if (package, module) not in used]
+
+
+def cycle_violations(sources: Sources) -> list[str]:
+    """Return one import cycle, if there is any."""
+    graph: dict[str, set[str]] = {module_name(path): set() for path in sources}
+    for module, target, _ in all_imports(sources):
+        if target in graph and target != module:
+            graph[module].add(target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["cycle: " + " -> ".join(error.args[1])]
+    return []
+
+
+def shape_violations(sources: Sources) -> list[str]:
+    """Return files that are too long or named for nothing."""
+    lines = {path: len(text.splitlines()) for path, text in sources.items()}
+    found = [f"{path}: {n} lines, more than {MAX_LINES}" for path, n in lines.items() if n > MAX_LINES]
+    if (median := statistics.median(lines.values())) > MEDIAN_LINES:
+        found.append(f"the median file has {median:g} lines, more than {MEDIAN_LINES}")
+    for path in sources:
+        if bad := NO_NAMES & set(PurePosixPath(path).with_suffix("").parts):
+            found.append(f"{path}: {bad.pop()} names nothing; say what it holds")
+    return found
+
+
+CHECKERS = {
+    "layers": layer_violations,
+    "packages": package_violations,
+    "permissions": stale_permissions,
+    "cycles": cycle_violations,
+    "shapes": shape_violations,
+}
+
+
+def house() -> dict[str, str]:
+    """Return every source file."""
+    files = sorted((SOURCE / "trimtab").rglob("*.py"))
+    return {file.relative_to(SOURCE).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+@pytest.mark.parametrize("checker", CHECKERS.values(), ids=CHECKERS)
+def test_house_keeps_its_rules(checker):
+    sources = house()
+    assert len(sources) > 20, "the sources were not found"
+    assert checker(sources) == []
+
+
+def source(path: str, text: str) -> dict[str, str]:
+    return {f"trimtab/{path}": text}
+
+
+TRESPASSES = {
+    "torch inside a function of core": ("packages", source("core/x.py", "def f():\n    import torch"), "torch"),
+    "numpy in decide": ("packages", source("decide/x.py", "from numpy.linalg import norm"), "numpy"),
+    "torch by its literal name": ("packages", source("core/x.py", "import_module('torch')"), "torch"),
+    "torch in the report": ("packages", source("experiments/report/x.py", "import torch.nn as nn"), "torch"),
+    "torch in the result": ("packages", source("experiments/result.py", "from torch import Tensor"), "torch"),
+    "an undeclared package": ("packages", source("runtime/x.py", "import psutil"), "psutil"),
+    "an optional package elsewhere": ("packages", source("api.py", "from rich import print"), "rich"),
+    "an unused permission": ("permissions", source("cli.py", "import rich"), "typer"),
+    "upward": ("layers", source("runtime/x.py", "from trimtab.tasks.task import Task"), "upwards: trimtab.tasks.task"),
+    "upward in a function": ("layers", source("measure/x.py", "def f():\n    import trimtab.api"), "upwards"),
+    "upward and relative": ("layers", source("core/x.py", "from ..runtime import engine"), "upwards: trimtab.runtime"),
+    "upward from a package": ("layers", source("core/__init__.py", "from ..decide import a"), "upwards"),
+    "upward by folder": (
+        "layers",
+        source("core/x.py", "from .. import decide") | source("decide/__init__.py", ""),
+        "upwards: trimtab.decide",
+    ),
+    "upward for types": ("layers", source("decide/x.py", "if T:\n    from trimtab.runtime import a"), "upwards"),
+    "above the package": ("layers", source("core/x.py", "from ... import y"), "above the package"),
+    "decide reading measure": ("layers", source("decide/x.py", "import trimtab.measure.timing"), "may not import"),
+    "tasks reading runtime": ("layers", source("tasks/x.py", "from trimtab.runtime.engine import Run"), "may not"),
+    "report reading compare": ("layers", source("experiments/report/x.py", "from ..compare import a"), "may not"),
+    "result reading decide": ("layers", source("experiments/result.py", "import trimtab.decide.search"), "may not"),
+    "the root reading tasks": ("layers", source("__init__.py", "from trimtab.tasks import load_task"), "may not"),
+    "the root read from inside": ("layers", source("runtime/x.py", "from trimtab import Plan"), "package root"),
+    "a folder without a layer": ("layers", source("plugins/x.py", ""), "no layer"),
+    "a cycle": (
+        "cycles",
+        source("core/a.py", "from trimtab.core import b") | source("core/b.py", "def f():\n    from . import a"),
+        "trimtab.core.a",
+    ),
+    "a long file": (
+        "shapes",
+        source("core/x.py", "\n" * 401) | source("core/y.py", "") | source("core/z.py", ""),
+        "401 lines",
+    ),
+    "long files": ("shapes", source("core/x.py", "\n" * 151), "median"),
+    "a folder named utils": ("shapes", source("utils/x.py", ""), "utils"),
+    "a file named helpers": ("shapes", source("core/helpers.py", ""), "helpers"),
+}
+
+
+@pytest.mark.parametrize(("checker", "sources", "expected"), TRESPASSES.values(), ids=TRESPASSES)
+def test_a_trespass_is_caught(checker, sources, expected):
+    found = CHECKERS[checker](sources)
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+ALLOWED = {
+    "downward": source("runtime/x.py", "import torch\nfrom trimtab.core import errors\nfrom . import layout"),
+    "root by a user": source("experiments/compare.py", "import trimtab\nfrom trimtab import plan"),
+    "optional in its place": source("cli.py", "def f():\n    import typer, rich"),
+    "report on values": source("experiments/report/svg.py", "import matplotlib, numpy\nfrom ..result import Arm"),
+    "root offering the front door": source("__init__.py", "from trimtab.api import plan"),
+    "a chain is no cycle": source("core/a.py", "from . import b") | source("core/b.py", "import json"),
+}
+
+
+@pytest.mark.parametrize("sources", ALLOWED.values(), ids=ALLOWED)
+def test_what_is_allowed_is_let_through(sources):
+    assert [violation for checker in CHECKERS.values() for violation in checker(sources)] == []
+
+
+def run_fresh(code: str) -> str:
+    """Return what a fresh interpreter prints."""
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def torch_free_modules() -> list[str]:
+    names = map(module_name, house())
+    return ["trimtab", *(name for name in names if any(within(name, free) for free in TORCH_FREE))]
+
+
+def test_values_and_decisions_load_without_torch():
+    loaded = f"import importlib, sys\nfor name in {torch_free_modules()!r}: importlib.import_module(name)\n"
+    assert run_fresh(loaded + "print('torch' in sys.modules)") == "False"
+
+
+def test_front_door_loads_torch_on_first_use():
+    code = "import sys, trimtab\nbefore = 'torch' in sys.modules\ntrimtab.plan\nprint(before, 'torch' in sys.modules)"
+    assert run_fresh(code) == "False True"
+
+
+def test_every_public_name_exists():
+    assert run_fresh("import trimtab\nprint([n for n in trimtab.__all__ if not hasattr(trimtab, n)])") == "[]"
+
+
+PROBE = """
+import logging, os, signal, sys, threading, warnings
+opened = []
+sys.addaudithook(lambda event, _: opened.append(event) if event.startswith(('socket.', 'subprocess.')) else None)
+def state():
+    return {
+        'signal': [(s, signal.getsignal(s)) for s in signal.valid_signals()],
+        'thread': threading.enumerate(),
+        'warnings': list(warnings.filters),
+        'logging': (list(logging.root.handlers), logging.root.level, logging.root.manager.disable,
+                    [n for n in logging.root.manager.loggerDict if n.startswith('trimtab')]),
+        'environment': dict(os.environ),
+        'hooks': (sys.excepthook, sys.displayhook, threading.excepthook, list(sys.path), list(sys.meta_path)),
+        'opened': list(opened),
+    }
+before = state()
+{code}
+after = state()
+print(' '.join(name for name in before if before[name] != after[name]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import socket; socket.socket().close()", "opened"),
+        ("signal.signal(signal.SIGTERM, lambda *_: None)", "signal"),
+        ("t = threading.Thread(target=threading.Event().wait, daemon=True); t.start()", "thread"),
+        ("warnings.simplefilter('ignore')", "warnings"),
+        ("logging.basicConfig()", "logging"),
+        ("os.environ['A_VARIABLE'] = '1'", "environment"),
+        ("sys.path.insert(0, 'x')", "hooks"),
+        ("import trimtab", ""),
+    ],
+)
+def test_importing_does_no_work(code, expected):
+    assert run_fresh(PROBE.replace("{code}", code)) == expected

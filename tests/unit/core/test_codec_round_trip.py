@@ -1,0 +1,312 @@
+"""Every value that goes to disk comes back as it was, and nothing else is let in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
+from trimtab.core.plan import MEMORY_LAYOUTS, SCHEDULES, Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
+
+text = st.text(max_size=12)
+counts = st.integers(0, 2**62)
+floats = st.floats()  # infinities, nan and -0.0 too
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | st.integers() | finite | text
+jsonable = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(text, inner, max_size=2))
+details = st.dictionaries(text, jsonable, max_size=3)
+
+
+def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+def tuples_of(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+def choice(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
+    losers = tuples_of(st.builds(Rejected, scalars, text))
+    return st.builds(Choice, values, text, st.sampled_from(Mark), st.booleans(), losers)
+
+
+references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive), st.booleans())
+check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
+measured = st.builds(Measured, floats, optional(counts))
+candidates = st.builds(Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts)
+trials = st.builds(Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans())
+devices = st.builds(
+    DeviceSpec, text, text, optional(counts), st.dictionaries(text, floats), optional(floats), text, counts
+)
+facts = st.builds(
+    LoopFacts, counts, counts, counts, text, counts, floats, text, optional(floats), *[st.booleans()] * 3, text
+)
+plans = st.integers(1, 10**6).flatmap(
+    lambda rows: st.builds(
+        Plan,
+        st.just(rows),
+        choice(st.integers(1, rows)),
+        choice(st.sampled_from(PRECISIONS)),
+        choice(st.sampled_from(MEMORY_LAYOUTS)),
+        choice(st.booleans()),
+        choice(st.sampled_from(SCHEDULES)),
+        choice(positive),
+        choice(optional(positive)),
+        optional(check_values),
+        references,
+        optional(measured),
+        optional(measured),
+        floats,
+        floats,
+        tuples_of(text),
+    )
+)
+profiles = st.builds(
+    Profile,
+    devices,
+    facts,
+    check_values,
+    references,
+    tuples_of(trials),
+    st.dictionaries(text, floats, max_size=2),
+    st.dictionaries(text, text, max_size=2),
+    floats,
+)
+weights = st.floats(0, 1e308)
+objectives = st.tuples(weights, weights, weights).filter(any).map(lambda given: Objective(*given))
+budgets = st.builds(Budget, optional(st.integers(1, 2**62)), optional(positive), optional(positive))
+steps = st.builds(
+    StepRecord, counts, counts, floats, floats, floats, floats, st.booleans(), optional(floats), optional(floats)
+)
+headers = st.builds(Header, text, optional(counts), optional(details), st.dictionaries(text, text, max_size=2), details)
+records = st.builds(
+    RunRecord,
+    headers,
+    tuples_of(steps),
+    tuples_of(st.builds(Evaluation, counts, floats, st.dictionaries(text, floats, max_size=2))),
+    tuples_of(st.builds(Event, text, counts, details)),
+    optional(st.builds(End, text, details)),
+)
+VALUES = {
+    "Budget": budgets,
+    "Candidate": candidates,
+    "Check": check_values,
+    "DeviceSpec": devices,
+    "LoopFacts": facts,
+    "Objective": objectives,
+    "Plan": plans,
+    "Profile": profiles,
+    "Reference": references,
+    "RunRecord": records,
+    "StepRecord": steps,
+    "Trial": trials,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@given(data=st.data())
+def test_value_comes_back_as_it_was(name, data):
+    value = data.draw(VALUES[name])
+    back = from_json(type(value), to_json(value))
+    assert repr(back) == repr(value)  # repr: nan equals nan, and 1 is not 1.0
+    assert to_json(back) == to_json(value)
+
+
+@given(st.sampled_from(sorted(VALUES)).flatmap(VALUES.get))
+def test_json_is_standard(value):
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    assert isinstance(json.loads(to_json(value), parse_constant=refuse), dict)
+
+
+@given(plan=plans, indent=st.sampled_from([None, 2]))
+def test_file_comes_back_as_it_was(plan, indent):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(to_json(plan, indent=indent), encoding="utf-8")
+        assert repr(read_json(Plan, path)) == repr(plan)
+
+
+@given(records)
+def test_record_file_comes_back_as_it_was(record):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        write_record(path, record)
+        assert repr(read_record(path)) == repr(record)
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan")])
+def test_non_finite_floats_are_words_and_floats_again_where_the_field_is_one(value, word):
+    step = StepRecord(0, 1, 1.0, value, 0.1, 0.2)
+    assert to_jsonable(step)["loss"] == word
+    assert repr(from_json(StepRecord, to_json(step)).loss) == repr(value)
+    event = from_json(Event, to_json(Event("loss scale", 3, {"norm": value})))
+    assert event.detail == {"norm": word}  # Any: nothing says that it was a float
+
+
+PLAN = Plan(
+    8,
+    Choice(4, "fits", Mark.EXACT, True, (Rejected(8, "needs 9 GiB"),)),
+    check=Check(True, "per-sample loss", 1e-7),
+    baseline=Measured(0.5, 10**9),
+    predicted=Measured(0.25),
+)
+PROFILE = Profile(
+    DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),
+    LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
+    Check(True, "per-sample loss"),
+    trials=(Trial("precision", Candidate("fp32", "keep", False, 8), (0.5, 0.4)),),
+    environment={"torch": "2.13"},
+)
+RECORD = RunRecord(
+    Header("run", 1),
+    (StepRecord(0, 8, 8.0, 2.3, 0.1, 0.5), StepRecord(1, 8, 8.0, 2.2, 0.1, 0.5)),
+    (Evaluation(16, 1.0, {"accuracy": 0.5}),),
+    (Event("void", 1),),
+    End("done"),
+)
+Keys = tuple[str | int, ...]
+
+
+def objects(value: Any, path: str, keys: Keys = ()) -> Iterator[tuple[str, Keys, type]]:
+    """Yield (path, keys down to it, class) of every dataclass in a value."""
+    if isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from objects(item, f"{path}[{i}]", (*keys, i))
+    if dataclasses.is_dataclass(value):
+        yield path, keys, type(value)
+        for field in dataclasses.fields(value):
+            yield from objects(getattr(value, field.name), f"{path}.{field.name}", (*keys, field.name))
+
+
+def down(tree: Any, keys: Keys) -> Any:
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
+OBJECTS = [
+    pytest.param(whole, path, keys, cls, id=path)
+    for whole in (PLAN, PROFILE, RECORD)
+    for path, keys, cls in objects(whole, type(whole).__name__)
+]
+
+
+def refused(cls: type, tree: Any) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        from_jsonable(cls, tree)
+    return caught.value
+
+
+@pytest.mark.parametrize(("whole", "path", "keys", "cls"), OBJECTS)
+def test_unknown_key_is_refused_by_its_path(whole, path, keys, cls):
+    tree = to_jsonable(whole)
+    down(tree, keys)["surplus"] = 1
+    error = refused(type(whole), tree)
+    assert error.field == f"{path}.surplus"
+    assert path in str(error)
+
+
+@pytest.mark.parametrize(("whole", "path", "keys", "cls"), OBJECTS)
+def test_missing_key_is_refused_by_its_path(whole, path, keys, cls):
+    tree = to_jsonable(whole)
+    name = dataclasses.fields(cls)[0].name
+    del down(tree, keys)[name]
+    if cls is Reference:  # every field has a default: a missing one is the default
+        assert from_jsonable(type(whole), tree) == whole
+    else:
+        assert refused(type(whole), tree).field == f"{path}.{name}"
+
+
+@pytest.mark.parametrize("wrong", [[1], "text", 7, True], ids=repr)
+@pytest.mark.parametrize(("whole", "path", "keys", "cls"), OBJECTS)
+def test_what_is_no_object_is_refused_by_its_path(whole, path, keys, cls, wrong):
+    tree = wrong
+    if keys:
+        tree = to_jsonable(whole)
+        down(tree, keys[:-1])[keys[-1]] = wrong
+    assert refused(type(whole), tree).field == path
+
+
+@pytest.mark.parametrize(
+    ("whole", "keys", "wrong", "path"),
+    [
+        (PLAN, ("batch_rows",), 8.0, "Plan.batch_rows"),
+        (PLAN, ("batch_rows",), True, "Plan.batch_rows"),
+        (PLAN, ("batch_rows",), None, "Plan.batch_rows"),
+        (PLAN, ("planning_s",), "12", "Plan.planning_s"),
+        (PLAN, ("planning_s",), False, "Plan.planning_s"),
+        (PLAN, ("planning_s",), 10**400, "Plan.planning_s"),
+        (PLAN, ("advice",), "one", "Plan.advice"),
+        (PLAN, ("advice",), [1], "Plan.advice[0]"),
+        (PLAN, ("micro_batch", "mark"), "fuzzy", "Plan.micro_batch.mark"),
+        (PLAN, ("micro_batch", "changed"), 1, "Plan.micro_batch.changed"),
+        (PLAN, ("micro_batch", "value"), [4], "Plan.micro_batch.value"),
+        (PLAN, ("micro_batch", "losers", 0, "reason"), 9, "Plan.micro_batch.losers[0].reason"),
+        (PLAN, ("baseline", "peak_bytes"), "1 GB", "Plan.baseline.peak_bytes"),
+        (PLAN, ("schema",), 2, "plan.schema"),
+        (PROFILE, ("schema",), 0, "profile.schema"),
+        (PROFILE, ("device", "peak_flops", "fp32"), "fast", "Profile.device.peak_flops.fp32"),
+        (PROFILE, ("device", "peak_flops"), [], "Profile.device.peak_flops"),
+        (PROFILE, ("environment", "torch"), 2.13, "Profile.environment.torch"),
+        (PROFILE, ("trials", 0, "block_s", 1), None, "Profile.trials[0].block_s[1]"),
+        (RECORD, ("steps", 1, "loss"), "2.2", "RunRecord.steps[1].loss"),
+        (RECORD, ("steps", 1, "loss"), "Infinity", "RunRecord.steps[1].loss"),
+    ],
+    ids=str,
+)
+def test_wrong_type_is_refused_by_its_path(whole, keys, wrong, path):
+    tree = to_jsonable(whole)
+    down(tree, keys[:-1])[keys[-1]] = wrong
+    assert refused(type(whole), tree).field == path
+
+
+@pytest.mark.parametrize(
+    "given", ["", "{", "[]", "7", "null", '"plan"', "{'a': 1}", "[" * 100_000, "1" * 5_000], ids=lambda g: g[:8]
+)
+def test_text_that_is_no_object_is_refused(given):
+    with pytest.raises(FormatError, match="Plan: given .* expected .*object"):
+        from_json(Plan, given)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{"], ids=["absent", "not text", "torn"])
+def test_unreadable_file_is_refused(tmp_path, content):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(FormatError):
+        read_json(Plan, path)
+
+
+def test_a_value_out_of_range_in_a_file_is_refused_like_one_given_by_hand():
+    tree = to_jsonable(PLAN)
+    tree["micro_batch"]["value"] = 9
+    with pytest.raises(ValueError, match=r"plan\.micro_batch: given 9; expected a whole number from 1 to 8"):
+        from_jsonable(Plan, tree)
+
+
+def test_an_int_is_a_float_where_a_float_is_wanted():
+    tree = to_jsonable(RECORD.steps[0]) | {"loss": 2}
+    assert repr(from_jsonable(StepRecord, tree).loss) == "2.0"
+
+
+def test_mappings_come_back_as_mappings():
+    back = from_json(Profile, to_json(PROFILE))
+    assert back == PROFILE
+    assert isinstance(back.environment, Mapping)

@@ -1,0 +1,134 @@
+"""The record of a run survives a crash while writing, and says so when it is damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.errors import FormatError
+from trimtab.core.record import (
+    End,
+    Evaluation,
+    Event,
+    Header,
+    RecordWriter,
+    RunRecord,
+    StepRecord,
+    read_record,
+    write_record,
+)
+
+RECORD = RunRecord(
+    Header("épreuve", 3, environment={"torch": "2.13"}),
+    (StepRecord(0, 8, 8.0, 2.3, 0.1, 0.5), StepRecord(1, 8, 8.0, float("inf"), 0.1, 0.5, applied=False)),
+    (Evaluation(16, 1.0, {"perplexity": 9.5}),),
+    (Event("précision réduite", 1, {"why": "mémoire"}),),
+)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    write_record(path, RECORD)
+    return path.read_bytes()
+
+
+def read(folder, content: bytes) -> RunRecord:
+    path = folder / "read.jsonl"
+    path.write_bytes(content)
+    return read_record(path)
+
+
+def test_every_kind_of_line_has_a_line(written):
+    kinds = [line.split(b'"')[3] for line in written.splitlines()]
+    assert kinds == [b"header", b"step", b"step", b"evaluation", b"event"]
+
+
+def test_a_torn_last_line_is_dropped_wherever_it_is_torn(tmp_path, written):
+    last = written[:-1].rindex(b"\n") + 1
+    shorter = dataclasses.replace(RECORD, events=())
+    assert any(byte > 127 for byte in written[last:]), "the line should also be torn inside a character"
+    for cut in range(last, len(written)):
+        assert read(tmp_path, written[:cut]) == shorter
+    assert read(tmp_path, written) == RECORD
+
+
+def test_a_torn_header_is_no_record(tmp_path, written):
+    header = written.index(b"\n")
+    for cut in (0, 1, header // 2, header):
+        with pytest.raises(FormatError, match="expected a header line first"):
+            read(tmp_path, written[:cut])
+
+
+@given(data=st.data())
+def test_a_damaged_line_before_the_last_is_refused_by_its_number(tmp_path_factory, written, data):
+    lines = written.splitlines()
+    number = data.draw(st.integers(0, len(lines) - 1))
+    kept = data.draw(st.integers(0, len(lines[number]) - 1))
+    lines[number] = lines[number][:kept]
+    path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(FormatError, match=f"damaged.jsonl:{number + 1}: given a damaged line"):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\xfe", "a damaged line"),
+        (b"[" * 100_000, "a damaged line"),
+        (b'{"step": ' + b"1" * 5_000 + b"}", "a damaged line"),
+        (b"[1]", "kind None"),
+        (b'{"name": "x"}', "kind None"),
+        (b'{"kind": "stop"}', "kind 'stop'"),
+        (b'{"kind": ["step"]}', "kind"),
+        (b'{"kind": "event", "name": "x"}', r"Event\.step: given nothing"),
+        (b'{"kind": "event", "name": "x", "step": 1, "y": 2}', r"Event\.y: given an unknown key"),
+        (b'{"kind": "header", "name": "another"}', "second header"),
+    ],
+    ids=lambda v: v[:24] if isinstance(v, bytes) else None,
+)
+def test_a_line_of_another_shape_is_refused(tmp_path, written, line, message):
+    with pytest.raises(FormatError, match=message):
+        read(tmp_path, written + line + b"\n")
+
+
+def test_another_schema_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="schema: given 2; expected 1"):
+        read(tmp_path, b'{"kind": "header", "name": "x", "schema": 2}\n')
+
+
+def test_a_record_begins_with_its_header(tmp_path):
+    with pytest.raises(FormatError, match="no header"):
+        read(tmp_path, b'{"kind": "end", "reason": "x"}\n')
+
+
+def test_lines_written_before_a_crash_are_kept(tmp_path):
+    path = tmp_path / "run.jsonl"
+    writer = RecordWriter(path, RECORD.header)
+    writer.write(RECORD.steps[0])
+    writer.flush()
+    assert read_record(path) == RunRecord(RECORD.header, RECORD.steps[:1])
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        writer.write(Event("a figure JSON cannot hold", 1, {"why": object()}))
+    writer.close()
+    writer.close()
+    assert read_record(path) == RunRecord(RECORD.header, RECORD.steps[:1])
+
+
+def test_an_existing_file_is_never_written_over(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write_record(path, RECORD)
+    with pytest.raises(FileExistsError):
+        write_record(path, RunRecord(Header("another")))
+    assert read_record(path) == RECORD
+
+
+def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
+    ended = dataclasses.replace(RECORD, end=End("finished", {"rows": 16}))
+    write_record(tmp_path / "ended.jsonl", ended)
+    assert read_record(tmp_path / "ended.jsonl").end == ended.end
+    assert read(tmp_path, written).end is None

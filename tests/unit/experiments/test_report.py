@@ -1,0 +1,553 @@
+"""The report: what it says equals what the comparison holds, for a full, a small, an empty and a hostile one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from trimtab.core.codec import read_json
+from trimtab.core.objective import Reference
+from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.profile import Candidate, Trial
+from trimtab.experiments.report import plan_tables, tables, terminal_report, wording, write_report
+from trimtab.experiments.report.figures import curve_band, curves, draw, forest
+from trimtab.experiments.report.html import html_report
+from trimtab.experiments.report.markdown import markdown_report
+from trimtab.experiments.report.outline import Picture
+from trimtab.experiments.report.planning_figures import memory_time
+from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+
+HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
+T_975 = {2: 4.303, 7: 2.365}
+
+
+def interval(pairs: list[float], *, log: bool = True) -> Ratio:
+    """Return a mean with its t interval, geometric for ratios."""
+    values = [math.log(pair) if log else pair for pair in pairs]
+    mean, half = statistics.fmean(values), 0.0
+    half = T_975.get(len(values) - 1, 12.7) * statistics.stdev(values) / math.sqrt(len(values))
+    back = math.exp if log else float
+    return Ratio(back(mean), back(mean - half), back(mean + half), len(values), tuple(pairs))
+
+
+def plan_s(batch: int, micro: int) -> Plan:
+    slow = Rejected("fp16", "0.061x the speed of fp32 on this machine: no fp16 units on this processor")
+    return Plan(
+        batch_rows=batch,
+        micro_batch=Choice(
+            micro,
+            f"micro-batch {micro} is 1.082x the speed of {batch} and takes 41% less memory",
+            Mark.EXACT,
+            changed=True,
+            losers=(Rejected(batch // 8, "slower by 6% and saves only 30 MiB more"), Rejected(batch, "more memory")),
+        ),
+        precision=Choice("bf16", "bf16 is 1.412x the speed of fp32", Mark.ROUNDING, changed=True, losers=(slow,)),
+        fused_optimizer=Choice(True, "fused AdamW step 1.3 ms against 4.9 ms", Mark.ROUNDING, changed=True),
+        check=Check(True, "relative difference 3.1e-07, limit 1e-04", 3.1e-7),
+        reference=Reference("fp32"),
+        baseline=Measured(0.412, 1_450_000_000),
+        predicted=Measured(0.289, 760_000_000),
+        planning_s=41.3,
+        advice=("The data loader takes 9% of a step: give it a worker.",),
+    )
+
+
+def plan_f(batch: int, micro: int) -> Plan:
+    return replace(
+        plan_s(batch, micro),
+        schedule=Choice("warmup_cosine", "reached the probe loss in 0.71 of the rows", Mark.DYNAMICS, changed=True),
+        learning_rate_scale=Choice(
+            2.0,
+            "lowest held-out loss of four probes",
+            Mark.DYNAMICS,
+            changed=True,
+            losers=(Rejected(4.0, "diverged in probe 3"), Rejected(1.0, "slower to the probe loss")),
+        ),
+        planning_s=167.0,
+        search_s=125.7,
+    )
+
+
+def trials(batch: int) -> tuple[Trial, ...]:
+    found = []
+    for precision, speed, memory in (("fp32", 0.412, 1.45e9), ("bf16", 0.298, 0.98e9), ("tf32", 0.405, 1.45e9)):
+        for micro, slower, smaller in ((batch, 1.0, 1.0), (batch // 2, 0.97, 0.78), (batch // 4, 1.09, 0.62)):
+            step = speed * slower
+            candidate = Candidate(precision, "keep", precision == "bf16", micro)
+            found.append(Trial("micro_batch", candidate, (step, step * 1.02, step * 0.99), int(memory * smaller)))
+    fp16 = Candidate("fp16", "keep", False, batch)
+    oom = Candidate("fp32", "channels_last", False, batch)
+    found.append(Trial("precision", fp16, (), None, "loss became nan in the second step"))
+    found.append(Trial("layout", oom, (), None, "out of memory: 5.21 GiB asked for, 3.80 GiB left"))
+    found.append(Trial("precision", Candidate("fp32", "keep", False, batch), (0.413, 0.409), 1_450_000_000, None, True))
+    return tuple(found)
+
+
+def arm(name: str, label: str, speed: float, learn: float, n: int, *, accuracy: bool, **values: object) -> Arm:
+    """Return an arm whose curve falls (perplexity) or rises (accuracy) with rows, `learn` times as fast."""
+    chance = random.Random(name)
+    steps = tuple(0.412 / speed * chance.uniform(0.985, 1.015) for _ in range(n))
+
+    def metric(rows: int) -> float:
+        done = rows * learn / 6000
+        value = 0.93 - 0.78 * math.exp(-2.2 * done) if accuracy else 22 + 900 * math.exp(-4.6 * done)
+        return value * chance.uniform(0.994, 1.006)
+
+    grid = range(0, 12_001, 500)
+    found = tuple(ArmCurve(seed, tuple((r, r / 64 * steps[seed], metric(r)) for r in grid)) for seed in range(n))
+    phases = {"data": 0.037, "forward": 0.12 / speed, "backward": 0.21 / speed, "optimizer": 0.045 / speed}
+    values = {"peak_bytes": int(1.45e9 / speed), "mfu": 0.31 * speed, "phases_s": phases} | values
+    return Arm(
+        name,
+        label,
+        source=f"trimtab/recipes/{name}.py",
+        step_s=steps,
+        terms_per_s=tuple(64 * 256 / s for s in steps),
+        final_metric=tuple(curve.points[-1][2] for curve in found),
+        final_rows=12_000,
+        curves=found,
+        **({"tier": ""} | values),  # type: ignore[arg-type]
+    )
+
+
+def ratio_rows(arms: tuple[Arm, ...], name: str, tier: str, against: str, *, accuracy: bool) -> tuple[RatioRow, ...]:
+    by_name = {a.name: a for a in arms}
+    ours, theirs = by_name[name], by_name[against]
+    speed = interval([a / b for a, b in zip(ours.terms_per_s, theirs.terms_per_s, strict=True)])
+    finals = list(zip(ours.final_metric, theirs.final_metric, strict=True))
+    quality = interval([100 * (a - b) if accuracy else a / b - 1 for a, b in finals], log=False)
+    kind = "gain" if speed.low is not None and speed.low > 1 else "no gain"
+    same = Verdict("no gain", "the interval lies inside +-0.5% of the reference")
+    return (
+        RatioRow("throughput", name, against, tier, speed, Verdict(kind, "interval clear of 1, above the resolution")),
+        RatioRow(
+            "peak_memory",
+            name,
+            against,
+            tier,
+            interval([0.71, 0.70] * (speed.n // 2) + [0.72] * (speed.n % 2)),
+            Verdict("gain", "less memory in every pair"),
+        ),
+        RatioRow("final_metric_difference", name, against, tier, quality, same),
+    )
+
+
+def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[float, ...]) -> tuple[TargetRow, ...]:
+    ours = next(a for a in arms if a.name == name)
+    theirs = next(a for a in arms if a.name == "reference")
+    rows, n = [], len(ours.step_s)
+    for rung, target in enumerate(targets):
+        for charged in (False, True):
+            cost = ours.search_s if charged else 0.0
+            a = tuple(s * 60 * (rung + 1) + cost for s in ours.step_s)
+            b = tuple(s * 60 * (rung + 1) for s in theirs.step_s)
+            last = rung == len(targets) - 1
+            b = (math.inf, *b[1:]) if last else b
+            ratio = None if last else interval([y / x for x, y in zip(a, b, strict=True)])
+            rows.append(
+                TargetRow(
+                    target,
+                    name,
+                    "reference",
+                    tier,
+                    charged,
+                    ratio,
+                    ">= 1.31x" if last else "",
+                    n,
+                    n - last,
+                    n,
+                    int(rung == 0),
+                    a,
+                    b,
+                    Verdict("gain", "reached sooner in every pair"),
+                )
+            )
+    return tuple(rows)
+
+
+def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
+    """Return a GPT-like (perplexity) or ResNet-like (accuracy) comparison of six arms."""
+    plans = {"S": plan_s(64, 32), "F": plan_f(64, 32)}
+    arms = (
+        arm("reference", "reference loop, fp32", 1.0, 1.0, n, accuracy=accuracy),
+        arm("self", "reference again (A/A)", 1.002, 1.0, n, accuracy=accuracy),
+        arm("paper", "paper's recipe", 0.94, 1.1, n, accuracy=accuracy),
+        arm("strong", "hand-tuned bf16 loop", 1.37, 1.0, n, accuracy=accuracy),
+        arm("plan_S", "trimtab plan", 1.42, 1.0, n, accuracy=accuracy, tier="S", search_s=41.3),
+        arm("plan_F", "trimtab plan, freed schedule", 1.41, 1.7, n, accuracy=accuracy, tier="F", search_s=167.0),
+    )
+    targets = (0.6, 0.8, 0.9) if accuracy else (200.0, 60.0, 30.0)
+    rows = tuple(
+        row
+        for name, tier, against in (
+            ("plan_S", "S", "reference"),
+            ("plan_S", "S", "strong"),
+            ("plan_F", "F", "reference"),
+            ("self", "", "reference"),
+            ("paper", "", "reference"),
+            ("strong", "", "reference"),
+        )
+        for row in ratio_rows(arms, name, tier, against, accuracy=accuracy)
+    )
+    return Comparison(
+        task="digits_resnet" if accuracy else "source_gpt",
+        description="A byte-level GPT of 0.9 M parameters on the library's own source text.",
+        headline=Verdict("gain", "The tier-S plan trains 1.42x as fast with 29% less memory, at the same perplexity.")
+        if n >= 5
+        else Verdict("no verdict", f"Only {n} pairs ran; 5 are needed for a verdict."),
+        metric="held-out accuracy" if accuracy else "held-out perplexity",
+        higher_is_better=accuracy,
+        terms="images" if accuracy else "tokens",
+        targets=targets,
+        num_pairs=n,
+        arms=arms,
+        ratios=rows,
+        target_rows=target_rows(arms, "plan_S", "S", targets) + target_rows(arms, "plan_F", "F", targets),
+        resolution=interval([1.004, 0.993, 1.011, 0.998, 1.006, 0.991, 1.002, 0.997][:n]),
+        plans=plans,
+        trials=trials(64),
+        planning_s=208.3,
+        data_source={"name": "Python sources", "origin": "standard library", "sha256": "9f2c" * 16},
+        command="trimtab compare source_gpt --pairs 8 --threads 1 \\\n  --out runs/source_gpt",
+        environment={"processor": "2 cores, AVX-512 bf16", "torch": "2.13.0", "python": "3.11.9", "threads": "1"},
+        created="2026-05-04T10:11:12Z",
+        peak_source="not known for this processor",
+        notes=("Target 200 was crossed at the first evaluation in one pair.", "Energy: no meter on this machine."),
+        detail={"order": ["ABBA", "BAAB"], "eval_every_rows": 500},
+    )
+
+
+def bare() -> Comparison:
+    """Return a comparison in which nothing worked."""
+    failed = Arm("plan_S", "trimtab plan", "S", "", (), (), error="RuntimeError: out of memory\nin backward")
+    reference = Arm("reference", "reference loop", "", "plain.py", (0.1, 0.1), (640.0, 640.0))
+    return replace(
+        comparison(n=3),
+        headline=Verdict("no verdict", "The plan could not run."),
+        arms=(reference, failed),
+        targets=(),
+        ratios=(),
+        target_rows=(),
+        resolution=None,
+        plans={"S": replace(plan_s(64, 32), predicted=None, check=None)},
+        trials=trials(64)[9:11],
+        notes=(),
+        detail={},
+        environment={},
+        data_source={},
+        command="",
+        num_pairs=0,
+    )
+
+
+def hostile() -> Comparison:
+    """Return a comparison whose every string is trouble."""
+    full, long = comparison(n=5 + 3), "an_extraordinarily_long_name_" * 12
+    arms = tuple(replace(a, label=f"{HOSTILE} {long}", source=HOSTILE, phases_s={HOSTILE: 0.1}) for a in full.arms)
+    arms = (*arms[:1], replace(arms[1], error=HOSTILE), *arms[2:])
+    verdict = Verdict(HOSTILE, HOSTILE)
+    odd = Trial(HOSTILE, Candidate(HOSTILE, long, True, 4), (), None, HOSTILE)
+    drawn = Trial(long, Candidate(HOSTILE, long, True, 4), (0.2,), 10**9)
+    return replace(
+        full,
+        task=HOSTILE,
+        description=HOSTILE,
+        headline=verdict,
+        metric=f"{HOSTILE} $x^2$ perplexity",
+        terms=HOSTILE,
+        arms=arms,
+        ratios=tuple(replace(row, verdict=verdict) for row in full.ratios),
+        trials=(*full.trials, odd, drawn),
+        target_rows=tuple(replace(row, bound=HOSTILE, ratio=None, verdict=verdict) for row in full.target_rows),
+        data_source={HOSTILE: HOSTILE},
+        environment={HOSTILE: long},
+        command=f"{HOSTILE}\n```\n{long}",
+        created=HOSTILE,
+        peak_source=HOSTILE,
+        notes=(HOSTILE, long),
+        detail={HOSTILE: [HOSTILE]},
+    )
+
+
+CASES = {
+    "gpt": comparison(),
+    "resnet": comparison(accuracy=True),
+    "three_pairs": comparison(n=3),
+    "bare": bare(),
+    "hostile": hostile(),
+}
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Balance(HTMLParser):
+    """Collects text, and fails on a tag that is not closed in order or an id that occurs twice."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.refs: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(attrs)
+
+    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.refs += [value or "" for name, value in attrs if name in ("href", "xlink:href")]
+        assert not [name for name, _ in attrs if name.startswith("on") or name == "src"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "title"):
+            self.text.append(data)
+
+
+def parsed(page: str) -> Balance:
+    parser = Balance()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return {name: html_report(case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestPage:
+    def test_is_well_formed_with_ids_of_its_own(self, pages: dict[str, str], name: str) -> None:
+        page = parsed(pages[name])
+        assert len(page.ids) == len(set(page.ids))
+        assert {ref.removeprefix("#") for ref in page.refs} <= set(page.ids)
+
+    def test_is_small_and_needs_nothing_else(self, pages: dict[str, str], name: str) -> None:
+        page = re.sub(r'xmlns(:\w+)?="[^"]*"', "", pages[name])
+        assert len(pages[name].encode()) < 500_000
+        assert not re.search(r"https?://|<script|<link|<iframe|<img|@import|javascript:[^y]", page)
+        assert not re.search(r"url\((?!#)", page)
+
+    def test_follows_the_readers_colours(self, pages: dict[str, str], name: str) -> None:
+        assert "prefers-color-scheme:dark" in pages[name]
+        assert "@media print" in pages[name]
+        assert "#ab" not in pages[name]  # a sentinel left over is a colour that does not follow
+        used, defined = set(re.findall(r"var\(--(\w+)\)", pages[name])), set(re.findall(r"--(\w+):#", pages[name]))
+        assert used <= defined
+
+    def test_is_the_same_every_time(self, pages: dict[str, str], name: str) -> None:
+        assert html_report(CASES[name]) == pages[name]
+        assert markdown_report(CASES[name]) == markdown_report(CASES[name])
+
+    def test_is_written_and_read_back(self, name: str, tmp_path: Path) -> None:
+        paths = write_report(CASES[name], tmp_path / "new" / "folder")
+        assert set(paths) == {"html", "md", "json"}
+        assert read_json(Comparison, paths["json"]) == CASES[name]
+        assert json.loads(paths["json"].read_text(encoding="utf-8"))["schema"] == CASES[name].schema
+
+    def test_is_shown_in_a_terminal(self, name: str) -> None:
+        from rich.console import Console
+
+        console = Console(width=160, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+        with console.file:
+            console.print(terminal_report(CASES[name]))
+        text = console.export_text()
+        assert "\x1b" not in text
+        assert "Time to target" in text
+
+
+def columns(table: tables.Table, name: str) -> list[str]:
+    return [str(row[table.columns.index(name)]) for row in table.rows]
+
+
+def test_every_ratio_reads_back_as_recorded() -> None:
+    case = CASES["gpt"]
+    text = " ".join(parsed(html_report(case)).text)
+    for tier in ("S", "F", ""):
+        rows, table = [row for row in case.ratios if row.tier == tier], tables.ratio_table(case, tier)
+        for row, shown, bounds in zip(rows, columns(table, "Estimate"), columns(table, "95% interval"), strict=True):
+            assert shown in text
+            assert bounds in text
+            scale = 100 if row.metric == "final_metric_difference" else 1
+            numbers = [float(x) for x in re.findall(r"[+-]?\d+\.\d+", f"{shown} {bounds}")]
+            expected = [scale * x for x in (row.ratio.mean, row.ratio.low, row.ratio.high) if x is not None]
+            assert numbers == pytest.approx(expected, abs=0.0051)
+
+
+def test_every_arm_is_shown_with_its_figures() -> None:
+    case = CASES["resnet"]
+    text = " ".join(parsed(html_report(case)).text)
+    for row in case.arms:
+        assert row.label in text
+        assert row.source in text
+        assert wording.size(row.peak_bytes) in text
+        assert f"{100 * (row.mfu or 0):.1f}%" in text
+        shown = wording.spread(row.step_s, wording.seconds)
+        assert shown in text
+        assert float(shown.split()[0]) == pytest.approx(1e3 * statistics.median(row.step_s), abs=0.51)
+
+
+def test_tiers_are_never_in_one_table_of_ratios_or_one_forest() -> None:
+    case = CASES["gpt"]
+    for tier in ("S", "F"):
+        other = {"S": "freed schedule", "F": "trimtab plan (tier S)"}[tier]
+        for table in (tables.ratio_table(case, tier), tables.target_table(case, tier)):
+            assert not [row for row in table.rows if any(other in str(cell) for cell in row)]
+        assert f"tier {'F' if tier == 'S' else 'S'}" not in forest(case, tier).svg.split("</title>")[1]
+
+
+def test_marks_are_named_for_people() -> None:
+    rows = plan_tables.change_table(CASES["gpt"].plans["F"], changed=True).rows
+    assert {row[0]: row[2] for row in rows} == {
+        "micro batch": "exact",
+        "precision": "same maths, other rounding",
+        "fused optimizer": "same maths, other rounding",
+        "schedule": "other dynamics",
+        "learning rate scale": "other dynamics",
+    }
+
+
+def test_under_five_pairs_there_is_no_verdict_and_no_interval(pages: dict[str, str]) -> None:
+    case = CASES["three_pairs"]
+    boastful = replace(case, headline=Verdict("gain", "Everything is 9.99x as fast!"))
+    for page in (pages["three_pairs"], html_report(boastful)):
+        assert "badge gain" not in page
+        assert "no verdict" in page
+        assert "95% interval 1" not in page
+    assert "9.99x" not in html_report(boastful)
+    row = case.ratios[0]
+    shown = columns(tables.ratio_table(case, "S"), "Estimate")[0]
+    assert [float(x.rstrip("x")) for x in shown.split(", ")] == pytest.approx(row.ratio.pairs, abs=0.0006)
+
+
+def test_censored_and_missing_figures_are_words(pages: dict[str, str]) -> None:
+    text = " ".join(parsed(pages["gpt"]).text)
+    assert ">= 1.31x" in text
+    assert "never" in text
+    assert "none: censored" in text
+    nothing = " ".join(parsed(pages["bare"]).text)
+    for words in (
+        "not measured",
+        "No figure: no held-out curve",
+        "RuntimeError: out of memory",
+        "Gradient check: not run",
+    ):
+        assert words in nothing
+
+
+def test_a_ratio_without_an_interval_has_none() -> None:
+    alone = Ratio(1.2, None, None, 6, (1.2,) * 6)
+    assert wording.estimate(alone, wording.ratio) == ("1.200x", "not measured")
+    assert wording.estimate(replace(alone, low=-math.inf, high=math.inf), wording.ratio)[1] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("cost", "saved", "words"),
+    [
+        (40.0, 0.1, "400 steps"),
+        (40.0, 0.03, "1,334 steps"),
+        (40.0, 0.0, "never"),
+        (40.0, -1.0, "never"),
+        (40.0, None, "not measured"),
+        (40.0, math.nan, "not measured"),
+    ],
+)
+def test_break_even_is_cost_over_saving(cost: float, saved: float | None, words: str) -> None:
+    assert plan_tables.break_even(cost, saved) == words
+
+
+def test_infinite_and_unknown_values_are_words() -> None:
+    assert wording.seconds(math.inf) == wording.ratio(math.inf) == "never"
+    unknown = [wording.seconds(None), wording.seconds(math.nan), wording.size(None), wording.share(None)]
+    assert {*unknown, wording.rate(None, "x"), wording.percent(math.nan), wording.metric(None)} == {"not measured"}
+    assert wording.metric(math.nan) == wording.metric(math.inf) == "not finite"
+
+
+def test_curve_ends_where_the_first_seed_ended() -> None:
+    seeds = (ArmCurve(0, ((0, 0.0, 9.0), (10, 1.0, 5.0), (20, 2.0, 3.0))), ArmCurve(1, ((0, 0.0, 7.0), (10, 3.0, 1.0))))
+    band = curve_band(replace(CASES["gpt"].arms[0], curves=seeds))
+    assert band is not None
+    assert band.seconds.tolist() == [0.0, 2.0]
+    assert (band.low.tolist(), band.middle.tolist(), band.high.tolist()) == ([7, 1], [8, 3], [9, 5])
+
+
+def test_a_diverged_arm_leaves_the_other_curves_drawn() -> None:
+    lost = (ArmCurve(0, ((0, 0.0, math.nan), (10, 1.0, math.inf))),)
+    case = CASES["gpt"]
+    arms = (case.arms[0], replace(case.arms[2], curves=lost))
+    assert [key.text for key in curves(replace(case, arms=arms)).legend] == ["reference loop, fp32", "target"]
+
+
+def test_trials_name_the_reference_and_what_was_chosen() -> None:
+    case = CASES["gpt"]
+    drawing = memory_time(case)
+    assert ">reference</text>" in drawing.svg
+    assert ">chosen (S, F)</text>" in drawing.svg
+    assert len(drawing.aside) == 2
+    assert columns(plan_tables.trial_table(case), "Role").count("could not run") == 2
+
+
+def test_each_figure_is_labelled() -> None:
+    for name in ("curves", "memory_time", "phases", "predictions", "forest"):
+        drawing = draw(Picture(name, "S"), CASES["gpt"])
+        assert drawing.svg.startswith("<svg")
+        assert 'role="img" aria-label="' in drawing.svg
+        assert "<title>" in drawing.svg
+        assert "currentColor" in drawing.svg
+
+
+def test_markdown_tables_keep_their_columns() -> None:
+    for case in CASES.values():
+        text = re.sub(r"(`{3,})sh\n.*?\n\1", "", markdown_report(case), flags=re.DOTALL)
+        assert "<script" not in text
+        widths: list[int] = []
+        for line in text.splitlines():
+            if not line.startswith("|"):
+                widths = []
+                continue
+            widths.append(len(re.findall(r"(?<!\\)\|", line)))
+            assert widths[-1] == widths[0], line
+
+
+def python(code: str) -> str:
+    """Run code in a fresh interpreter, whose modules are not those of this one."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "extra"),
+    [("matplotlib", "write_report(None, None)", "trimtab[report]"), ("rich", "terminal_report(None)", "trimtab[cli]")],
+)
+def test_a_missing_package_names_its_extra(package: str, call: str, extra: str) -> None:
+    lines = (
+        f"import sys; sys.modules[{package!r}] = None",
+        "from trimtab.core.errors import DependencyError",
+        "from trimtab.experiments.report import terminal_report, write_report",
+        f"try: {call}",
+        "except DependencyError as error: print(error)",
+    )
+    assert extra in python("\n".join(lines))
+
+
+def test_importing_loads_no_torch_and_no_optional_package() -> None:
+    loaded = "print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
+    assert python(f"import sys, trimtab.experiments.report; {loaded}") == "[]"
