@@ -14,7 +14,7 @@ from trimtab.core.hardware import DeviceSpec, lookup_peaks
 from trimtab.measure.timing import time_call
 
 _LARGEST_MATMUL = 1024
-_LONGEST_MATMUL_S = 0.01
+_LONGEST_MATMUL_S = 0.03
 
 
 def environment() -> dict[str, str]:
@@ -74,7 +74,7 @@ def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """Return the best FLOP/s over sizes 128 to 1024, going on only while a product takes less than 10 ms."""
+    """Return the best FLOP/s over sizes 128 to 1024, going on only while a product takes less than 30 ms."""
     best, size = 0.0, 128
     while size <= _LARGEST_MATMUL:
         left, right = (torch.rand(size, size).to(dtype) for _ in range(2))

@@ -117,8 +117,8 @@ def cifar10() -> Images:
     arrays = {
         "train images": np.concatenate([images for images, _ in train]),
         "train labels": np.concatenate([labels for _, labels in train]),
-        "test images": np.array(test[0], order="C"),  # copies: what was unpacked cannot be written to
-        "test labels": np.array(test[1]),
+        "test images": test[0],
+        "test labels": test[1],
     }
     return Images(*arrays.values(), source=_verified(CIFAR10, found, arrays, CIFAR10_SHA256))
 
@@ -158,7 +158,7 @@ def undo_differences(data: bytes) -> tuple[np.ndarray, np.ndarray]:
     labels, planes = numbers[:BATCH_IMAGES], numbers[BATCH_IMAGES:].reshape(3, BATCH_IMAGES, 32, 32)
     planes = planes.cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
     planes[::2] += planes[1]
-    return planes.swapaxes(0, 1), labels
+    return np.ascontiguousarray(planes.swapaxes(0, 1)), labels.copy()  # a view of `data` could not be written to
 
 
 def _cifar10_folder(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -177,8 +177,8 @@ def _cifar10_archive(files: Mapping[str, Path]) -> dict[str, tuple[np.ndarray, n
             for name in (*CIFAR10_BATCHES, "test_batch"):
                 member = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
                 records = np.frombuffer(member.read() if member else b"", np.uint8).reshape(BATCH_IMAGES, -1)
-                batches[name] = records[:, 1:].reshape(-1, *CIFAR10_SHAPE), records[:, 0]
-    except (OSError, EOFError, KeyError, ValueError, zlib.error, tarfile.TarError) as error:
+                batches[name] = records[:, 1:].reshape(-1, *CIFAR10_SHAPE).copy(), records[:, 0].copy()
+    except (OSError, EOFError, LookupError, ValueError, zlib.error, tarfile.TarError) as error:
         raise _damaged(path, error) from error
     return batches
 

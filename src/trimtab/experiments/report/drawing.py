@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trimtab.experiments.report.svg import NUM_SERIES
 from trimtab.experiments.result import Arm, Comparison
 
-LABEL = 24  # characters of a name inside a drawing; the tables have it whole
+LABEL = 28  # characters of a name inside a drawing; the tables have it whole
 _ARMS = ("reference", "self", "paper", "strong", "plan_S", "plan_F")
 _DASHES = {"self": ":", "paper": "--", "strong": "--", "plan_F": "--"}
 _BORDERS = {"-": "solid", "--": "dashed", ":": "dotted"}

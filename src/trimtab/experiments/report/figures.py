@@ -106,10 +106,10 @@ def _label_targets(ax: Any, targets: Sequence[float]) -> None:
     taken: list[float] = []
     for target in targets:
         height = float(ax.transData.transform((0, target))[1])
-        if all(abs(height - other) >= 9 for other in taken):
+        if all(abs(height - other) >= 10 for other in taken):
             taken.append(height)
             at = {"xy": (1, target), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-            ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=8, **at)
+            ax.annotate(say.metric(target), xytext=(4, 0), va="center", fontsize=9, **at)
 
 
 def forest(comparison: Comparison, tier: str) -> Drawing:
@@ -117,11 +117,11 @@ def forest(comparison: Comparison, tier: str) -> Drawing:
     rows = [row for row in comparison.ratios if row.metric == "throughput" and row.tier == tier and row.ratio.pairs]
     if not rows:
         return Drawing("", "No figure: no throughput ratio was measured for this group.")
-    control = comparison.resolution
+    control, resolved = comparison.resolution, say.is_resolved(comparison.resolution)
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
-        if control and control.low is not None and control.high is not None:
+        if control and resolved:
             ax.axvspan(control.low, control.high, color=COLOUR["s0"], alpha=0.25, linewidth=0)
         ax.axvline(1, color=COLOUR["ink"], linewidth=0.8)
         for height, row in enumerate(rows):
@@ -136,7 +136,7 @@ def forest(comparison: Comparison, tier: str) -> Drawing:
     title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
     name = f"forest-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
     keys = [Key("s4", "mean and 95% interval"), Key("ink", "raw pair", "dotted")]
-    keys += [Key("s0", "A/A control: not told from noise")] if control and control.low is not None else []
+    keys += [Key("s0", "A/A control: not told from noise")] if resolved else []
     caption = "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs."
     return Drawing(svg.render(paint, name=name, title=title, height=70 + 34 * len(rows)), caption, tuple(keys))
 

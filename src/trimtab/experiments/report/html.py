@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import html
+import re
 
-from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import outline
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.drawing import Drawing, Key
 from trimtab.experiments.report.figures import draw
+from trimtab.experiments.report.key_figures import Tile, key_figures
 from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.style import style_sheet
 from trimtab.experiments.report.svg import variable
-from trimtab.experiments.report.tables import Cell, Table, Tile
+from trimtab.experiments.report.tables import Cell, Table
 from trimtab.experiments.result import Comparison, Verdict
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MAX_ASIDE = 12
+_TIGHT = 26  # characters of a cell that stays on one line
+_LONG_WORD = 22
+_PIECE = re.compile(r"[^/_.,;:=-]{1,22}[/_.,;:=-]?|[/_.,;:=-]{1,22}")
 
 
 def html_report(comparison: Comparison) -> str:
@@ -44,13 +49,13 @@ def _header(comparison: Comparison) -> str:
     return (
         f'<header><p class="over">trimtab comparison · {escape(comparison.task)}</p>{_badge(verdict.kind)}'
         f"<h1>{escape(verdict.sentence)}</h1><p>{escape(comparison.description)}</p>"
-        f'<p class="muted">{escape(outline.byline(comparison))}</p>{_tiles(tables.key_figures(comparison))}</header>'
+        f'<p class="muted">{escape(outline.byline(comparison))}</p>{_tiles(key_figures(comparison))}</header>'
     )
 
 
 def _badge(kind: str) -> str:
     known = kind if kind in ("gain", "harm") else "other"
-    return f'<span class="badge {known}">{escape(kind)}</span>'
+    return f'<span class="badge {known}">{escape(kind, 24)}</span>'
 
 
 def _tiles(tiles: tuple[Tile, ...]) -> str:
@@ -101,7 +106,8 @@ def _table(table: Table) -> str:
     if not table.rows:
         return f'{title}<p class="muted">{escape(table.empty)}</p>'
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    body = f'<div class="scroll"><table>{_head(table)}<tbody>{_rows(table)}</tbody></table></div>{note}'
+    kind = "" if any(name.strip() for name in table.columns) else ' class="facts"'
+    body = f'<div class="scroll"><table{kind}>{_head(table)}<tbody>{_rows(table)}</tbody></table></div>{note}'
     if not table.folded:
         return title + body
     return f'<details class="block"><summary>{escape(table.title)}</summary>{body}</details>'
@@ -115,25 +121,40 @@ def _head(table: Table) -> str:
 
 
 def _rows(table: Table) -> str:
-    rows = []
+    rows, previous = [], ""
     for index, row in enumerate(table.rows):
+        group = table.groups[index] if table.groups else ""
+        if group != previous:
+            previous = group
+            rows.append(_group(group, len(table.columns)))
         extra = _extra(table.extras_label, table.extras[index]) if table.extras else ""
-        cells = [_cell(table, name, cell) for name, cell in zip(table.columns, row, strict=True)]
-        cells[-1] = cells[-1].replace("</div></td>", f"{extra}</div></td>")
+        pairs = list(zip(table.columns, row, strict=True))
+        cells = [_cell(table, name, cell) for name, cell in pairs[:-1]] + [_cell(table, *pairs[-1], extra)]
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return "".join(rows)
 
 
-def _cell(table: Table, column: str, cell: Cell) -> str:
-    label, kind = escape(column), _kind(table, column)
-    bare = "" if label else " bare"
-    return f'<td class="{kind}{bare}" data-label="{label}"><div>{_content(cell)}</div></td>'
+def _group(name: str, width: int) -> str:
+    return f'<tr class="group"><th colspan="{width}" scope="rowgroup">{breakable(name)}</th></tr>'
+
+
+def _cell(table: Table, column: str, cell: Cell, extra: str = "") -> str:
+    label, kind = escape(column).strip(), _kind(table, column)
+    kind += "" if label else " bare"
+    kind += " tight" if isinstance(cell, str) and len(cell) <= _TIGHT else ""
+    return f'<td class="{kind}" data-label="{label}"><div>{_content(cell)}{extra}</div></td>'
 
 
 def _content(cell: Cell) -> str:
     if isinstance(cell, Verdict):
-        return f"{_badge(cell.kind)}<span>{escape(cell.sentence)}</span>"
-    return escape(cell)
+        return f"{_badge(cell.kind)}<span>{breakable(cell.sentence)}</span>"
+    return breakable(cell)
+
+
+def breakable(text: str) -> str:
+    """Return escaped text in which a word too long for a column may break, at a separator where it has one."""
+    words = (_PIECE.findall(word) if len(word) > _LONG_WORD else [word] for word in say.one_line(text).split(" "))
+    return " ".join("<wbr>".join(html.escape(piece) for piece in pieces) for pieces in words)
 
 
 def _kind(table: Table, column: str) -> str:
@@ -143,7 +164,7 @@ def _kind(table: Table, column: str) -> str:
 def _extra(label: str, items: tuple[str, ...]) -> str:
     if not items:
         return ""
-    return f"<details><summary>{escape(label)}</summary>{_list(items)}</details>"
+    return f"<details><summary>{escape(label)} ({len(items)})</summary>{_list(items)}</details>"
 
 
 def _figure(drawing: Drawing) -> str:

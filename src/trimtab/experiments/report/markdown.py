@@ -7,6 +7,7 @@ import re
 
 from trimtab.experiments.report import outline, tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
 from trimtab.experiments.result import Comparison, Verdict
@@ -24,7 +25,7 @@ def markdown_report(comparison: Comparison) -> str:
         escape(comparison.description),
         escape(outline.byline(comparison)),
     ]
-    if tiles := tables.key_figures(comparison):
+    if tiles := key_figures(comparison):
         lines.append("\n".join(f"- {escape(t.label)}: **{escape(t.value)}** ({escape(t.detail)})" for t in tiles))
     lines += [_section(part) for part in outline.sections(comparison)]
     return "\n\n".join(line for line in lines if line) + "\n"
@@ -69,9 +70,10 @@ def _table(table: Table) -> str:
     title = f"### {escape(table.title)}\n\n" if table.title else ""
     if not table.rows:
         return title + escape(table.empty)
-    rule = ["---:" if name in table.numeric else "---" for name in table.columns]
-    lines = [_line([escape(name) for name in table.columns]), _line(rule)]
-    lines += [_line([_cell(cell) for cell in row]) for row in table.rows]
+    grouped = tables.with_groups(table)
+    rule = ["---:" if name in table.numeric else "---" for name in grouped.columns]
+    lines = [_line([escape(name) for name in grouped.columns]), _line(rule)]
+    lines += [_line([_cell(cell) for cell in row]) for row in grouped.rows]
     note = f"\n\n{escape(table.note)}" if table.note else ""
     return title + "\n".join(lines) + note
 

@@ -113,6 +113,7 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
         plan = comparison.plans[tier]
         sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, tier))
         blocks += [Heading(tables.tier_title(tier)), Paragraph(" ".join(sentences))]
+        blocks += [Bullets(tuple(f"Advice: {text}" for text in plan.advice))] if plan.advice else []
         blocks += [plan_tables.change_table(plan, changed=changed) for changed in (True, False)]
     return tuple(blocks)
 
@@ -120,7 +121,8 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
 def _ratios(comparison: Comparison) -> tuple[Block, ...]:
     blocks: list[Block] = [Paragraph(_resolution(comparison))]
     for tier in tables.tiers(row.tier for row in comparison.ratios):
-        blocks += [tables.ratio_table(comparison, tier), Picture("forest", tier)]
+        blocks += [tables.ratio_table(comparison, tier), tables.ratio_pairs_table(comparison, tier)]
+        blocks.append(Picture("forest", tier))
     return tuple(blocks) if comparison.ratios else (*blocks, Paragraph("No ratio was recorded."))
 
 
@@ -129,6 +131,8 @@ def _resolution(comparison: Comparison) -> str:
     if control is None:
         return "Resolution: not measured (no A/A control ran), so small effects cannot be told from noise."
     value, interval = say.estimate(control, say.ratio)
+    if not say.is_resolved(control):
+        return f"Resolution: not known; the reference against itself gave {value} (n = {control.n}), which is too few."
     return (
         f"Resolution: the reference against itself gave {value} (95% interval {interval}, n = {control.n}). "
         "An effect inside that interval cannot be told from noise."
@@ -139,13 +143,14 @@ def _targets(comparison: Comparison) -> tuple[Block, ...]:
     found = tables.tiers(row.tier for row in comparison.target_rows)
     if not found:
         return (Paragraph("No target was set, or none was tried."),)
-    return tuple(tables.target_table(comparison, tier) for tier in found)
+    builders = (tables.target_table, tables.target_pairs_table)
+    return tuple(build(comparison, tier) for tier in found for build in builders)
 
 
 def _arms(comparison: Comparison) -> tuple[Block, ...]:
     failed = [arm for arm in comparison.arms if arm.error]
     errors = tuple(f"{say.arm_name(arm)} stopped with an error: {say.one_line(arm.error)}" for arm in failed)
-    return (tables.arm_table(comparison), *((Bullets(errors),) if errors else ()))
+    return (tables.arm_table(comparison), tables.origin_table(comparison), *((Bullets(errors),) if errors else ()))
 
 
 def _rejected(comparison: Comparison) -> tuple[Block, ...]:

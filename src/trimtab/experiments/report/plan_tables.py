@@ -50,7 +50,7 @@ def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
         lines.append("Gradient check: not run.")
     if arm is None:
         lines.append("This plan was not run as an arm of the comparison.")
-    return (*lines, *(f"Advice: {say.one_line(text)}" for text in plan.advice))
+    return tuple(lines)
 
 
 def rejected_table(comparison: Comparison) -> Table:

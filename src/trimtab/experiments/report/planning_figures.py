@@ -57,7 +57,7 @@ def _named(comparison: Comparison, drawn: Sequence[Trial]) -> list[tuple[str, Tr
 def _ring(ax: Any, at: tuple[float, float], name: str, *, above: bool) -> None:
     ax.plot(*at, "o", color="none", markeredgecolor=COLOUR["ink"], markersize=11, markeredgewidth=1.2)
     offset, side = ((0, 9), "bottom") if above else ((0, -9), "top")
-    ax.annotate(name, at, xytext=offset, textcoords="offset points", ha="center", va=side, weight="bold", fontsize=8.5)
+    ax.annotate(name, at, xytext=offset, textcoords="offset points", ha="center", va=side, weight="bold", fontsize=9)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def predictions(comparison: Comparison) -> Drawing:
         axes[0].set_yticks(range(len(tiers)), [f"plan\n(tier {tier})" for tier in tiers])
         axes[0].invert_yaxis()
 
-    keys = (Key("p1", "predicted"), Key("p0", "measured, median"), Key("ink", "one run", "dotted"))
+    keys = (Key("p4", "predicted"), Key("p0", "measured, median"), Key("ink", "one run", "dotted"))
     title, height = "Predicted against measured step time and peak memory of each plan", 62 + 44 * len(tiers)
     picture = svg.render(paint, name="predictions", title=title, height=height, columns=2)
     return Drawing(picture, "A missing bar was not measured, or not predicted.", keys)
@@ -107,7 +107,7 @@ def _largest(rows: Sequence[_Outcome]) -> float:
 def _paint_outcomes(ax: Any, rows: Sequence[_Outcome], label: str, unit: tuple[float, str]) -> None:
     factor, name = unit
     for height, row in enumerate(rows):
-        ax.barh(height - 0.19, (row.predicted or 0) / factor, height=0.34, color=COLOUR["p1"])
+        ax.barh(height - 0.19, (row.predicted or 0) / factor, height=0.34, color=COLOUR["p4"])
         ax.barh(height + 0.19, (row.measured or 0) / factor, height=0.34, color=COLOUR["p0"])
         dots = [value / factor for value in row.runs]
         ax.plot(dots, [height + 0.19] * len(dots), "o", color=COLOUR["ink"], markersize=2.4, alpha=0.6)

@@ -9,12 +9,12 @@ _NAMES = _ROLES + _SERIES + _PARTS
 _LIGHT = """
 #fdfdfc #1e2329 #5a646e #dfe3e6 #f4f5f5 #1f6fb5 #1d7048 #a8401f
 #7a828c #a3abb3 #ad7d1f #7d5ba6 #1f6fb5 #c4542d #2f8f83 #7b8030
-#3a78ad #8fb8d8 #cf9f4a #7fae88 #ad86ad #9aa2aa #c97d6b
+#3a78ad #cf9f4a #7fae88 #ad86ad #8fb8d8 #9aa2aa #c97d6b
 """
 _DARK = """
 #15181c #e3e7eb #9aa5af #2c333a #1c2126 #6db0ee #6cc795 #f0937a
 #98a1ab #6f7983 #d9ab55 #b598da #62a8e8 #ec8a62 #5cc0b3 #bcc06a
-#5b9bd3 #375f80 #d3a655 #7db58a #b690b8 #7f8993 #d38a78
+#5b9bd3 #d3a655 #7db58a #b690b8 #375f80 #7f8993 #d38a78
 """
 
 _PAGE = """
@@ -32,6 +32,7 @@ h3{font-size:1rem;font-weight:650;margin:1.8rem 0 .4rem;overflow-wrap:anywhere}
 a{color:var(--accent);text-decoration:none}
 a:hover{text-decoration:underline}
 .over{color:var(--muted);font-size:.875rem;margin:0 0 1.1rem;overflow-wrap:anywhere}
+.note{max-width:62em}
 .muted,.note,figcaption{color:var(--muted);font-size:.875rem;overflow-wrap:anywhere}
 nav{margin-top:2rem;font-size:.875rem;line-height:2}
 nav a{margin-right:1.15em;white-space:nowrap}
@@ -51,13 +52,16 @@ header>.badge{font-size:.95rem}
 _TABLES = """
 .scroll{overflow-x:auto;margin:.7rem 0}
 table{border-collapse:collapse;width:100%;font-size:.875rem;line-height:1.45}
-th,td{text-align:left;vertical-align:top;padding:8px 14px 8px 0;border-bottom:1px solid var(--line);
+th,td{text-align:left;vertical-align:baseline;padding:8px 14px 8px 0;border-bottom:1px solid var(--line);
  overflow-wrap:break-word}
 th:last-child,td:last-child{padding-right:0}
-th{font-weight:600;color:var(--muted);font-size:.8rem;vertical-align:bottom}
+thead th{font-weight:600;color:var(--muted);font-size:.8rem;vertical-align:bottom}
 td.n,th.n{text-align:right}
-td.text{min-width:7em;overflow-wrap:anywhere}
-td .badge+span{display:block;margin-top:.25em;color:var(--muted);font-size:.82rem}
+.tight{white-space:nowrap}
+tr.group th{padding-top:20px;font-size:.875rem;color:var(--ink);overflow-wrap:anywhere}
+tbody tr.group:first-child th{padding-top:12px}
+table.facts td:first-child{width:14em;color:var(--muted)}
+td .badge+span{margin-left:.6em;color:var(--muted);font-size:.84rem}
 details{margin:.35em 0}
 summary{cursor:pointer;color:var(--muted);font-size:.82rem}
 details.block>summary{font-size:.9rem;color:var(--accent);margin:.8em 0}
@@ -65,7 +69,7 @@ td ul{margin:.3em 0;padding-left:1.1em;font-size:.82rem;color:var(--muted)}
 main>ul,section>ul{padding-left:1.2em;max-width:44em;overflow-wrap:anywhere}
 pre{background:var(--panel);border-radius:10px;padding:14px 16px;font-size:.84rem;white-space:pre-wrap;
  overflow-wrap:anywhere;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-figure{margin:1.2rem 0;max-width:660px}
+figure{margin:1.2rem 0;max-width:620px}
 figure svg{display:block;width:100%;height:auto;color:var(--ink)}
 figure svg *{stroke-linejoin:round;stroke-linecap:butt}
 figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif!important}
@@ -77,7 +81,11 @@ figure svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans
  .tiles{grid-template-columns:1fr 1fr;gap:8px}
  .tile{padding:11px 12px}.tile .value{font-size:1.35rem}
  .scroll{overflow-x:visible}
- table,tbody,tr,td{display:block}
+ table,tbody,tr,td,tr.group th{display:block}
+ .tight{white-space:normal}
+ tr.group{border:0;padding:6px 0 0}
+ tr.group th{border:0;padding-bottom:0}
+ table.facts td:first-child{width:auto}
  thead{display:none}
  tr{border-bottom:1px solid var(--line);padding:9px 0}
  td,td.n{border:0;padding:2px 0;text-align:left;display:grid;grid-template-columns:8.5em minmax(0,1fr);gap:.6em}

@@ -34,7 +34,7 @@ _WIDTH = 420  # points; scales to the column, and stays readable at the width of
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a label with a dollar sign is a label
-    "font.size": 9,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,

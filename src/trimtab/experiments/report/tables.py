@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.result import Arm, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.result import Arm, Comparison, RatioRow, TargetRow, Verdict
 
 Cell = str | Verdict
 
@@ -19,6 +19,7 @@ class Table:
         empty: the sentence that stands in for a table without rows. note: how to read it.
         numeric: names of the columns that hold figures. folded: shown on demand where that is possible.
         extras: per row, sentences shown on demand; `extras_label` names them.
+        groups: per row, what it belongs to; said once for rows that follow each other.
     """
 
     title: str
@@ -30,15 +31,16 @@ class Table:
     folded: bool = False
     extras: tuple[tuple[str, ...], ...] = ()
     extras_label: str = ""
+    groups: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One key figure: what it is, the figure, and how sure it is."""
-
-    label: str
-    value: str
-    detail: str
+def with_groups(table: Table) -> Table:
+    """Return the table with its groups as a first column, for renderings that have no rows across."""
+    if not table.groups:
+        return table
+    repeated = zip(table.groups, ("", *table.groups), table.rows, strict=False)
+    rows = tuple(("" if group == before else group, *row) for group, before, row in repeated)
+    return replace(table, columns=("Compared", *table.columns), rows=rows, groups=())
 
 
 def tiers(values: Iterable[str]) -> tuple[str, ...]:
@@ -57,26 +59,40 @@ def ratio_table(comparison: Comparison, tier: str) -> Table:
     rows = [row for row in comparison.ratios if row.tier == tier]
     return Table(
         title=tier_title(tier),
-        columns=("Measure", "Arm", "Against", "Estimate", "95% interval", "n", "Verdict"),
+        columns=("Measure", "Estimate", "95% interval", "n", "Verdict"),
         rows=tuple(_ratio_row(row, comparison) for row in rows),
         empty="No ratio was recorded.",
         note="Throughput: above 1 is better. Peak memory: below 1 is better. Paired by seed; geometric mean.",
         numeric=("Estimate", "95% interval", "n"),
-        extras=tuple(_pairs(row.ratio, row, comparison) for row in rows),
-        extras_label="raw pairs",
+        groups=tuple(versus(comparison, row) for row in rows),
     )
+
+
+def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
+    """Return which arm a row compares with which."""
+    return f"{say.named(comparison, row.arm)} against {say.named(comparison, row.against)}"
 
 
 def _ratio_row(row: RatioRow, comparison: Comparison) -> tuple[Cell, ...]:
     value, interval = say.estimate(row.ratio, say.words_for(row, comparison))
-    names = (say.named(comparison, row.arm), say.named(comparison, row.against))
     verdict = say.honest(row.verdict, row.ratio.n)
-    return (say.measure(row.metric, comparison), *names, value, interval, str(row.ratio.n), verdict)
+    return (say.measure(row.metric, comparison), value, interval, str(row.ratio.n), verdict)
 
 
-def _pairs(value: Ratio, row: RatioRow, comparison: Comparison) -> tuple[str, ...]:
-    shown_already = value.n < say.PAIRS_FOR_A_VERDICT
-    return () if shown_already else (say.raw_pairs(value, say.words_for(row, comparison)),)
+def ratio_pairs_table(comparison: Comparison, tier: str) -> Table:
+    """Return the raw pairs behind a tier's ratios."""
+    rows = [row for row in comparison.ratios if row.tier == tier]
+    return Table(
+        title="Raw pairs",
+        columns=("Measure", "Pairs, by seed"),
+        rows=tuple(
+            (say.measure(row.metric, comparison), say.raw_pairs(row.ratio, say.words_for(row, comparison)))
+            for row in rows
+        ),
+        empty="No pair was recorded.",
+        folded=True,
+        groups=tuple(versus(comparison, row) for row in rows),
+    )
 
 
 def target_table(comparison: Comparison, tier: str) -> Table:
@@ -84,24 +100,21 @@ def target_table(comparison: Comparison, tier: str) -> Table:
     rows = [row for row in comparison.target_rows if row.tier == tier]
     return Table(
         title=tier_title(tier),
-        columns=("Target", "Search", "Arm", "Against", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict"),
-        rows=tuple(_target_row(row, comparison) for row in rows),
+        columns=("Target", "Planning", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict"),
+        rows=tuple(_target_row(row) for row in rows),
         empty="No target was set, or none was tried.",
-        note="Time: median over pairs, arm against other; reached: of n pairs. Speed-up above 1: the arm is faster. "
-        "A bound stands where an arm did not reach the target in some pair.",
+        note="The arm first, then the other: reached, of n pairs; time, median over pairs. Speed-up above 1: the arm "
+        "is faster. A bound stands where an arm did not reach the target in some pair.",
         numeric=("Target", "Reached", "Time", "Speed-up", "95% interval", "n"),
-        extras=tuple(_target_pairs(row) for row in rows),
-        extras_label="each pair",
+        groups=tuple(versus(comparison, row) for row in rows),
     )
 
 
-def _target_row(row: TargetRow, comparison: Comparison) -> tuple[Cell, ...]:
+def _target_row(row: TargetRow) -> tuple[Cell, ...]:
     value, interval = target_estimate(row)
     return (
         say.metric(row.target),
-        "counted" if row.charged else "not counted",
-        say.named(comparison, row.arm),
-        say.named(comparison, row.against),
+        planning_counted(row),
         f"{row.reached_arm}/{row.n} vs {row.reached_against}/{row.n}",
         f"{say.seconds(say.middle(row.arm_s))} vs {say.seconds(say.middle(row.against_s))}",
         value,
@@ -109,6 +122,33 @@ def _target_row(row: TargetRow, comparison: Comparison) -> tuple[Cell, ...]:
         str(row.n),
         say.honest(row.verdict, row.ratio.n if row.ratio else row.n),
     )
+
+
+def planning_counted(row: TargetRow) -> str:
+    """Return whether the seconds of planning and search are in the times."""
+    return "counted" if row.charged else "not counted"
+
+
+def target_pairs_table(comparison: Comparison, tier: str) -> Table:
+    """Return the seconds of each pair behind a tier's times to target."""
+    rows = [row for row in comparison.target_rows if row.tier == tier]
+    return Table(
+        title="Each pair",
+        columns=("Target", "Planning", "Seconds by seed, arm vs other", "At first evaluation"),
+        rows=tuple(
+            (say.metric(row.target), planning_counted(row), _target_pairs(row), str(row.left_censored)) for row in rows
+        ),
+        empty="No pair was recorded.",
+        note="At first evaluation: runs already past the target when first looked at, whose time is an upper bound.",
+        numeric=("Target", "At first evaluation"),
+        folded=True,
+        groups=tuple(versus(comparison, row) for row in rows),
+    )
+
+
+def _target_pairs(row: TargetRow) -> str:
+    shown = list(zip(row.arm_s, row.against_s, strict=False))[: say.MAX_PAIRS_SHOWN]
+    return "; ".join(f"{say.seconds(ours)} vs {say.seconds(theirs)}" for ours, theirs in shown) or say.UNMEASURED
 
 
 def target_estimate(row: TargetRow) -> tuple[str, str]:
@@ -120,18 +160,11 @@ def target_estimate(row: TargetRow) -> tuple[str, str]:
     return say.estimate(row.ratio, say.ratio) if row.ratio else (say.UNMEASURED, say.UNMEASURED)
 
 
-def _target_pairs(row: TargetRow) -> tuple[str, ...]:
-    shown = list(zip(row.arm_s, row.against_s, strict=False))[: say.MAX_PAIRS_SHOWN]
-    text = "; ".join(f"{say.seconds(ours)} vs {say.seconds(theirs)}" for ours, theirs in shown)
-    at_first = f"{row.left_censored} crossed at the first evaluation" if row.left_censored else ""
-    return tuple(line for line in (text, at_first) if line)
-
-
 def arm_table(comparison: Comparison) -> Table:
     """Return every arm as it ran, failed ones with their error."""
     return Table(
         title="",
-        columns=("Arm", "Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}", "Runs from"),
+        columns=("Arm", "Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
         note=f"Median over seeds (lowest to highest). MFU against {say.one_line(comparison.peak_source)}.",
@@ -148,8 +181,22 @@ def _arm_row(arm: Arm, comparison: Comparison) -> tuple[Cell, ...]:
         say.size(arm.peak_bytes),
         say.share(arm.mfu),
         say.spread(arm.final_metric, say.metric),
-        say.one_line(arm.source) or "not recorded",
     )
+
+
+def origin_table(comparison: Comparison) -> Table:
+    """Return which file runs each arm, how far it trained and what planning it is charged."""
+    rows = tuple(
+        (
+            say.arm_name(arm),
+            say.one_line(arm.source) or "not recorded",
+            f"{arm.final_rows:,}" if arm.final_metric else say.UNMEASURED,
+            say.seconds(arm.search_s),
+        )
+        for arm in comparison.arms
+    )
+    columns = ("Arm", "Runs from", "Rows trained on", "Planning charged")
+    return Table("Where each arm runs from", columns, rows, "No arm ran.", "", columns[2:], folded=True)
 
 
 def phase_table(comparison: Comparison) -> Table:
@@ -164,42 +211,3 @@ def phase_table(comparison: Comparison) -> Table:
 def phase_names(comparison: Comparison) -> tuple[str, ...]:
     """Return the phases that occur, in the order in which arms name them."""
     return tuple(dict.fromkeys(name for arm in comparison.arms for name in arm.phases_s))
-
-
-def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
-    """Return the tiles under the headline; of one plan only, tier S when there is one."""
-    leading = next((arm for tier in ("S", "F") for arm in comparison.arms if arm.tier == tier), None)
-    if leading is None:
-        return ()
-    metrics = ("throughput", "peak_memory", "final_metric_difference")
-    tiles = [_ratio_tile(comparison, leading, name) for name in metrics]
-    return (*tiles, *_target_tile(comparison, leading))
-
-
-def _ratio_tile(comparison: Comparison, arm: Arm, name: str) -> Tile:
-    rows = [row for row in comparison.ratios if row.arm == arm.name and row.metric == name]
-    row = next((row for row in rows if row.against == "reference"), rows[0] if rows else None)
-    label = say.measure(name, comparison).capitalize()
-    if row is None:
-        return Tile(label, say.UNMEASURED, say.arm_name(arm))
-    return _tile(label, row.ratio, say.words_for(row, comparison), f"against {say.named(comparison, row.against)}")
-
-
-def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
-    rows = [row for row in comparison.target_rows if row.arm == arm.name and row.charged]
-    rows = [row for row in rows if row.against == "reference"] or rows
-    if not rows:
-        return ()
-    order = {target: rung for rung, target in enumerate(comparison.targets)}
-    row = max(rows, key=lambda row: (row.reached_arm > 0, order.get(row.target, -1)))
-    label = f"Time to {comparison.metric} {say.metric(row.target)}, planning counted"
-    value, _ = target_estimate(row)
-    if row.ratio and not row.bound and row.reached_arm:
-        return (_tile(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against)}"),)
-    return (Tile(label, value, f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"),)
-
-
-def _tile(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
-    if value.n < say.PAIRS_FOR_A_VERDICT:
-        return Tile(label, say.NO_VERDICT, f"raw pairs {say.raw_pairs(value, words)}; {against}")
-    return Tile(label, words(value.mean), f"95% interval {say.interval(value, words)}, n = {value.n}; {against}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from trimtab.core.errors import DependencyError
 from trimtab.experiments.report import outline, tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.key_figures import Tile, key_figures
 from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Section
-from trimtab.experiments.report.tables import Cell, Table, Tile
+from trimtab.experiments.report.tables import Cell, Table
 from trimtab.experiments.result import Comparison, Verdict
 
 try:
@@ -30,7 +31,7 @@ _STYLES = {"gain": "bold green", "harm": "bold red"}
 def terminal_view(comparison: Comparison) -> RenderableType:
     """Return the report for `rich.print`."""
     parts = [part for part in outline.sections(comparison) if part.brief]
-    return Group(_headline(comparison), _tiles(tables.key_figures(comparison)), *(_section(part) for part in parts))
+    return Group(_headline(comparison), _tiles(key_figures(comparison)), *(_section(part) for part in parts))
 
 
 def _text(words: object, style: str = "") -> Text:
@@ -81,6 +82,7 @@ def _table(table: Table) -> RenderableType:
     if not table.rows:
         return Group(*title, _text(table.empty, "dim"))
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = tables.with_groups(table)
     for name in table.columns:
         grid.add_column(_text(name), justify="right" if name in table.numeric else "left", overflow="fold")
     for row in table.rows:

@@ -21,7 +21,9 @@ MAX_TEXT = 600  # a traceback in an error field must not become the page
 
 def seconds(value: float | None) -> str:
     """Return a duration; infinity is "never"."""
-    return UNMEASURED if value is None or math.isnan(value) else format_seconds(value)
+    if value is None or math.isnan(value):
+        return UNMEASURED
+    return format_seconds(value) if value else "0 s"
 
 
 def size(value: float | None) -> str:
@@ -43,7 +45,9 @@ def ratio(value: float) -> str:
 
 def percent(value: float | None) -> str:
     """Return a signed relative difference, `+3.1%`."""
-    return UNMEASURED if value is None or not math.isfinite(value) else f"{100 * value:+.2f}%"
+    if value is None or not math.isfinite(value):
+        return UNMEASURED
+    return f"{round(100 * value, 2) + 0.0:+.2f}%"  # plus zero, so that nothing reads -0.00%
 
 
 def share(value: float | None) -> str:
@@ -107,8 +111,13 @@ def measure(name: str, comparison: Comparison) -> str:
 def estimate(value: Ratio, words: Words) -> tuple[str, str]:
     """Return (estimate, interval); under 5 pairs the raw pairs stand for both."""
     if value.n < PAIRS_FOR_A_VERDICT:
-        return raw_pairs(value, words), f"none: fewer than {PAIRS_FOR_A_VERDICT} pairs"
+        return raw_pairs(value, words), "none"
     return words(value.mean), interval(value, words)
+
+
+def is_resolved(control: Ratio | None) -> bool:
+    """Whether an A/A control has an interval that may be shown as the resolution."""
+    return control is not None and control.n >= PAIRS_FOR_A_VERDICT and interval(control, ratio) != UNMEASURED
 
 
 def interval(value: Ratio, words: Words) -> str:
@@ -131,7 +140,7 @@ def honest(verdict: Verdict, n: int) -> Verdict:
     """Return the verdict, or "no verdict" when there are too few pairs to have one, whatever was recorded."""
     if n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
         return verdict
-    return Verdict(NO_VERDICT, f"No verdict: n = {n}, and a verdict needs {PAIRS_FOR_A_VERDICT} pairs.")
+    return Verdict(NO_VERDICT, f"Fewer than {PAIRS_FOR_A_VERDICT} pairs: the raw pairs are all there is.")
 
 
 def arm_name(arm: Arm, limit: int = MAX_TEXT) -> str:

@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return self.head(self.features(tokens))
 
     def _initialise(self) -> None:
-        """Draw weights from N(0, 0.02); the 2L residual projections by 1/sqrt(2L) smaller, so that their sum keeps it."""
+        """Draw weights from N(0, 0.02), the 2L residual projections 1/sqrt(2L) smaller, so that their sum keeps it."""
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -1,0 +1,1 @@
+"""NARRATE: paired comparisons, their statistics, and the report."""

@@ -1,0 +1,199 @@
+"""`trimtab compare`: plan, race the arms for several seeds, and say what the figures allow.
+
+    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> Comparison
+
+Every stage leaves its result in the output folder; a comparison started again with the same folder goes on where it
+was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trimtab.core import checks
+from trimtab.core.codec import read_json, to_json
+from trimtab.core.errors import FormatError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
+from trimtab.experiments.planning import Plans, make_plans
+from trimtab.experiments.race import Entry, race
+from trimtab.experiments.result import Comparison
+from trimtab.experiments.summary import ArmFacts, summarise
+from trimtab.measure.machine import environment
+from trimtab.recipes.paper import PaperLoop
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.recipes.strong import StrongLoop
+from trimtab.tasks.task import Task, TaskData
+
+_QUICK_RACE_S = 36.0
+_CONTROL_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to run.
+
+    Args:
+        num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
+        quick: short arms for a first look: reference, its control, and our plans, about 36 s a race.
+        adapt: whether to make and race a tier-F plan. peers: whether the paper's and the strong recipe take part.
+        cap_s: training seconds after which an arm is censored.
+    """
+
+    num_pairs: int = 5
+    quick: bool = False
+    adapt: bool = True
+    peers: bool = True
+    cap_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        checks.integer("pairs", self.num_pairs, high=1000)
+
+
+def compare(
+    task: Task,
+    out: Path,
+    settings: Settings,
+    *,
+    command: str,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Run (or go on with) a comparison in the folder `out`; returns what it found."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = replace(settings, peers=settings.peers and not settings.quick)
+    out.mkdir(parents=True, exist_ok=True)
+    progress(f"reading {task.name}")
+    data = task.load_data()
+    _claim(out, task, settings)
+    plans = _plans(task, data, device, out, settings, budget, objective, progress)
+    entries = _entries(task, data, plans, settings)
+    facts = _facts(entries, task, data, device, out, progress)
+    races = {}
+    for seed in range(settings.num_pairs):
+        races[seed] = _race(entries, task, data, seed, device, out, settings, progress)
+    return summarise(task, data, plans, races, facts, command=command, environment=environment())
+
+
+def _claim(out: Path, task: Task, settings: Settings) -> None:
+    """Refuse a folder that holds another comparison; more pairs of the same one are welcome."""
+    path = out / "settings.json"
+    same = {key: value for key, value in asdict(settings).items() if key != "num_pairs"}
+    wanted = {"task": task.name, "torch": torch.__version__} | {k: str(v) for k, v in same.items()}
+    if not path.exists():
+        path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+    elif (found := json.loads(path.read_text(encoding="utf-8"))) != wanted:
+        different = sorted(k for k in wanted if found.get(k) != wanted[k])
+        raise FormatError(
+            str(out), given=f"a comparison with another {', '.join(different)}", expected="the same settings",
+            way_out="Name another folder with --out."
+        )  # fmt: skip
+
+
+def _plans(
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    out: Path,
+    settings: Settings,
+    budget: Budget | None,
+    objective: Objective | None,
+    progress: Callable[[str], None],
+) -> Plans:
+    path = out / "plans.json"
+    if path.exists():
+        return read_json(Plans, path)
+    plans = make_plans(
+        task,
+        data,
+        device,
+        adapt=settings.adapt,
+        strong=settings.peers,
+        budget=budget,
+        objective=objective,
+        progress=progress,
+    )
+    path.write_text(to_json(plans, indent=1), encoding="utf-8")
+    return plans
+
+
+def _entries(task: Task, data: TaskData, plans: Plans, settings: Settings) -> list[Entry]:
+    rows = task.budget_rows
+    if settings.quick:
+        step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
+        rows = min(rows, max(4, int(_QUICK_RACE_S / 4 / step_s)) * task.batch_rows)
+    control = min(rows, _CONTROL_STEPS * task.batch_rows) if not settings.quick else rows
+    entries = [Entry("reference", ReferenceLoop, rows), Entry("self", ReferenceLoop, control)]
+    entries.append(Entry("plan_S", partial(PlanLoop, plan=plans.plans["S"]), rows))
+    if "F" in plans.plans:
+        entries.append(Entry("plan_F", partial(PlanLoop, plan=plans.plans["F"]), rows, stop_at_target=True))
+    if settings.peers:
+        entries.append(Entry("paper", PaperLoop, rows))
+        if "strong" in plans.plans and task.strong is not None:
+            strong_rows = min(rows, task.strong.budget_rows)
+            entries.append(Entry("strong", StrongLoop, strong_rows))
+            strong_plan = partial(StrongPlanLoop, plan=plans.plans["strong"])
+            entries.append(Entry("strong_plan", strong_plan, min(strong_rows, control)))
+    return entries
+
+
+def _facts(
+    entries: list[Entry],
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    out: Path,
+    progress: Callable[[str], None],
+) -> dict[str, ArmFacts]:
+    facts = {}
+    for entry in entries:
+        path = out / f"arm-{entry.name}.json"
+        if not path.exists():
+            progress(f"memory and phases of {entry.name}")
+            peak, phases = measure_arm(entry.make, task, data, device)
+            path.write_text(to_json(ArmFacts(peak, phases), indent=1), encoding="utf-8")
+        facts[entry.name] = read_json(ArmFacts, path)
+    return facts
+
+
+def _race(
+    entries: list[Entry],
+    task: Task,
+    data: TaskData,
+    seed: int,
+    device: torch.device,
+    out: Path,
+    settings: Settings,
+    progress: Callable[[str], None],
+) -> dict[str, RunRecord]:
+    folder = out / f"race-{seed}"
+    if folder.exists():
+        return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
+    records = race(
+        entries,
+        task,
+        data,
+        seed,
+        device,
+        cap_s=settings.cap_s,
+        environment=environment(),
+        progress=lambda text: progress(f"race {seed + 1} of {settings.num_pairs}: {text}"),
+    )
+    partial_folder = folder.with_suffix(".partial")
+    partial_folder.mkdir(exist_ok=True)
+    for record in records:
+        path = partial_folder / f"{record.header.name}.jsonl"
+        path.unlink(missing_ok=True)
+        write_record(path, record)
+    partial_folder.rename(folder)  # a race counts only when all its arms are on disk
+    return {record.header.name: record for record in records}

@@ -1,0 +1,49 @@
+"""Our side of a race: a task trained through a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trimtab.api import start
+from trimtab.core.plan import Plan
+from trimtab.recipes.strong import StrongLoop
+from trimtab.tasks.task import Task
+
+
+class PlanLoop:
+    """The task's model, optimizer and loss, trained by a run of the plan."""
+
+    def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
+        self._task = task
+        self.model = task.make_model().to(device).train()
+        self.optimizer = task.make_optimizer(self.model)
+        self._run = start(self.model, self.optimizer, plan, total_samples=task.budget_rows)
+
+    def step(self, batches: Iterator[Any]) -> int:
+        """Train on one batch as one window."""
+        window = self._run.window(next(batches))
+        self._run.train_step(window, self._task.loss_fn)
+        return window.rows
+
+    def close(self) -> None:
+        """Close the run."""
+        self._run.close()
+
+
+class StrongPlanLoop(StrongLoop):
+    """The strong recipe with its inner step replaced by a run of the plan made for it; its schedule stays its own."""
+
+    def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
+        super().__init__(task, device)
+        self._run = start(self.model, self.optimizer, plan)
+
+    def update(self, batch: Any) -> None:
+        """Take one optimizer step."""
+        self._run.train_step(self._run.window(batch), self._task.loss_fn)
+
+    def close(self) -> None:
+        """Close the run."""
+        self._run.close()

@@ -1,0 +1,141 @@
+"""A race: arms trained in turn, block by block, in one process, each on its own clock.
+
+All arms of a race share seed, initial weights and data order. They advance in blocks of about a second, forwards and
+backwards in turn (A B C, C B A), so that a machine whose speed drifts slows all of them alike. Evaluations happen at
+the same sample counts and are kept off the clock. Each arm has its own random generators and global modes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.timing import synchronize
+from trimtab.recipes.loop import Loop, MakeLoop
+from trimtab.tasks.task import Task, TaskData
+
+_BLOCK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm that enters a race.
+
+    Args:
+        name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
+        budget_rows: rows after which it stops. stop_at_target: stop once the hardest target is crossed for good.
+        detail: kept in its record's header.
+    """
+
+    name: str
+    make: MakeLoop
+    budget_rows: int
+    stop_at_target: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Racer:
+    """One arm on its own clock."""
+
+    def __init__(self, entry: Entry, task: Task, data: TaskData, seed: int, device: torch.device) -> None:
+        self.entry, self._task, self._data, self._device = entry, task, data, device
+        torch.manual_seed(seed)
+        self.loop: Loop = entry.make(task, device)
+        self._batches: Iterator[Any] = data.batches(seed, task.batch_rows)
+        self._state = ProcessState.capture()
+        self.rows = 0
+        self.train_s = 0.0
+        self.blocks: list[tuple[int, float]] = []
+        self.evaluations: list[Evaluation] = []
+        self._beyond = 0
+        self.end = ""
+
+    def run_block(self, cap_s: float) -> None:
+        """Train for about a second, or to the next evaluation; evaluate when it is due."""
+        self._state.restore()
+        due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
+        stop = min(due, self.entry.budget_rows)
+        rows = 0
+        synchronize(self._device)
+        start = time.perf_counter()
+        while self.rows + rows < stop and time.perf_counter() - start < _BLOCK_S:
+            rows += self.loop.step(self._batches)
+        synchronize(self._device)
+        seconds = time.perf_counter() - start
+        self.rows, self.train_s = self.rows + rows, self.train_s + seconds
+        self.blocks.append((rows, seconds))
+        if self.rows >= due or self.rows >= self.entry.budget_rows:
+            self._evaluate()
+        self._finish_if_due(cap_s)
+        self._state = ProcessState.capture()
+
+    def _evaluate(self) -> None:
+        value = self._task.metric.evaluate(self.loop.model, self._data.held_out)
+        self.evaluations.append(Evaluation(self.rows, self.train_s, {self._task.metric.name: value}))
+        hardest = self._task.targets[-1] if self._task.targets else None
+        if hardest is not None:
+            met = value >= hardest if self._task.metric.higher_is_better else value <= hardest
+            self._beyond = self._beyond + 1 if met else 0
+
+    def _finish_if_due(self, cap_s: float) -> None:
+        if self.rows >= self.entry.budget_rows:
+            self.end = "budget"
+        elif self.entry.stop_at_target and self._beyond >= 2:
+            self.end = "target"
+        elif self.train_s >= cap_s:
+            self.end = "cap"
+        elif self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
+            self.end = "diverged"
+
+    def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
+        """Return what happened."""
+        header = Header(self.entry.name, seed, None, environment, self.entry.detail)
+        events = tuple(Event("block", i, {"rows": r, "seconds": s}) for i, (r, s) in enumerate(self.blocks))
+        end = End(self.end, {"rows": self.rows, "train_s": self.train_s})
+        return RunRecord(header, (), tuple(self.evaluations), events, end)
+
+
+def race(
+    entries: Sequence[Entry],
+    task: Task,
+    data: TaskData,
+    seed: int,
+    device: torch.device,
+    *,
+    cap_s: float = math.inf,
+    environment: dict[str, str] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[RunRecord]:
+    """Race the entries for one seed; returns a record per entry, in order.
+
+    Args:
+        cap_s: training seconds after which an arm is stopped (censored).
+    """
+    outside = ProcessState.capture()
+    racers: list[Racer] = []
+    try:
+        for entry in entries:
+            outside.restore()
+            racers.append(Racer(entry, task, data, seed, device))
+        lap = 0
+        while running := [racer for racer in racers if not racer.end]:
+            for racer in running if lap % 2 == 0 else reversed(running):
+                racer.run_block(cap_s)
+            lap += 1
+            progress(_standing(racers))
+        return [racer.record(seed, environment or {}) for racer in racers]
+    finally:
+        for racer in racers:
+            racer.loop.close()
+        outside.restore()
+
+
+def _standing(racers: Sequence[Racer]) -> str:
+    return "  ".join(f"{racer.entry.name} {racer.rows} rows {racer.train_s:.0f} s" for racer in racers)

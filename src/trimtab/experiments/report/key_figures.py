@@ -1,0 +1,61 @@
+"""The few figures under the headline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.experiments.report import tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.result import Arm, Comparison, Ratio
+
+_LABEL = 48  # characters of a name under a figure
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One key figure: what it is, the figure, and how sure it is."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
+    """Return the tiles under the headline; of one plan only, tier S when there is one."""
+    leading = next((arm for tier in ("S", "F") for arm in comparison.arms if arm.tier == tier), None)
+    if leading is None:
+        return ()
+    metrics = ("throughput", "peak_memory", "final_metric_difference")
+    tiles = [_ratio_tile(comparison, leading, name) for name in metrics]
+    return (*tiles, *_target_tile(comparison, leading))
+
+
+def _ratio_tile(comparison: Comparison, arm: Arm, name: str) -> Tile:
+    rows = [row for row in comparison.ratios if row.arm == arm.name and row.metric == name]
+    row = next((row for row in rows if row.against == "reference"), rows[0] if rows else None)
+    label = say.measure(name, comparison).capitalize()
+    if row is None:
+        return Tile(label, say.UNMEASURED, say.arm_name(arm))
+    return _tile(
+        label, row.ratio, say.words_for(row, comparison), f"against {say.named(comparison, row.against, _LABEL)}"
+    )
+
+
+def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
+    rows = [row for row in comparison.target_rows if row.arm == arm.name and row.charged]
+    rows = [row for row in rows if row.against == "reference"] or rows
+    if not rows:
+        return ()
+    order = {target: rung for rung, target in enumerate(comparison.targets)}
+    row = max(rows, key=lambda row: (row.reached_arm > 0, order.get(row.target, -1)))
+    label = f"Time to {comparison.metric} {say.metric(row.target)}, planning counted"
+    value, _ = tables.target_estimate(row)
+    if row.ratio and not row.bound and row.reached_arm:
+        return (_tile(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)
+    return (Tile(label, value, f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"),)
+
+
+def _tile(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
+    if value.n < say.PAIRS_FOR_A_VERDICT:
+        return Tile(label, say.NO_VERDICT, f"raw pairs {say.raw_pairs(value, words)}; {against}")
+    return Tile(label, words(value.mean), f"95% interval {say.interval(value, words)}, n = {value.n}; {against}")

@@ -1,0 +1,46 @@
+"""What a recipe is: a loop that can be stepped from outside, so that several can be raced in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.tasks.task import Task
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Loop(Protocol):
+    """One arm: a model that is trained by whole optimizer steps."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, batches: Iterator[Any]) -> int:
+        """Take what one optimizer step needs from the batches; returns the rows it used."""
+        ...
+
+    def close(self) -> None:
+        """Undo what was changed outside the model."""
+        ...
+
+
+MakeLoop = Callable[[Task, torch.device], Loop]
+
+
+def mean_loss(result: Any) -> Tensor:
+    """Return the mean loss from a mean or from `(loss_sum, count)`."""
+    return result[0] / result[1] if isinstance(result, tuple) else result
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return torch's own autocast, switched off for fp32."""
+    return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return a tuple batch on the device."""
+    return tuple(tensor.to(device, non_blocking=True) for tensor in batch)

@@ -1,0 +1,122 @@
+"""P1, the paper's optimised recipe, taken literally (section IV.B, equations 4-7, 10, 11, 15-20).
+
+Micro-batches of the task's batch; k in {4, 8} by equation 6, from the variance of equation 7 measured on gradient
+copies; learning rate scaled linearly by k; 5% warm-up and cosine to a tenth; half precision with loss scaling;
+checkpoints every ceil(sqrt(L)) blocks. The paper gives no sigma_target: here it is the variance of the first window
+over 4, so that training starts at k = 4 and takes 8 while the variance is above its first value. ZeRO-2 has nothing to
+shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without.
+Run it: `python -m trimtab.recipes.paper source_gpt --steps 20`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.tasks.task import Task
+
+ALLOWED_K = (4, 8)
+
+
+class PaperLoop:
+    """The paper's loop."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self.model = task.make_model().to(device).train()
+        checkpoint_every_sqrt(self.model)
+        self.optimizer = task.make_optimizer(self.model)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.precision = half_precision(device)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self._sigma2_target: float | None = None
+        self.k = ALLOWED_K[0]
+        self._rows = 0
+
+    def step(self, batches: Iterator[Any]) -> int:
+        """Train on k batches as one (equations 4 and 5)."""
+        k, rows = self.k, self.k * self._task.batch_rows
+        gradients = [self._gradient(move(next(batches), self._device)) for _ in range(k)]
+        mean = torch.stack(gradients).mean(0)
+        self._choose_k(gradients, mean)
+        self._rows += rows
+        factor = k * warmup_cosine(self._rows / self._task.budget_rows)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self._write_gradient(mean)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return rows
+
+    def _gradient(self, batch: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        with autocast(self.precision, self._device):
+            loss = mean_loss(self._task.loss_fn(self.model, batch))
+        self._scaler.scale(loss).backward()
+        return torch.cat([p.grad.flatten() for p in self._parameters()])
+
+    def _choose_k(self, gradients: list[Tensor], mean: Tensor) -> None:
+        sigma2 = float(sum((g - mean).square().sum() for g in gradients)) / (len(gradients) - 1)
+        sigma2 /= self._scaler.get_scale() ** 2
+        if self._sigma2_target is None:
+            self._sigma2_target = sigma2 / ALLOWED_K[0]
+        wanted = min(ALLOWED_K[-1], math.ceil(sigma2 / (self._sigma2_target + 1e-12)))
+        self.k = next(k for k in ALLOWED_K if k >= wanted)
+
+    def _write_gradient(self, flat: Tensor) -> None:
+        offset = 0
+        for parameter in self._parameters():
+            parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def close(self) -> None:
+        """Nothing was changed outside the model."""
+
+
+class Segment(nn.Sequential):
+    """Blocks whose activations are recomputed in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpoint_every_sqrt(model: nn.Module) -> None:
+    """Cut the model's chain of blocks into segments of ceil(sqrt(L)) blocks (equations 18-20)."""
+    for name in ("blocks", "stages"):
+        chain = getattr(model, name, None)
+        if isinstance(chain, nn.ModuleList | nn.Sequential):
+            nested = isinstance(next(iter(chain)), nn.Sequential)
+            blocks = [block for stage in chain for block in stage] if nested else list(chain)
+            size = math.ceil(math.sqrt(len(blocks)))
+            segments = [Segment(*blocks[i : i + size]) for i in range(0, len(blocks), size)]
+            setattr(model, name, type(chain)(segments) if isinstance(chain, nn.ModuleList) else type(chain)(*segments))
+
+
+def half_precision(device: torch.device) -> str:
+    """Return what stands for the paper's FP16 on a device."""
+    if device.type == "cuda":
+        return "fp16"
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return "bf16" if any("bf16" in name and present is True for name, present in capabilities.items()) else "fp32"
+
+
+def warmup_cosine(progress: float) -> float:
+    """Return equation 10's factor: 5% linear warm-up, then cosine to 0.1."""
+    if progress < 0.05:
+        return progress / 0.05
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - 0.05) / 0.95)))
+
+
+if __name__ == "__main__":
+    from trimtab.recipes.command import main
+
+    main(PaperLoop)

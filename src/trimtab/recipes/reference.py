@@ -1,0 +1,47 @@
+"""P0, the reference: the task's loop as it stands; for the built-in tasks the paper's baseline (section IV).
+
+Run it: `python -m trimtab.recipes.reference source_gpt --steps 50`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.tasks.task import Task
+
+
+class ReferenceLoop:
+    """The plain loop: whole batch, the declared precision, the task's optimizer; or the user's own step function."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self.model = task.make_model().to(device).train()
+        self.optimizer = task.make_optimizer(self.model)
+
+    def step(self, batches: Iterator[Any]) -> int:
+        """Train on one batch."""
+        batch = move(next(batches), self._device)
+        if self._task.step is not None:
+            self._task.step(self.model, self.optimizer, batch)
+            return self._task.batch_rows
+        self.optimizer.zero_grad()
+        with autocast(self._task.reference.precision, self._device):
+            loss = mean_loss(self._task.loss_fn(self.model, batch))
+        loss.backward()
+        if self._task.reference.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._task.reference.clip_norm)
+        self.optimizer.step()
+        return self._task.batch_rows
+
+    def close(self) -> None:
+        """Nothing was changed outside the model."""
+
+
+if __name__ == "__main__":
+    from trimtab.recipes.command import main
+
+    main(ReferenceLoop)

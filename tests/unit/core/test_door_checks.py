@@ -1,0 +1,72 @@
+"""Checks at the door: the value unchanged, or an error that names the field and the bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+
+bounds = st.floats(-1e9, 1e9)
+
+
+@given(st.floats() | st.integers(), bounds, bounds, st.booleans())
+def test_a_number_passes_exactly_when_it_lies_within(value, one, other, open_low):
+    low, high = sorted((one, other))
+    inside = (low < value if open_low else low <= value) and value <= high
+    if inside:
+        passed = checks.number("x", value, low=low, high=high, open_low=open_low)
+        assert passed == value
+        assert type(passed) is float
+    else:
+        with pytest.raises(ValueGivenError, match="x: given "):
+            checks.number("x", value, low=low, high=high, open_low=open_low)
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 10**400, True, "1", None, 1j], ids=lambda v: str(v)[:5]
+)
+def test_what_is_no_finite_number_is_refused(value):
+    with pytest.raises(ValueGivenError, match="finite number"):
+        checks.number("x", value)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"low": 0}, "a finite number >= 0"),
+        ({"low": 0, "open_low": True}, "a finite number > 0"),
+        ({"low": 0, "high": 1}, "a finite number >= 0 and <= 1"),
+        ({"high": 1}, "a finite number and <= 1"),
+    ],
+)
+def test_the_bound_is_named(bounds, words):
+    with pytest.raises(ValueGivenError) as caught:
+        checks.number("x", math.nan, **bounds)
+    assert caught.value.expected == words
+
+
+@given(st.integers(), st.integers(-100, 100), st.integers(0, 100))
+def test_a_whole_number_passes_exactly_when_it_lies_within(value, low, width):
+    if low <= value <= low + width:
+        assert checks.integer("x", value, low=low, high=low + width) == value
+    else:
+        with pytest.raises(ValueGivenError, match=f"expected a whole number from {low} to {low + width}"):
+            checks.integer("x", value, low=low, high=low + width)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None, math.nan, 0, 2**62 + 1])
+def test_what_is_no_positive_whole_number_is_refused(value):
+    with pytest.raises(ValueGivenError, match=r"x: given .*expected a whole number >= 1"):
+        checks.integer("x", value)
+
+
+@pytest.mark.parametrize("value", ["c", "", "A", None, 0, ["a"], "ab"])
+def test_a_name_outside_the_list_is_refused_and_the_list_named(value):
+    assert checks.one_of("x", "b", iter("ab")) == "b"
+    with pytest.raises(ValueGivenError, match=r"x: .*expected one of a, b"):
+        checks.one_of("x", value, ("a", "b"))

@@ -1,0 +1,171 @@
+"""A plan as a value: tiers follow from marks, every choice is explained, and nothing out of range is held."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.errors import FormatError, UsageError, ValueGivenError
+from trimtab.core.objective import Reference
+from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
+
+VALUES = {
+    "precision": "bf16",
+    "memory_layout": "channels_last",
+    "fused_optimizer": True,
+    "schedule": "warmup_cosine",
+    "learning_rate_scale": 3.0,
+    "clip_norm": 1.0,
+}
+ROUNDING = {"precision", "memory_layout", "fused_optimizer"}
+KEPT = {
+    "precision": "fp32",
+    "memory_layout": "keep",
+    "fused_optimizer": False,
+    "schedule": "user",
+    "learning_rate_scale": 1.0,
+    "clip_norm": None,
+}
+
+
+def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
+    assert Plan.marks() == {
+        "micro_batch": Mark.EXACT,
+        "precision": Mark.ROUNDING,
+        "memory_layout": Mark.ROUNDING,
+        "fused_optimizer": Mark.ROUNDING,
+        "schedule": Mark.DYNAMICS,
+        "learning_rate_scale": Mark.DYNAMICS,
+        "clip_norm": Mark.DYNAMICS,
+    }
+
+
+@given(st.sets(st.sampled_from(sorted(VALUES))), st.integers(1, 64))
+def test_tier_is_f_exactly_when_dynamics_change(names, micro_batch):
+    plan = Plan.fixed(64, micro_batch, **{name: VALUES[name] for name in names})
+    assert plan.tier == ("S" if names <= ROUNDING else "F")
+    assert set(plan.changes) == names | ({"micro_batch"} if micro_batch != 64 else set())
+
+
+def test_a_micro_batch_under_batch_statistics_is_tier_f():
+    plan = Plan(64, Choice(16, "batch statistics", Mark.DYNAMICS, changed=True))
+    assert (plan.tier, Plan(64, Choice(64, "whole", Mark.DYNAMICS)).tier) == ("F", "S")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_value_set_by_hand_to_what_the_loop_has_changes_nothing(name):
+    plan = Plan.fixed(8, **{name: KEPT[name]})
+    assert (plan.changes, plan.tier) == ((), "S")
+    assert getattr(plan, name).reason == "set by hand"
+
+
+def test_fixed_holds_what_was_given():
+    plan = Plan.fixed(128, micro_batch=32, **VALUES)
+    assert {name: choice.value for name, choice in plan.choices()} == {"micro_batch": 32} | VALUES
+    assert all(choice.mark is Plan.marks()[name] for name, choice in plan.choices())
+    assert Plan.fixed(128).micro_batch.value == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "error", "field"),
+    [
+        ((0,), {}, ValueGivenError, "plan.batch_rows"),
+        ((8.0,), {}, ValueGivenError, "plan.batch_rows"),
+        ((True,), {}, ValueGivenError, "plan.batch_rows"),
+        ((8, 9), {}, ValueGivenError, "plan.micro_batch"),
+        ((8, 0), {}, ValueGivenError, "plan.micro_batch"),
+        ((8, True), {}, ValueGivenError, "plan.micro_batch"),
+        ((8,), {"precision": "fp8"}, ValueGivenError, "plan.precision"),
+        ((8,), {"precision": None}, ValueGivenError, "plan.precision"),
+        ((8,), {"memory_layout": "nhwc"}, ValueGivenError, "plan.memory_layout"),
+        ((8,), {"schedule": "step"}, ValueGivenError, "plan.schedule"),
+        ((8,), {"learning_rate_scale": 0}, ValueGivenError, "plan.learning_rate_scale"),
+        ((8,), {"learning_rate_scale": math.inf}, ValueGivenError, "plan.learning_rate_scale"),
+        ((8,), {"learning_rate_scale": True}, ValueGivenError, "plan.learning_rate_scale"),
+        ((8,), {"clip_norm": -1.0}, ValueGivenError, "plan.clip_norm"),
+        ((8,), {"clip_norm": math.nan}, ValueGivenError, "plan.clip_norm"),
+        ((8,), {"fused_optimizer": 1}, UsageError, "plan.fused_optimizer"),
+        ((8,), {"fused_optimizer": 0}, UsageError, "plan.fused_optimizer"),
+        ((8,), {"accumulation": 4}, FormatError, "plan.accumulation"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_field(arguments, values, error, field):
+    with pytest.raises(error) as caught:
+        Plan.fixed(*arguments, **values)
+    assert caught.value.field == field
+
+
+def test_another_schema_is_refused():
+    with pytest.raises(FormatError, match=r"plan\.schema"):
+        dataclasses.replace(Plan.fixed(8), schema=2)
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan.fixed(8).batch_rows = 16
+
+
+@given(st.integers(1, 10**6), st.data())
+def test_micro_batches_cover_the_batch_and_no_more(rows, data):
+    micro = data.draw(st.integers(1, rows))
+    k = Plan.fixed(rows, micro).num_micro_batches
+    assert (k - 1) * micro < rows <= k * micro
+
+
+LETTERS = st.text("abcdefghij", min_size=4, max_size=10)
+
+
+@st.composite
+def explained_choices(draw, value):
+    losers = st.builds(Rejected, st.integers(1, 999), LETTERS)
+    return Choice(value, draw(LETTERS), Mark.ROUNDING, draw(st.booleans()), tuple(draw(st.lists(losers, max_size=3))))
+
+
+@given(st.data())
+def test_the_page_shows_every_choice_and_every_loser(data):
+    choices = {name: data.draw(explained_choices(value)) for name, value in ({"micro_batch": 4} | VALUES).items()}
+    plan = Plan(8, **choices)
+    lines = str(plan).splitlines()
+    for name, choice in choices.items():
+        (at,) = (i for i, line in enumerate(lines) if line[2:].startswith(name.replace("_", " ") + " "))
+        assert lines[at].startswith("*" if choice.changed else " ")
+        for word in (str(choice.value), f"[{choice.mark}]", choice.reason):
+            assert word in lines[at]
+        shown = [line.strip() for line in lines[at + 1 : at + 1 + len(choice.losers)]]
+        assert shown == [f"not {loser.value}: {loser.reason}" for loser in choice.losers]
+
+
+def test_the_page_shows_costs_check_and_advice():
+    plan = Plan(
+        8,
+        Choice(4, "fits", changed=True),
+        check=Check(False, "batch statistics in 2 layers"),
+        reference=Reference("tf32"),
+        baseline=Measured(0.5, 2 * 2**30),
+        predicted=Measured(0.25, 2**30),
+        planning_s=90.0,
+        search_s=30.0,
+        advice=("use the fused head",),
+    )
+    page = str(plan)
+    for words in (
+        "Change micro batch 4 (tier S: the same maths): 2.00x the speed in trials.",
+        "against: declared tf32 eager loop, 8 rows per step",
+        "reference: 500 ms per step, peak memory 2 GiB",
+        "this plan: 250 ms per step, peak memory 1 GiB",
+        "splitting is refused: batch statistics in 2 layers",
+        "advice: use the fused head",
+        "planning took 90 s, 30 s of it search for tier F",
+    ):
+        assert words in page.splitlines() or f"check: {words}" in page.splitlines()
+
+
+def test_the_page_says_when_nothing_changes_and_what_was_not_measured():
+    page = str(Plan.fixed(8))
+    assert page.startswith("Change nothing: ")
+    assert "reference: not measured" in page
+    assert "x the speed" not in page

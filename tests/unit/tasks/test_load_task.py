@@ -1,0 +1,172 @@
+"""`load_task`: built-in names, the user's modules and files, and what is said when there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.objective import PRECISIONS
+from trimtab.tasks import BUILT_IN, Task, load_task
+
+USER_TASK = """
+from torch import nn, optim, ones
+from my_rows import NUM_ROWS
+from trimtab.tasks import DataSource, Metric, Task, TaskData
+ten = Task(
+    name="ten", description="", make_model=lambda: nn.Linear(1, 1), make_optimizer=lambda m: optim.SGD(m.parameters()),
+    loss_fn=lambda m, b: m(b[0]).mean(), metric=Metric("loss", False, lambda m, b: 0.0), targets=(1.0,),
+    load_data=lambda: TaskData((ones(NUM_ROWS, 1),), ((ones(1, 1),),), DataSource("ones", "made here", "0")),
+    batch_rows=1, budget_rows=1, eval_every_rows=1,
+)
+not_a_task = 3
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    """A folder with a user's task, and everything imported from it forgotten afterwards."""
+    before = set(sys.modules)
+    folder = tmp_path / "project"
+    (folder / "package").mkdir(parents=True)
+    (folder / "my_rows.py").write_text("NUM_ROWS = 10")
+    (folder / "my_tasks.py").write_text(USER_TASK)
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "inner.py").write_text(USER_TASK)
+    (folder / "broken.py").write_text("1 / 0")
+    (folder / "syntax.py").write_text("def")
+    (folder / "json.py").write_text(USER_TASK)
+    (folder / "refused.py").write_text("from trimtab.core.checks import integer\ninteger('rows', 0)")
+    monkeypatch.chdir(folder)
+    yield folder
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_task_is_whole(name):
+    task = load_task(name)
+    assert isinstance(task, Task)
+    assert task.name == name
+    assert task.budget_rows % task.eval_every_rows == 0
+    assert task.eval_every_rows % task.batch_rows == 0
+    assert 10 <= task.budget_rows // task.eval_every_rows <= 20
+    easiest_first = sorted(task.targets, reverse=not task.metric.higher_is_better)
+    assert list(task.targets) == easiest_first
+    assert task.reference.declared
+    assert task.reference.precision == "fp32"
+    assert task.strong is not None
+    assert task.strong.precision in PRECISIONS
+    assert task.strong.budget_rows % task.eval_every_rows == 0
+    assert 2.5 < task.budget_rows / task.strong.budget_rows <= 4
+
+
+def test_the_reference_is_the_papers_baseline():
+    task = load_task("digits_resnet")
+    (group,) = task.make_optimizer(task.make_model()).param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.999), 0.01)
+    assert group["fused"] is None
+    assert group["foreach"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["my_tasks:ten", "package.inner:ten", "my_tasks.py:ten", "./package/../my_tasks.py:ten"]
+)
+def test_a_user_task_is_found(user_folder, name):
+    path_before = list(sys.path)
+    task = load_task(name)
+    assert task.name == "ten"
+    assert task.load_data().num_rows == 10
+    assert sys.path == path_before
+
+
+def test_a_file_is_found_by_its_full_path_from_elsewhere(user_folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load_task(f"{user_folder / 'my_tasks.py'}:ten").name == "ten"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "digits",
+        "DIGITS_RESNET",
+        "my_tasks",
+        ":ten",
+        "my_tasks:",
+        "my_tasks:ten:ten",
+        "my-tasks:ten",
+        ".my_tasks:ten",
+        "no_such_module:ten",
+        "package:ten",
+        "my_tasks:eleven",
+        "my_tasks:ten.name",
+        "no_such_file.py:ten",
+        "my_tasks.py:eleven",
+        "package/inner:ten",
+        "os:path",
+        "torch:nn",
+        "numpy.linalg:norm",
+        "json:ten",
+        None,
+        3,
+    ],
+)
+def test_a_bad_name_is_refused(user_folder, name):
+    with pytest.raises(ValueGivenError) as raised:
+        load_task(name)
+    assert str(name) in str(raised.value)
+
+
+def test_an_unknown_name_lists_the_built_in_ones():
+    with pytest.raises(ValueGivenError) as raised:
+        load_task("cifar100")
+    assert all(name in str(raised.value) for name in BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my_tasks:not_a_task", "a int"),
+        ("my_tasks.py:not_a_task", "a int"),
+        ("broken:ten", "ZeroDivisionError"),
+        ("broken.py:ten", "ZeroDivisionError"),
+        ("syntax:ten", "SyntaxError"),
+        ("syntax.py:ten", "SyntaxError"),
+    ],
+)
+def test_what_is_there_and_no_task_is_a_format_error(user_folder, name, said):
+    path_before, modules_before = list(sys.path), set(sys.modules)
+    with pytest.raises(FormatError, match=said):
+        load_task(name)
+    assert sys.path == path_before
+    assert not {module for module in set(sys.modules) - modules_before if "broken" in module or "syntax" in module}
+
+
+def test_the_users_own_trimtab_error_passes_through(user_folder):
+    with pytest.raises(ValueGivenError, match="rows: given 0"):
+        load_task("refused:ten")
+
+
+def test_a_class_in_a_users_file_can_be_pickled(user_folder):
+    (user_folder / "with_class.py").write_text(USER_TASK + "\nclass Row: pass\nten.detail['row'] = Row()\n")
+    import pickle
+
+    task = load_task("with_class.py:ten")
+    assert type(pickle.loads(pickle.dumps(task.detail["row"]))) is type(task.detail["row"])
+
+
+def test_importing_tasks_loads_no_optional_package():
+    code = (
+        "import sys, trimtab.tasks, trimtab.tasks.bpe, trimtab.tasks.embedded\n"
+        "for name in trimtab.tasks.BUILT_IN: trimtab.tasks.load_task(name)\n"
+        "print(sorted({'sklearn', 'tokenizers', 'torchvision'} & set(sys.modules)))"
+    )
+    source = Path(__file__).resolve().parents[3] / "src"
+    env = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
