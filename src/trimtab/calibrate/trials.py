@@ -45,7 +45,9 @@ def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callabl
             _warm_up(subject, arm, measure_memory=not arm.control and stage.name != "optimizer")
             snapshot.restore()
         incumbent_s = arms[0].first_s
-        running = [arm for arm in arms if arm.error is None and arm.first_s < _FAR_SLOWER * incumbent_s]
+        running = [
+            arm for arm in arms if arm.error is None and (arm.control or arm.first_s < _FAR_SLOWER * incumbent_s)
+        ]
         steps = max(1, round(_BLOCK_S / max(incumbent_s, 1e-6))) if math.isfinite(incumbent_s) else 1
         for block in range(num_blocks):
             progress(f"{stage.name}: block {block + 1} of {num_blocks}")

@@ -81,8 +81,12 @@ def summarise(
 
 
 def _control(races: stats.Races) -> Interval | None:
-    ratios = stats.throughput_ratios(races, "self", "reference")
+    ratios = _control_ratios(races)
     return ratio_interval(ratios) if len(ratios) > 1 else None
+
+
+def _control_ratios(races: stats.Races) -> list[float]:
+    return stats.throughput_ratios(races, "self", "reference")
 
 
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts]) -> Arm:
@@ -200,8 +204,8 @@ def _headline(ratios: list[RatioRow], targets: list[TargetRow], plans: Plans) ->
         ratio = row.ratio
         assert ratio is not None
         parts.append(
-            f"With the learning rate freed, target {row.target:g} is reached {ratio.mean:.2f}x as fast, search included "
-            f"(95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})."
+            f"With the learning rate freed, target {row.target:g} is reached {ratio.mean:.2f}x as fast, "
+            f"search included (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})."
         )
         if kind != "harm" and row.verdict.kind == "gain":
             kind = "gain"

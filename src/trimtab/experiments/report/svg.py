@@ -31,7 +31,7 @@ NUM_PARTS = 7
 _ROLES = ("ink", "line", "page", *(f"s{i}" for i in range(NUM_SERIES)), *(f"p{i}" for i in range(NUM_PARTS)))
 COLOUR = {role: f"#ab{index:02x}cd" for index, role in enumerate(_ROLES)}
 _WIDTH = 420  # points; scales to the column, and stays readable at the width of a phone
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # Any: the keys are a Literal of all names in matplotlib's own types
     "svg.fonttype": "none",
     "text.parse_math": False,  # a label with a dollar sign is a label
     "font.size": 10,

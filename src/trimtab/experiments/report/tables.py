@@ -167,7 +167,7 @@ def arm_table(comparison: Comparison) -> Table:
         columns=("Arm", "Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
-        note=f"Median over seeds (lowest to highest). MFU against {say.one_line(comparison.peak_source)}.",
+        note=f"Median over seeds (lowest to highest). Peak that MFU is of: {say.one_line(comparison.peak_source)}.",
         numeric=("Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.core.errors import DependencyError
-from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import outline
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.key_figures import Tile, key_figures
 from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Section
@@ -81,14 +81,21 @@ def _table(table: Table) -> RenderableType:
     title = [_text(table.title, "bold")] if table.title else []
     if not table.rows:
         return Group(*title, _text(table.empty, "dim"))
-    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table = tables.with_groups(table)
-    for name in table.columns:
-        grid.add_column(_text(name), justify="right" if name in table.numeric else "left", overflow="fold")
-    for row in table.rows:
-        grid.add_row(*(_cell(cell) for cell in row))
     note = [_text(table.note, "dim")] if table.note else []
-    return Group(*title, grid, *note)
+    groups = dict.fromkeys(table.groups) or {"": None}
+    return Group(*title, *(part for group in groups for part in _part(table, group)), *note)
+
+
+def _part(table: Table, group: str) -> tuple[RenderableType, ...]:
+    """Return the rows of one group under its name; rich has no cell across columns."""
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for name in table.columns:
+        numeric = name in table.numeric
+        grid.add_column(_text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    rows = table.rows if not group else [row for row, of in zip(table.rows, table.groups, strict=True) if of == group]
+    for row in rows:
+        grid.add_row(*(_cell(cell) for cell in row))
+    return (_text(group, "italic"), grid) if group else (grid,)
 
 
 def _cell(cell: Cell) -> Text:

@@ -1,0 +1,243 @@
+"""The command: doctor, profile, plan, train, compare, report. Figures on standard output, progress on standard error.
+
+Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from trimtab.core.errors import DependencyError, TrimtabError
+
+try:
+    import typer
+except ImportError:  # the one optional package this module adapts
+    raise DependencyError(
+        "trimtab", given="no typer", expected="the command's packages", way_out="pip install 'trimtab[cli]'"
+    ) from None
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Plan, apply and prove the compute settings of a PyTorch training loop.",
+)
+
+TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
+Adapt = Annotated[str | None, typer.Option(help="what a plan may change beyond the same maths: learning-rate")]
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can measure and run, what is missing, and how to get it."""
+    from trimtab.experiments.doctor import examine
+
+    findings = examine()
+    if as_json:
+        _print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
+        return
+    for finding in findings:
+        typer.echo(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+
+
+@app.command()
+def profile(
+    task: TaskName,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the profile as JSON")] = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a task's loop and the settings worth trying on it."""
+    from trimtab.core.codec import to_json
+    from trimtab.core.objective import Budget
+    from trimtab.experiments.text import profile_text
+
+    plans = _plan(task, Budget(memory), adapt=None)
+    found = plans.profiles["S"]
+    if out is not None:
+        out.write_text(to_json(found, indent=1), encoding="utf-8")
+    typer.echo(to_json(found) if as_json else profile_text(found))
+
+
+@app.command()
+def plan(
+    task: Annotated[str, typer.Argument(help="a task, or a profile written by `trimtab profile TASK -o FILE.json`")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan as JSON")] = None,
+    memory: Memory = None,
+    adapt: Adapt = None,
+    as_json: Json = False,
+) -> None:
+    """Decide what to change, and explain it."""
+    from trimtab.core.codec import read_json, to_json
+    from trimtab.core.objective import Budget, Objective
+    from trimtab.core.profile import Profile
+    from trimtab.decide.planner import choose
+
+    if task.endswith(".json"):
+        chosen = choose(read_json(Profile, task), Objective(), Budget(memory))
+    else:
+        plans = _plan(task, Budget(memory), adapt)
+        chosen = plans.plans.get("F", plans.plans["S"])
+    if out is not None:
+        out.write_text(to_json(chosen, indent=1), encoding="utf-8")
+    typer.echo(to_json(chosen) if as_json else str(chosen))
+
+
+@app.command()
+def train(
+    task: TaskName,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")] = None,
+    seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
+    record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
+    adapt: Adapt = None,
+    as_json: Json = False,
+) -> None:
+    """Train a task through a plan, and evaluate it."""
+    from trimtab.core.codec import read_json
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.experiments.train import train_task
+    from trimtab.tasks import load_task
+
+    if plan_file is not None:
+        chosen = read_json(Plan, plan_file)
+    else:
+        plans = _plan(task, Budget(), adapt)
+        chosen = plans.plans.get("F", plans.plans["S"])
+    with _progress() as progress:
+        found = train_task(load_task(task), chosen, steps=steps, seed=seed, record=record, progress=progress)
+    _print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
+
+
+@app.command()
+def compare(
+    task: TaskName,
+    pairs: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="short arms, no peers: a first look in minutes")] = False,
+    adapt: Annotated[str | None, typer.Option(help="learning-rate (tier F beside tier S), or none")] = "learning-rate",
+    peers: Annotated[bool, typer.Option(help="race the paper's and the strong recipe too")] = True,
+    cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
+    memory: Memory = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
+    as_json: Json = False,
+) -> None:
+    """Race the reference loop against the plan, in pairs, and report what it bought."""
+    from trimtab.core.objective import Budget
+    from trimtab.experiments.compare import Settings
+    from trimtab.experiments.compare import compare as run_comparison
+    from trimtab.experiments.report import terminal_report, write_report
+    from trimtab.experiments.rows import benchmark_object
+    from trimtab.tasks import load_task
+
+    settings = Settings(pairs, quick, _adaptation(adapt) is not None, peers, cap)
+    folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
+    with _progress() as progress:
+        found = run_comparison(
+            load_task(task), folder, settings, command=_command(), budget=Budget(memory), progress=progress
+        )
+    paths = write_report(found, folder)
+    if as_json:
+        _print_json(benchmark_object(found))
+        return
+    _print_rich(terminal_report(found))
+    typer.echo(f"report: {paths['html']}")
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(help="a comparison's folder, or its report.json")],
+    out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a comparison's report again (HTML, Markdown, JSON) and print it."""
+    from trimtab.core.codec import read_json
+    from trimtab.experiments.report import terminal_report, write_report
+    from trimtab.experiments.result import Comparison
+    from trimtab.experiments.rows import benchmark_object
+
+    path = source / "report.json" if source.is_dir() else source
+    found = read_json(Comparison, path)
+    folder = out or path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = write_report(found, folder)
+    if as_json:
+        _print_json(benchmark_object(found))
+        return
+    _print_rich(terminal_report(found))
+    typer.echo(f"report: {paths['html']}")
+
+
+def main() -> None:
+    """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it)."""
+    try:
+        app()
+    except TrimtabError as error:
+        if os.environ.get("TRIMTAB_TRACEBACK"):
+            raise
+        typer.echo(f"trimtab: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _plan(task: str, budget: Any, adapt: str | None) -> Any:
+    import torch
+
+    from trimtab.experiments.planning import make_plans
+    from trimtab.tasks import load_task
+
+    loaded = load_task(task)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = _adaptation(adapt) is not None
+    with _progress() as progress:
+        data = loaded.load_data()
+        return make_plans(loaded, data, device, adapt=wanted, strong=False, budget=budget, progress=progress)
+
+
+def _adaptation(adapt: str | None) -> str | None:
+    from trimtab.core.checks import one_of
+
+    if adapt is None or adapt == "none":
+        return None
+    return one_of("--adapt", adapt, ("learning-rate", "none"))
+
+
+class _progress:
+    """One line on standard error, rewritten in place, on a terminal only."""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._live = sys.stderr.isatty()
+        return self._show
+
+    def _show(self, text: str) -> None:
+        if self._live:
+            sys.stderr.write(f"\r\033[2K{text[:120]}")
+            sys.stderr.flush()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            sys.stderr.write("\r\033[2K")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, allow_nan=False, ensure_ascii=False))
+
+
+def _print_rich(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def _command() -> str:
+    return shlex.join(["trimtab", *sys.argv[1:]])

@@ -1,0 +1,57 @@
+"""What this machine can measure and run, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.core.units import format_bytes, format_count
+from trimtab.decide.search import precision_refusal
+from trimtab.measure.machine import device_spec, environment
+
+_EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks", "tokenizers": "tasks"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, whether it is there, and the figure or the way to get it."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def examine() -> tuple[Finding, ...]:
+    """Return all findings; takes a second or two, because a CPU's peaks are timed."""
+    return tuple(_findings())
+
+
+def _findings() -> Iterator[Finding]:
+    found = environment()
+    yield Finding("python", True, found["python"])
+    yield Finding("torch", True, found["torch"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = device_spec(device)
+    yield Finding("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
+    if device.type == "cpu":
+        yield Finding("cuda", False, "no CUDA device: tf32, fp16 and GPU memory figures are not measured here")
+        yield Finding("threads", True, f"{spec.num_threads} of {os.cpu_count()} cores")
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        refusal = precision_refusal(spec, precision)
+        peak = f"{format_count(spec.peak(precision))}FLOP/s peak ({spec.source})"
+        yield Finding(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
+    yield Finding("memory figures", True, "allocator statistics" if device.type == "cuda" else "exact allocation count")
+    yield Finding("energy", False, "no meter is read by this version: energy is reported as not measured")
+    for package, extra in _EXTRAS.items():
+        there = importlib.util.find_spec(package) is not None
+        yield Finding(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
+    folder = os.environ.get("TRIMTAB_DATA")
+    yield Finding(
+        "TRIMTAB_DATA", folder is not None, "set" if folder else "not set: public data is looked for elsewhere"
+    )
+    yield Finding("compiler", shutil.which("g++") is not None, "for torch.compile, which this version does not choose")

@@ -1,0 +1,70 @@
+"""A comparison as flat benchmark rows: what `trimtab compare --json` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.core.codec import to_jsonable
+from trimtab.experiments.result import Comparison, Ratio, RatioRow, TargetRow
+
+ROWS_SCHEMA = 1
+_METRICS = {
+    "throughput": "throughput_ratio",
+    "peak_memory": "peak_memory_ratio",
+    "final_metric_difference": "final_metric_difference",
+    "do_no_harm": "do_no_harm_ratio",
+}
+
+
+def benchmark_object(comparison: Comparison) -> dict[str, Any]:
+    """Return `{"schema", "name", "environment", "rows"}`; a row is flat, ratios are ours over theirs."""
+    rows = [_ratio_row(comparison, row) for row in comparison.ratios]
+    rows += [_target_row(comparison, row) for row in comparison.target_rows]
+    rows.append({"metric": "planning_s", "task": comparison.task, "planning_s": comparison.planning_s})
+    found = {"schema": ROWS_SCHEMA, "name": "compare", "environment": dict(comparison.environment), "rows": rows}
+    return dict(to_jsonable(found))
+
+
+def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
+    against = {"self": "self"}.get(row.arm, row.against)
+    head = {
+        "metric": _METRICS[row.metric],
+        "task": comparison.task,
+        "tier": row.tier,
+        "arm": row.arm,
+        "against": against,
+    }
+    return head | _interval(row.ratio) | _resolution(comparison) | {"verdict": row.verdict.kind}
+
+
+def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
+    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster."""
+    head = {
+        "metric": "time_to_target_ratio",
+        "task": comparison.task,
+        "tier": row.tier,
+        "arm": row.arm,
+        "against": row.against,
+        "target": row.target,
+        "charged": row.charged,
+        "censored": row.ratio is None,
+        "reached": row.reached_arm,
+        "reached_against": row.reached_against,
+        "n": row.n,
+    }
+    if row.ratio is None:
+        return head | {"bound": row.bound}
+    ratio = row.ratio
+    low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
+    return head | {"mean": 1 / ratio.mean, "low": low, "high": high, "verdict": row.verdict.kind}
+
+
+def _interval(ratio: Ratio) -> dict[str, Any]:
+    return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n}
+
+
+def _resolution(comparison: Comparison) -> dict[str, Any]:
+    control = comparison.resolution
+    if control is None or control.low is None or control.high is None:
+        return {"resolution": None}
+    return {"resolution": max(control.high, 1 / control.low) - 1}

@@ -1,0 +1,41 @@
+"""A profile as a page of text."""
+
+from __future__ import annotations
+
+from trimtab.core.profile import Profile
+from trimtab.core.units import format_bytes, format_count, format_seconds
+
+
+def profile_text(profile: Profile) -> str:
+    """Return facts, phases, utilisation and every trial."""
+    loop, device = profile.loop, profile.device
+    lines = [
+        f"{device.name}, {device.num_threads or 'no'} threads; {profile.reference.describe()}",
+        f"{format_count(loop.num_parameters)} parameters, {loop.optimizer}, {loop.batch_rows} rows and "
+        f"{format_count(loop.terms_per_step)} {loop.terms} per step",
+        *_utilisation(profile),
+        "",
+        "phases of a reference step:",
+        *(f"  {name:<12} {format_seconds(seconds)}" for name, seconds in profile.phases_s.items()),
+        "",
+        "trials:",
+    ]
+    for trial in profile.trials:
+        label = f"  {trial.stage:<12} {trial.candidate.describe()}{' (A/A control)' if trial.control else ''}"
+        result = trial.error or f"{format_seconds(trial.step_s)}, peak {format_bytes(trial.peak_bytes)}"
+        lines.append(f"{label:<70} {result}")
+    splitting = "keeps the gradient" if profile.check.splittable else "is refused"
+    lines += ["", f"splitting {splitting}: {profile.check.reason}"]
+    lines.append(f"profiling took {format_seconds(profile.profiling_s)}")
+    return "\n".join(lines)
+
+
+def _utilisation(profile: Profile) -> list[str]:
+    first = profile.stage("precision")[0]
+    flops = profile.loop.flops_per_step
+    if flops is None or first.step_s is None:
+        return ["FLOP: not counted"]
+    rate = flops / first.step_s
+    mfu = profile.device.utilisation(rate, profile.reference.precision)
+    share = "MFU unknown (no peak)" if mfu is None else f"MFU {100 * mfu:.0f}% of {profile.device.source}"
+    return [f"{format_count(flops)}FLOP per step, {format_count(rate)}FLOP/s, {share}"]
