@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+import pytest
 
 os.environ["TRIMTAB_OFFLINE"] = "1"  # before any import of trimtab, and inherited by every child process
 
-settings.register_profile("house", deadline=None, max_examples=60, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("house")
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine may carry pytest and torch alone; the gpu tests need no more
+    pass
+else:
+    settings.register_profile("house", deadline=None, max_examples=60, derandomize=bool(os.environ.get("CI")))
+    settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -37,7 +37,7 @@ ONLY = {
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
     "trimtab.experiments.result": {"trimtab.core"},
-    "trimtab.experiments.stats": {"trimtab.core", "trimtab.experiments.result"},
+    "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.result",
@@ -88,8 +88,8 @@ def imports(path: str, text: str, modules: set[str]) -> Iterator[tuple[int, str]
                 continue
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base
+            named = [f"{base}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name) for name in dict.fromkeys(n if n in modules else base for n in named))
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):

@@ -12,6 +12,7 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.decide.search import next_stage, reference_candidate
+from trimtab.measure import allocator
 from trimtab.measure.flops import count_flops
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
@@ -94,6 +95,7 @@ def _facts(subject: Subject) -> LoopFacts:
         supports_fused=supports_fused(optimizer),
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",
+        can_retain=subject.device.type == "cpu" and allocator.can_retain(),
     )
 
 

@@ -51,6 +51,7 @@ class Subject:
             candidate.micro_batch,
             precision=candidate.precision,
             memory_layout=candidate.memory_layout,
+            allocator=candidate.allocator,
             fused_optimizer=candidate.fused_optimizer,
         )
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)

@@ -19,6 +19,7 @@ from trimtab.core.units import format_bytes, format_seconds
 
 PLAN_SCHEMA = 1
 MEMORY_LAYOUTS = ("keep", "channels_last")
+ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
 Scalar = bool | int | float | str | None
 
@@ -86,6 +87,7 @@ class Measured:
 _KEPT = "as the loop has it"
 KEEP_PRECISION = Choice("fp32", _KEPT, Mark.ROUNDING)
 KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
+KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
 KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
@@ -101,6 +103,7 @@ class Plan:
         micro_batch: rows per forward and backward.
         precision: fp32, tf32, bf16 or fp16.
         memory_layout: "keep" or "channels_last".
+        allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
         fused_optimizer: whether the optimizer's step runs as one fused kernel.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
@@ -116,6 +119,7 @@ class Plan:
     micro_batch: Choice
     precision: Choice = KEEP_PRECISION
     memory_layout: Choice = KEEP_LAYOUT
+    allocator: Choice = KEEP_ALLOCATOR
     fused_optimizer: Choice = KEEP_OPTIMIZER
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
@@ -136,6 +140,7 @@ class Plan:
         checks.integer("plan.micro_batch", self.micro_batch.value, high=self.batch_rows)
         checks.one_of("plan.precision", self.precision.value, PRECISIONS)
         checks.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
+        checks.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
         checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:

@@ -21,6 +21,7 @@ class Candidate:
     memory_layout: str
     fused_optimizer: bool
     micro_batch: int
+    allocator: str = "keep"
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
         """Return the names of the fields in which the two differ."""
@@ -30,7 +31,8 @@ class Candidate:
         """Return a short label."""
         layout = "" if self.memory_layout == "keep" else f", {self.memory_layout}"
         fused = ", fused" if self.fused_optimizer else ""
-        return f"{self.precision}{layout}{fused}, micro-batch {self.micro_batch}"
+        retain = "" if self.allocator == "keep" else ", memory retained"
+        return f"{self.precision}{layout}{fused}{retain}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class LoopFacts:
         flops_per_step: counted forward and backward FLOP of one optimizer step, no recomputation; None: not counted.
         has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
         layout: "contiguous" or "channels_last", as the parameters lie now.
+        can_retain: whether the host allocator can be told to keep freed memory.
     """
 
     num_parameters: int
@@ -89,6 +92,7 @@ class LoopFacts:
     supports_fused: bool
     is_fused: bool
     layout: str
+    can_retain: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         micro_batch=choice("micro_batch"),
         precision=choice("precision"),
         memory_layout=choice("memory_layout"),
+        allocator=choice("allocator"),
         fused_optimizer=choice("fused_optimizer"),
         clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
         check=profile.check,
@@ -140,6 +141,7 @@ def _screened(profile: Profile) -> tuple[Rejected, ...]:
 _STAGE_OF = {
     "precision": "precision",
     "memory_layout": "precision",
+    "allocator": "allocator",
     "fused_optimizer": "optimizer",
     "micro_batch": "micro_batch",
 }
@@ -181,6 +183,8 @@ def _untried(name: str, profile: Profile) -> str:
         return "already channels_last" if profile.loop.layout == "channels_last" else "the model has no convolutions"
     if name == "fused_optimizer":
         return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
+    if name == "allocator":
+        return "only host memory under glibc can be retained"
     return "as the loop has it"
 
 

@@ -1,6 +1,7 @@
 """Which candidates to measure next, and what the measurements say: a pure function of the profile.
 
     precision  -> precision and memory layout together (they interact)
+    allocator  -> freed host memory handed back, or retained
     optimizer  -> the optimizer's step alone, as it is against fused
     micro_batch -> slices of the user's batch, where the check allows splitting
     verify     -> the reference against the winner, once more
@@ -27,7 +28,7 @@ WORTH_SAVING = 0.05
 MIN_BLOCKS = 3
 # Below this share of fp32's matrix-product speed a precision is not tried.
 SCREEN = 0.5
-STAGES = ("precision", "optimizer", "micro_batch", "verify")
+STAGES = ("precision", "allocator", "optimizer", "micro_batch", "verify")
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,12 @@ def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
     return None
 
 
+def _allocator_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
+    if not profile.loop.can_retain or incumbent.allocator == "retain":
+        return (incumbent,)
+    return incumbent, replace(incumbent, allocator="retain")
+
+
 def _optimizer_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
     if incumbent.fused_optimizer or not profile.loop.supports_fused:
         return (incumbent,)
@@ -217,6 +224,7 @@ def _verify_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -
 
 _CANDIDATES: dict[str, Callable[[Profile, Candidate, Budget], tuple[Candidate, ...]]] = {
     "precision": _precision_candidates,
+    "allocator": _allocator_candidates,
     "optimizer": _optimizer_candidates,
     "micro_batch": _micro_batch_candidates,
     "verify": _verify_candidates,

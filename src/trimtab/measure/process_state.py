@@ -10,10 +10,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from trimtab.measure import allocator
+
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Random generators (torch CPU and CUDA, Python, NumPy) and global modes (fp32 modes, threads, gradient mode)."""
+    """Random generators (torch CPU and CUDA, Python, NumPy) and global modes (fp32 modes, threads, gradients, allocator)."""
 
     cpu_rng: Tensor
     cuda_rng: tuple[Tensor, ...]
@@ -22,6 +24,7 @@ class ProcessState:
     fp32_modes: tuple[str, ...]
     num_threads: int
     grad_enabled: bool
+    allocator: str
 
     @classmethod
     def capture(cls) -> ProcessState:
@@ -34,6 +37,7 @@ class ProcessState:
             tuple(place.fp32_precision for place in _fp32_places()),
             torch.get_num_threads(),
             torch.is_grad_enabled(),
+            allocator.mode(),
         )
 
     def restore(self) -> None:
@@ -49,6 +53,7 @@ class ProcessState:
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         torch.set_grad_enabled(self.grad_enabled)
+        allocator.set_mode(self.allocator)
 
 
 def _fp32_places() -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     process = ProcessState.capture()
     yield [bytes(t.numpy()) for t in (process.cpu_rng, *process.cuda_rng)]
     yield process.python_rng, [*map(str, process.numpy_rng)], process.fp32_modes, process.num_threads
-    yield process.grad_enabled
+    yield process.grad_enabled, process.allocator
 
 
 def _tensor_facts(tensor: Tensor | None) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.measure import allocator
 from trimtab.runtime import gradients, layout, optimizers, precision
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
 from trimtab.runtime.batches import count_rows
@@ -81,6 +82,8 @@ class Run:
                 undo.callback(optimizers.use_fused(self._optimizer))
             if self._precision == "tf32":
                 undo.callback(precision.use_tf32())
+            if self.plan.allocator.value == "retain":
+                undo.callback(_retain_memory())
             undo.callback(self._order.forward.watch(self.model))
             undo.callback(self._optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
             layout.align_state(self._optimizer)
@@ -257,6 +260,16 @@ class Run:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return self._scaler.get_scale() >= before
+
+
+def _retain_memory() -> Callable[[], None]:
+    if not allocator.can_retain():
+        raise ValueGivenError(
+            "plan.allocator", given="retain on a C library without mallopt", expected="glibc", way_out="Use keep."
+        )
+    before = allocator.mode()
+    allocator.set_mode("retain")
+    return lambda: allocator.set_mode(before)
 
 
 def _resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:

@@ -67,6 +67,6 @@ def test_what_is_no_positive_whole_number_is_refused(value):
 
 @pytest.mark.parametrize("value", ["c", "", "A", None, 0, ["a"], "ab"])
 def test_a_name_outside_the_list_is_refused_and_the_list_named(value):
-    assert checks.one_of("x", "b", iter("ab")) == "b"
+    assert checks.one_of("x", "b", ("a", "b")) == "b"
     with pytest.raises(ValueGivenError, match=r"x: .*expected one of a, b"):
-        checks.one_of("x", value, ("a", "b"))
+        checks.one_of("x", value, iter("ab"))

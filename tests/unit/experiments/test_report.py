@@ -23,6 +23,7 @@ from trimtab.core.profile import Candidate, Trial
 from trimtab.experiments.report import plan_tables, tables, terminal_report, wording, write_report
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_report
+from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_report
 from trimtab.experiments.report.outline import Picture
 from trimtab.experiments.report.planning_figures import memory_time
@@ -430,6 +431,7 @@ def test_under_five_pairs_there_is_no_verdict_and_no_interval(pages: dict[str, s
         assert "no verdict" in page
         assert "95% interval 1" not in page
     assert "9.99x" not in html_report(boastful)
+    assert {tile.value for tile in key_figures(case)} == {"no verdict"}
     row = case.ratios[0]
     shown = columns(tables.ratio_table(case, "S"), "Estimate")[0]
     assert [float(x.rstrip("x")) for x in shown.split(", ")] == pytest.approx(row.ratio.pairs, abs=0.0006)

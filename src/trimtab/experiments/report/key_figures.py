@@ -52,7 +52,10 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
     value, _ = tables.target_estimate(row)
     if row.ratio and not row.bound and row.reached_arm:
         return (_tile(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)
-    return (Tile(label, value, f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"),)
+    reached = f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"
+    if row.n < say.PAIRS_FOR_A_VERDICT:
+        return (Tile(label, say.NO_VERDICT, f"{value}; {reached}"),)
+    return (Tile(label, value, reached),)
 
 
 def _tile(label: str, value: Ratio, words: say.Words, against: str) -> Tile:

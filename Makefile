@@ -1,0 +1,68 @@
+# Everything runs from the virtual environment in .venv. Making it needs the network; nothing after that does.
+#
+#   PYTHON       the Python that makes .venv (3.11 or newer); found when not given
+#   PYTEST_ARGS  more arguments for pytest:       make test PYTEST_ARGS="tests/unit -x"
+#   WORKERS      test processes, 0 for this one:  make test WORKERS=2
+#   GPU_PYTHON   a Python whose torch has CUDA:   make gpu-check GPU_PYTHON=python3
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format gpu-check clean
+
+BIN := .venv/bin
+STAMP := .venv/installed
+IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+PYTEST_ARGS ?=
+WORKERS ?= 0
+GPU_PYTHON ?= $(BIN)/python
+
+help: ## Show this list
+	@echo "make <target>:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## Make .venv, or bring it up to date with pyproject.toml and constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		for candidate in python3 python3.13 python3.12 python3.11; do \
+			if "$$candidate" -c '$(IS_RECENT)' 2>/dev/null; then python="$$candidate"; break; fi; \
+		done; \
+	elif ! "$$python" -c '$(IS_RECENT)'; then \
+		echo "PYTHON=$$python is not Python 3.11 or newer ($$("$$python" --version 2>&1 || true))." >&2; exit 1; \
+	fi; \
+	if [ -z "$$python" ]; then \
+		echo "No Python 3.11 or newer: tried python3, python3.13, python3.12, python3.11." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "Making .venv with $$("$$python" --version) (about a minute the first time)"; \
+	"$$python" -m venv .venv
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Compare a small language model's training loop with its plans; prints where the report is
+	@$(BIN)/trimtab compare source_gpt --quick --out runs/demo
+	@echo "Report: runs/demo/report.html (the same as text: runs/demo/report.md)"
+
+test: $(STAMP) ## Run the tests
+	@$(BIN)/python -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
+
+check: $(STAMP) ## Check format, lint and types; changes nothing
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+
+format: $(STAMP) ## Put files into the house's format, and repair what lint can repair
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Run the tests that need a CUDA device
+	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		echo "No CUDA device is visible to $(GPU_PYTHON): no GPU test was run." >&2; exit 1; \
+	fi
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs $(PYTEST_ARGS)
+
+clean: ## Remove the environment, caches and builds; keeps runs/
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

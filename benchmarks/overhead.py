@@ -1,0 +1,122 @@
+"""What the loop costs: steps of our loop alternated with the hand-written equivalent, in one process, in pairs.
+
+`python benchmarks/overhead.py [--quick] [--json]` prints `loop_overhead_ratio` rows (ours over theirs in seconds, so 1.01
+is one per cent slower), with the A/A control's resolution: the same hand-written loop as a third arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.decide.statistics import Interval, ratio_interval, resolution
+from trimtab.measure.machine import environment
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task
+
+# (task, micro-batches per step, pairs, pairs with --quick)
+CASES = (("digits_resnet", 1, 600, 100), ("source_gpt", 1, 120, 12), ("source_gpt", 4, 120, 12))
+
+
+def plain_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
+    """Return the hand-written loop's step: same model, same split, same weighting, nothing else."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    optimizer = task.make_optimizer(model)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        columns = [column.chunk(num_micro_batches) for column in batch]
+        rows = len(batch[0])
+        for micro in zip(*columns, strict=True):
+            result = task.loss_fn(model, micro)
+            loss = result[0] / result[1] if isinstance(result, tuple) else result
+            (loss * (len(micro[0]) / rows) if num_micro_batches > 1 else loss).backward()
+        optimizer.step()
+
+    return step
+
+
+def trimtab_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
+    """Return our loop's step with a fixed plan."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // num_micro_batches)
+    run = trimtab.start(model, task.make_optimizer(model), plan)
+
+    def step(batch: Any) -> None:
+        run.train_step(run.window(batch), task.loss_fn)
+
+    return step
+
+
+def alternate(task: Task, num_micro_batches: int, pairs: int) -> tuple[Interval, Interval]:
+    """Return (ours over theirs, the control over theirs) from `pairs` rounds of one step each, in rotating order."""
+    arms = [
+        plain_step(task, num_micro_batches),
+        trimtab_step(task, num_micro_batches),
+        plain_step(task, num_micro_batches),
+    ]
+    batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
+    seconds: list[list[float]] = [[], [], []]
+    for index in range(pairs + 3):
+        batch = next(batches)
+        for offset in range(3):
+            arm = (index + offset) % 3
+            start = time.perf_counter()
+            arms[arm](batch)
+            if index >= 3:
+                seconds[arm].append(time.perf_counter() - start)
+    theirs, ours, control = seconds
+    return (
+        ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)]),
+        ratio_interval([a / b for a, b in zip(control, theirs, strict=True)]),
+    )
+
+
+def main() -> None:
+    """Measure every case and print a table, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for name, num_micro_batches, full, quick in CASES:
+        pairs = quick if options.quick else full
+        print(f"{name}, {num_micro_batches} micro-batches, {pairs} rounds", file=sys.stderr)
+        ours, control = alternate(load_task(name), num_micro_batches, pairs)
+        rows.append(
+            {
+                "metric": "loop_overhead_ratio",
+                "task": name,
+                "num_micro_batches": num_micro_batches,
+                "mean": ours.mean,
+                "low": ours.low,
+                "high": ours.high,
+                "n": ours.n,
+                "resolution": resolution(control),
+                "control_half_width": control.half_width,
+            }
+        )
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "overhead", "environment": environment(), "rows": rows}))
+        return
+    for row in rows:
+        bar = 1.01 + row["control_half_width"]
+        verdict = "within" if row["high"] <= bar else "over"
+        print(
+            f"{row['task']:<16} k={row['num_micro_batches']}  {row['mean']:.4f} "
+            f"(95% {row['low']:.4f} to {row['high']:.4f}, n={row['n']})  {verdict} 1% + A/A half-width {bar:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

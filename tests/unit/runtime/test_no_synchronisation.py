@@ -1,0 +1,63 @@
+"""The hot path reads no scalar back from the device: each read would be a synchronisation on an accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trimtab
+from trimtab.core.plan import Plan
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
+
+
+class CountReads(TorchDispatchMode):
+    """Counts operators that copy a scalar to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def token_loss(model: nn.Module, batch: Any) -> Any:
+    losses = nn.functional.cross_entropy(model(batch[0]), batch[1], ignore_index=-100, reduction="sum")
+    return losses, (batch[1] != -100).sum()
+
+
+def reads_per_step(loss_fn: Any, micro_batch: int, **start: Any) -> int:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    with trimtab.start(model, optimizer, Plan.fixed(8, micro_batch=micro_batch), **start) as run:
+        run.train_step(run.window(batch), loss_fn)
+        with CountReads() as counter:
+            run.train_step(run.window(batch), loss_fn)
+    return counter.reads
+
+
+@pytest.mark.parametrize("loss_fn", [mean_loss, token_loss])
+@pytest.mark.parametrize("micro_batch", [8, 3, 1])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_step_reads_no_scalar_from_the_device(loss_fn: Any, micro_batch: int, clip_norm: float | None) -> None:
+    assert reads_per_step(loss_fn, micro_batch, clip_norm=clip_norm) == 0
+
+
+def test_the_counter_sees_a_read() -> None:
+    def reading_loss(model: nn.Module, batch: Any) -> Any:
+        loss = mean_loss(model, batch)
+        loss.detach().item()
+        return loss
+
+    assert reads_per_step(reading_loss, 2) == 4
