@@ -15,7 +15,7 @@ from trimtab.measure import allocator
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Random generators (torch CPU and CUDA, Python, NumPy) and global modes (fp32 modes, threads, gradients, allocator)."""
+    """Random generators (torch, Python, NumPy) and global modes (fp32 modes, threads, gradients, host allocator)."""
 
     cpu_rng: Tensor
     cuda_rng: tuple[Tensor, ...]

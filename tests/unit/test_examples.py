@@ -1,0 +1,48 @@
+"""The examples and the README's code run, and the two examples compute the same thing."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_trimmed_example_reaches_the_plain_examples_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = load("plain").main(epochs=2)
+    trimmed = load("trimmed").main(epochs=2)
+    assert trimmed == pytest.approx(plain, rel=2e-3)  # a plan may change rounding, never more
+    assert re.search(r"tier S|Change nothing", capsys.readouterr().out)
+
+
+def test_the_two_examples_are_a_handful_of_lines_apart() -> None:
+    plain, trimmed = ((ROOT / "examples" / f"{name}.py").read_text().splitlines() for name in ("plain", "trimmed"))
+    body = [line for line in difflib.ndiff(plain[1:], trimmed[1:]) if line[0] in "+-" and line[1:].strip()]
+    assert len([line for line in body if line.startswith("+")]) <= 8
+    assert len([line for line in body if line.startswith("-")]) <= 5
+
+
+def test_the_readme_python_block_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 500
