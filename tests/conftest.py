@@ -9,11 +9,17 @@ import pytest
 os.environ["TRIMTAB_OFFLINE"] = "1"  # before any import of trimtab, and inherited by every child process
 
 try:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 except ImportError:  # a GPU machine may carry pytest and torch alone; the gpu tests need no more
     pass
 else:
-    settings.register_profile("house", deadline=None, max_examples=60, derandomize=bool(os.environ.get("CI")))
+    settings.register_profile(
+        "house",
+        deadline=None,
+        max_examples=60,
+        derandomize=bool(os.environ.get("CI")),
+        phases=set(Phase) - {Phase.explain},  # explaining a failure of a large value takes minutes
+    )
     settings.load_profile("house")
 
 

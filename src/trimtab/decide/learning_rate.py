@@ -36,9 +36,12 @@ class RateChoice:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Return whether the test can stop: the smoothed loss is not finite, or far above its lowest."""
+    """Return whether the test can stop: the smoothed loss is not finite, or half its lowest above it (of any sign)."""
     smooth = smoothed(losses)
-    return bool(smooth) and (not math.isfinite(smooth[-1]) or smooth[-1] > DIVERGED * min(smooth))
+    if not smooth or not math.isfinite(smooth[-1]):
+        return bool(smooth)
+    lowest = min(smooth)
+    return smooth[-1] - lowest > (DIVERGED - 1) * abs(lowest)
 
 
 def choose_rate(points: Sequence[RatePoint]) -> RateChoice:

@@ -27,7 +27,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         name: search.decide_stage(profile, name, objective, budget) for name in search.STAGES if profile.stage(name)
     }
     reference = search.reference_candidate(profile)
-    winner = _final(profile, outcomes, reference, budget)
+    winner = _final(profile, outcomes, objective, budget)
     _require_feasible(profile, winner, budget)
 
     def choice(name: str) -> Choice:
@@ -64,18 +64,20 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
 
 
-def _final(profile: Profile, outcomes: dict[str, Outcome], reference: Candidate, budget: Budget) -> Candidate:
-    """Return the last stage's winner; the reference when the verification does not confirm it."""
-    last = outcomes.get("verify")
-    if last is None:
-        return search.winner_before(profile, "verify", Objective(), budget) if outcomes else reference
-    candidate = next(trial.candidate for trial in profile.stage("verify") if trial.candidate != reference)
-    if search.over_budget(profile, profile.stage("verify")[0], "verify", budget):
+def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective, budget: Budget) -> Candidate:
+    """Return the search's winner; the reference when the verification does not confirm it."""
+    reference = search.reference_candidate(profile)
+    candidate = search.winner_before(profile, "verify", objective, budget)
+    verified = {trial.candidate: trial for trial in profile.stage("verify")}
+    if candidate == reference or candidate not in verified:  # under another budget than the profile was recorded for
         return candidate
-    saves_memory = _saves_memory(profile, candidate, reference)
-    ratio = last.ratios.get(candidate)
-    confirmed = last.winner == candidate or (saves_memory and ratio is not None and ratio.low >= search.FREE_SPEED)
-    return candidate if confirmed else reference
+    if search.unfit(profile, verified[reference], "verify", budget) and verified[candidate].error is None:
+        return candidate
+    if search.unfit(profile, verified[candidate], "verify", budget):
+        return reference
+    last = outcomes["verify"]
+    lighter = _saves_memory(profile, candidate, reference) and last.ratios[candidate].low >= search.FREE_SPEED
+    return candidate if lighter or last.winner == candidate else reference
 
 
 def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) -> bool:
@@ -95,16 +97,18 @@ def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
 
 
 def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> None:
-    ran = [t for t in profile.trials if t.stage != "optimizer" and t.error is None and t.block_s]
-    chosen = [trial for trial in ran if trial.candidate == winner]
-    if not chosen:
+    failed = {trial.candidate for trial in profile.trials if trial.error is not None}
+    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    ran = [trial for trial in whole if trial.block_s and trial.candidate not in failed]
+    if not ran:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         raise InfeasibleError(
             "plan", given=f"a loop that did not run ({reasons})", expected="at least one trial that runs"
         )
-    refusal = search.over_budget(profile, chosen[-1], "verify", budget)
+    chosen = [trial for trial in ran if trial.candidate == winner]
+    refusal = search.over_budget(profile, chosen[-1], "verify", budget) if chosen else "it did not run to the end"
     if refusal is not None:
-        nearest = min(ran, key=lambda trial: (trial.peak_bytes or 0, trial.step_s or 0))
+        nearest = min(ran, key=lambda trial: _excess(trial, budget))
         raise InfeasibleError(
             "budget",
             given=f"{winner.describe()}: {refusal}",
@@ -112,6 +116,13 @@ def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> No
             way_out=f"The nearest that runs: {nearest.candidate.describe()} needs {format_bytes(nearest.peak_bytes)} "
             f"and {format_seconds(nearest.step_s)} per step.",
         )
+
+
+def _excess(trial: Trial, budget: Budget) -> tuple[float, float]:
+    """Return how far a trial is over the limit it breaks most, then its seconds."""
+    step_s = trial.step_s or 0.0
+    memory = (trial.peak_bytes or 0) / budget.memory_bytes if budget.memory_bytes else 0.0
+    return max(memory, step_s / budget.time if budget.time else 0.0, 1.0), step_s
 
 
 def _choice(

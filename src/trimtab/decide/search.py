@@ -77,24 +77,36 @@ def winner_before(profile: Profile, stage: str, objective: Objective, budget: Bu
 
 
 def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budget) -> Outcome:
-    """Return a stage's outcome from its trials."""
+    """Return a stage's outcome from its trials.
+
+    The best clear gain over the incumbent wins; without one, the lightest trial of equal speed. An incumbent that
+    cannot stay (it failed, or breaks the budget) leaves to the best trial that fits, gain or not. Where nothing fits,
+    the stage is decided without the budget: a later one may still meet it.
+    """
     incumbent, *rivals = [trial for trial in profile.stage(name) if not trial.control]
-    control = control_interval(profile)
-    reasons: dict[Candidate, str] = {}
+    refusals = {trial.candidate: unfit(profile, trial, name, budget) for trial in (incumbent, *rivals)}
+    if all(refusals.values()) and budget != Budget():
+        return decide_stage(profile, name, objective, Budget())
+    control, must_leave = control_interval(profile), refusals[incumbent.candidate]
+    fitting = [trial for trial in rivals if refusals[trial.candidate] is None]
+    base = incumbent if incumbent.block_s or not fitting else fitting[0]
+    reasons: dict[Candidate, str] = {c: text for c, text in refusals.items() if text and c != incumbent.candidate}
     ratios: dict[Candidate, Interval] = {}
-    winner, best = incumbent, 1.0
-    incumbent_fits = unfit(profile, incumbent, name, budget) is None
-    for trial in rivals:
-        if (refusal := unfit(profile, trial, name, budget)) is not None:
-            reasons[trial.candidate] = refusal
-            continue
-        ratios[trial.candidate] = speed = speed_ratio(trial, incumbent)
-        score = _score_ratio(profile, trial, incumbent, objective, name)
-        gain = is_gain(score, control) or _free_memory(trial, incumbent, speed, name)
-        reasons[trial.candidate] = _reason(name, speed, control, gain)
-        must_leave = not incumbent_fits and winner is incumbent
-        if must_leave or (gain and score.mean > best):
+    winner, best, lightest = incumbent, 0.0 if must_leave else 1.0, incumbent
+    for trial in fitting:
+        ratios[trial.candidate] = speed = speed_ratio(trial, base)
+        score = _score_ratio(profile, trial, base, objective, name)
+        gain, free = is_gain(score, control), _free_memory(trial, base, speed, name)
+        reasons[trial.candidate] = _reason(name, speed, control, gain, _saved(trial, base) if free else None)
+        if (gain or must_leave) and score.mean > best:
             winner, best = trial, score.mean
+        if free and (trial.peak_bytes or 0) < (lightest.peak_bytes or 0):
+            lightest = trial
+    if winner is incumbent and not must_leave:
+        winner = lightest
+    if must_leave and winner is not incumbent:
+        why = f"{incumbent.candidate.describe()} cannot stay ({must_leave})"
+        reasons[winner.candidate] = f"{why}: {reasons[winner.candidate]}"
     return Outcome(winner.candidate, incumbent.candidate, reasons, ratios)
 
 
@@ -156,14 +168,21 @@ def _score_ratio(profile: Profile, trial: Trial, incumbent: Trial, objective: Ob
 def _free_memory(trial: Trial, incumbent: Trial, speed: Interval, stage: str) -> bool:
     if stage != "micro_batch" or trial.peak_bytes is None or incumbent.peak_bytes is None:
         return False
-    return speed.low >= FREE_SPEED and trial.peak_bytes <= (1 - WORTH_SAVING) * incumbent.peak_bytes
+    return speed.low >= FREE_SPEED and _saved(trial, incumbent) >= WORTH_SAVING
 
 
-def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool) -> str:
+def _saved(trial: Trial, incumbent: Trial) -> float:
+    """Return the share of the incumbent's peak that a trial saves."""
+    return 1 - (trial.peak_bytes or 0) / (incumbent.peak_bytes or 1)
+
+
+def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool, saved: float | None) -> str:
     what = "the optimizer's step alone at" if stage == "optimizer" else ""
     figures = f"{what} {speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})".strip()
     if gain:
         return figures
+    if saved is not None:
+        return f"{100 * saved:.0f}% less peak memory at {figures}"
     if speed.mean < 1 and speed.high < 1:
         return f"slower: {figures}"
     return f"no gain: {figures}; the A/A control resolves {100 * resolution(control):.2g}%"
@@ -212,9 +231,9 @@ def _micro_batch_candidates(profile: Profile, incumbent: Candidate, budget: Budg
 
 
 def _needs_less(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
-    peak = next((t.peak_bytes for t in reversed(profile.trials) if t.candidate == incumbent and t.peak_bytes), None)
-    if budget.memory_bytes is None or peak is None:
-        peak = next((t.peak_bytes for t in profile.trials if t.peak_bytes), None)
+    """Return whether the incumbent's peak, is over the budget or unknown."""
+    alike = [t for t in profile.trials if set(t.candidate.differences(incumbent)) <= {"fused_optimizer", "allocator"}]
+    peak = next((trial.peak_bytes for trial in reversed(alike) if trial.peak_bytes), None)
     return budget.memory_bytes is not None and (peak is None or peak > budget.memory_bytes)
 
 

@@ -77,7 +77,7 @@ def time_to_target(record: RunRecord, metric: str, target: float, higher_is_bett
     """Return (seconds, left-censored): the first of two consecutive evaluations beyond the target, interpolated.
 
     Infinity when it was never reached. A crossing at the very first evaluation is left-censored: its time is that
-    evaluation's. The last evaluation alone counts if the run ended there with the target met once.
+    evaluation's. The last evaluation alone does not count: nothing confirms it.
     """
     points = curve(record, metric)
     sign = 1 if higher_is_better else -1
@@ -102,6 +102,7 @@ def target_row(
     metric: str,
     higher_is_better: bool,
     charge_s: float | None,
+    control: Interval | None = None,
 ) -> TargetRow:
     """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given."""
     ours, theirs, left = [], [], 0
@@ -117,7 +118,7 @@ def target_row(
     ratio = None if censored or not ratios else as_ratio(ratio_interval(ratios), ratios)
     bound = _bound(races, arm, against, ours, theirs) if censored else ""
     reached = sum(map(math.isfinite, ours)), sum(map(math.isfinite, theirs))
-    verdict = speed_verdict(ratio, None, arm, against) if ratio else Verdict("no verdict", bound or "never reached")
+    verdict = speed_verdict(ratio, control, arm, against) if ratio else Verdict("no verdict", bound or "never reached")
     charged = charge_s is not None
     return TargetRow(
         target,
@@ -209,7 +210,7 @@ def _quality_verdict(ratio: Ratio, tier: str) -> Verdict:
         return Verdict(kind, f"quality not shown to be equal: {figures}")
     if tier == "S" and ratio.high > QUALITY:
         return Verdict("no verdict", f"quality not shown to be equal: {figures}")
-    return Verdict("no gain" if tier == "S" else "gain", f"quality within the limit: {figures}")
+    return Verdict("gain" if tier == "F" and ratio.low > 0 else "no gain", f"quality within the limit: {figures}")
 
 
 def memory_row(arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:

@@ -50,7 +50,7 @@ def summarise(
     present = [name for name in _LABELS if any(name in race for race in races.values())]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
-    targets = _target_rows(task, plans, races, present)
+    targets = _target_rows(task, plans, races, present, control)
     source = data.source
     profile = plans.profiles["S"]
     return Comparison(
@@ -170,7 +170,9 @@ def _memory(facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) ->
     return stats.memory_row(arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
 
 
-def _target_rows(task: Task, plans: Plans, races: stats.Races, present: list[str]) -> list[TargetRow]:
+def _target_rows(
+    task: Task, plans: Plans, races: stats.Races, present: list[str], control: Interval | None
+) -> list[TargetRow]:
     rows = []
     for target in task.targets:
         for name in ("plan_S", "plan_F"):
@@ -179,11 +181,11 @@ def _target_rows(task: Task, plans: Plans, races: stats.Races, present: list[str
             tier = _LABELS[name][1]
             metric = (target, task.metric.name, task.metric.higher_is_better)
             for charge in (None, _charge(name, plans)):
-                rows.append(stats.target_row(races, name, "reference", tier, *metric, charge))
+                rows.append(stats.target_row(races, name, "reference", tier, *metric, charge, control))
             if "paper" in present:
-                rows.append(stats.target_row(races, name, "paper", tier, *metric, None))
+                rows.append(stats.target_row(races, name, "paper", tier, *metric, None, control))
             if name == "plan_F" and "strong" in present:
-                rows.append(stats.target_row(races, name, "strong", tier, *metric, None))
+                rows.append(stats.target_row(races, name, "strong", tier, *metric, None, control))
     return rows
 
 

@@ -98,7 +98,7 @@ class WindowWeights:
         if self._num_micro_batches == 1:
             return loss / _at_least_one(count)
         if self._reference_count is None:
-            terms = max(1.0, float(count) * self._num_micro_batches)
+            terms = max(1.0, float(_checked_count(float(count))) * self._num_micro_batches)
             self._reference_count = 2.0 ** round(math.log2(terms))
         return loss * (1.0 / self._reference_count)
 
@@ -110,7 +110,8 @@ class WindowWeights:
         """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
         if not self._is_sum or self._num_micro_batches == 1 or self._reference_count is None:
             return 1.0
-        return self._reference_count / _at_least_one(self._count)
+        count = _at_least_one(self._count)  # in double: an integer tensor would divide in float32
+        return self._reference_count / (count.double() if isinstance(count, Tensor) else count)
 
     @property
     def mean_loss(self) -> Tensor:

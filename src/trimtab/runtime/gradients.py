@@ -12,8 +12,11 @@ def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
     if isinstance(factor, float) and factor == 1.0:
         return
     grads = _gradients(optimizer)
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    if not grads:
+        return
+    if isinstance(factor, Tensor) and grads[0].dtype is torch.float32:
+        factor = factor.float()  # the kernel over all tensors at once wants their own dtype
+    torch._foreach_mul_(grads, factor)
 
 
 def finish(optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
-from trimtab.core.plan import MEMORY_LAYOUTS, SCHEDULES, Check, Choice, Mark, Measured, Plan, Rejected
+from trimtab.core.plan import ALLOCATORS, MEMORY_LAYOUTS, SCHEDULES, Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 
@@ -48,32 +48,44 @@ def choice(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
 references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive), st.booleans())
 check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
 measured = st.builds(Measured, floats, optional(counts))
-candidates = st.builds(Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts)
+candidates = st.builds(Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts, text)
 trials = st.builds(Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans())
 devices = st.builds(
     DeviceSpec, text, text, optional(counts), st.dictionaries(text, floats), optional(floats), text, counts
 )
 facts = st.builds(
-    LoopFacts, counts, counts, counts, text, counts, floats, text, optional(floats), *[st.booleans()] * 3, text
+    LoopFacts,
+    counts,
+    counts,
+    counts,
+    text,
+    counts,
+    floats,
+    text,
+    optional(floats),
+    *[st.booleans()] * 3,
+    text,
+    st.booleans(),
 )
 plans = st.integers(1, 10**6).flatmap(
     lambda rows: st.builds(
         Plan,
-        st.just(rows),
-        choice(st.integers(1, rows)),
-        choice(st.sampled_from(PRECISIONS)),
-        choice(st.sampled_from(MEMORY_LAYOUTS)),
-        choice(st.booleans()),
-        choice(st.sampled_from(SCHEDULES)),
-        choice(positive),
-        choice(optional(positive)),
-        optional(check_values),
-        references,
-        optional(measured),
-        optional(measured),
-        floats,
-        floats,
-        tuples_of(text),
+        batch_rows=st.just(rows),
+        micro_batch=choice(st.integers(1, rows)),
+        precision=choice(st.sampled_from(PRECISIONS)),
+        memory_layout=choice(st.sampled_from(MEMORY_LAYOUTS)),
+        allocator=choice(st.sampled_from(ALLOCATORS)),
+        fused_optimizer=choice(st.booleans()),
+        schedule=choice(st.sampled_from(SCHEDULES)),
+        learning_rate_scale=choice(positive),
+        clip_norm=choice(optional(positive)),
+        check=optional(check_values),
+        reference=references,
+        baseline=optional(measured),
+        predicted=optional(measured),
+        planning_s=floats,
+        search_s=floats,
+        advice=tuples_of(text),
     )
 )
 profiles = st.builds(

@@ -16,15 +16,17 @@ from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 VALUES = {
     "precision": "bf16",
     "memory_layout": "channels_last",
+    "allocator": "retain",
     "fused_optimizer": True,
     "schedule": "warmup_cosine",
     "learning_rate_scale": 3.0,
     "clip_norm": 1.0,
 }
-ROUNDING = {"precision", "memory_layout", "fused_optimizer"}
+SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer"}
 KEPT = {
     "precision": "fp32",
     "memory_layout": "keep",
+    "allocator": "keep",
     "fused_optimizer": False,
     "schedule": "user",
     "learning_rate_scale": 1.0,
@@ -37,6 +39,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "micro_batch": Mark.EXACT,
         "precision": Mark.ROUNDING,
         "memory_layout": Mark.ROUNDING,
+        "allocator": Mark.EXACT,
         "fused_optimizer": Mark.ROUNDING,
         "schedule": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,
@@ -47,7 +50,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
 @given(st.sets(st.sampled_from(sorted(VALUES))), st.integers(1, 64))
 def test_tier_is_f_exactly_when_dynamics_change(names, micro_batch):
     plan = Plan.fixed(64, micro_batch, **{name: VALUES[name] for name in names})
-    assert plan.tier == ("S" if names <= ROUNDING else "F")
+    assert plan.tier == ("S" if names <= SAME_MATHS else "F")
     assert set(plan.changes) == names | ({"micro_batch"} if micro_batch != 64 else set())
 
 
@@ -82,6 +85,7 @@ def test_fixed_holds_what_was_given():
         ((8,), {"precision": "fp8"}, ValueGivenError, "plan.precision"),
         ((8,), {"precision": None}, ValueGivenError, "plan.precision"),
         ((8,), {"memory_layout": "nhwc"}, ValueGivenError, "plan.memory_layout"),
+        ((8,), {"allocator": "jemalloc"}, ValueGivenError, "plan.allocator"),
         ((8,), {"schedule": "step"}, ValueGivenError, "plan.schedule"),
         ((8,), {"learning_rate_scale": 0}, ValueGivenError, "plan.learning_rate_scale"),
         ((8,), {"learning_rate_scale": math.inf}, ValueGivenError, "plan.learning_rate_scale"),

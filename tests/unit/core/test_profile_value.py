@@ -33,7 +33,7 @@ def test_a_trial_that_could_not_run_has_no_cost():
 
 @given(st.sets(st.sampled_from([field.name for field in dataclasses.fields(Candidate)])))
 def test_differences_name_the_fields_that_differ(names):
-    other = Candidate("bf16", "channels_last", True, 4)
+    other = Candidate("bf16", "channels_last", True, 4, "retain")
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names
 
@@ -43,6 +43,7 @@ def test_differences_name_the_fields_that_differ(names):
     [
         (BASE, "fp32, micro-batch 8"),
         (Candidate("bf16", "channels_last", True, 4), "bf16, channels_last, fused, micro-batch 4"),
+        (Candidate("fp32", "keep", False, 4, "retain"), "fp32, memory retained, micro-batch 4"),
     ],
 )
 def test_a_candidate_is_described_by_what_it_changes(candidate, label):

@@ -38,7 +38,7 @@ def server(monkeypatch):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         running.base = f"http://127.0.0.1:{running.server_port}"
         running.answers, running.asked = answers, asked

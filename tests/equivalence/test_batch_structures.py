@@ -1,0 +1,104 @@
+"""Batches of any nesting train alike: dicts, tuples, named tuples, mappings, and what belongs to every row."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from plain_loop import assert_same_training, train_ours, train_plain
+from torch import nn
+from training_cases import ROWS, class_case
+
+from trimtab.core.plan import Plan
+
+Pair = namedtuple("Pair", ["inputs", "labels"])
+NAMES = [f"row {i}" for i in range(ROWS)]
+
+
+def nested(x, y):
+    return {"inputs": {"x": x, "name": "all"}, "labels": (y, torch.tensor(3.0)), "names": NAMES, "count": 7}
+
+
+def by_default(x, y):
+    made = defaultdict(list)
+    made.update(inputs=x, labels=y)
+    return made
+
+
+def pick(batch, key, index):
+    return batch[key] if hasattr(batch, "keys") else batch[index]
+
+
+STRUCTURES = {
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"inputs": x, "labels": y},
+    "named tuple": Pair,
+    "ordered dict": lambda x, y: OrderedDict(inputs=x, labels=y),
+    "user dict": lambda x, y: UserDict(inputs=x, labels=y),
+    "default dict": by_default,
+    "mapping proxy": lambda x, y: types.MappingProxyType({"inputs": x, "labels": y}),
+}
+
+
+def structured_mean(model, batch):
+    return nn.functional.cross_entropy(model(pick(batch, "inputs", 0)), pick(batch, "labels", 1))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_every_structure_trains_as_in_the_plain_loop(micro_batch, structure):
+    case = class_case(loss_fn=structured_mean)
+    case = case.having(batches=[structure(*batch) for batch in case.batches])
+    kinds = []
+
+    def noting(model, batch):
+        kinds.append(type(batch))
+        return structured_mean(model, batch)
+
+    ours = train_ours(case.having(loss_fn=noting), Plan.fixed(ROWS, micro_batch))
+    assert_same_training(ours, train_plain(case), 1e-12)
+    if structure is not STRUCTURES["default dict"]:  # its constructor takes something else: a dict it is
+        assert set(kinds) == {type(case.batches[0])}
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_lists_of_strings_follow_their_rows_and_constants_go_to_each(micro_batch):
+    seen = []
+
+    def loss_fn(model, batch):
+        x, (y, factor) = batch["inputs"]["x"], batch["labels"]
+        assert (batch["inputs"]["name"], batch["count"], float(factor)) == ("all", 7, 3.0)
+        assert len(batch["names"]) == len(x) == len(y)
+        seen.extend(batch["names"])
+        return factor * nn.functional.cross_entropy(model(x), y)
+
+    case = class_case(loss_fn=loss_fn)
+    case = case.having(batches=[nested(*batch) for batch in case.batches])
+    ours = train_ours(case, Plan.fixed(ROWS, micro_batch))
+    assert seen == NAMES * len(case.batches)
+    assert_same_training(ours, train_plain(case), 1e-12)
+
+
+def test_a_single_tensor_is_a_batch():
+    case = class_case(loss_fn=lambda model, x: model(x).square().mean())
+    case = case.having(batches=[x for x, _ in case.batches])
+    assert_same_training(train_ours(case, Plan.fixed(ROWS, 5)), train_plain(case), 1e-12)
+
+
+def test_micro_batches_are_views_and_the_users_batch_is_not_changed():
+    case = class_case()
+    copies = [(x.clone(), y.clone()) for x, y in case.batches]
+    addresses = []
+
+    def loss_fn(model, batch):
+        addresses.append(batch[0].untyped_storage().data_ptr())
+        return structured_mean(model, batch)
+
+    train_ours(case.having(loss_fn=loss_fn), Plan.fixed(ROWS, 5))
+    assert set(addresses) == {x.untyped_storage().data_ptr() for x, _ in case.batches}
+    for (x, y), (x0, y0) in zip(case.batches, copies, strict=True):
+        assert torch.equal(x, x0)
+        assert torch.equal(y, y0)

@@ -1,0 +1,91 @@
+"""What only a CUDA device can show. `make gpu-check` runs these; elsewhere they are skipped."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.measure.memory import peak_bytes
+from trimtab.measure.snapshot import fingerprint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    body = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 144, 10)]
+    model = nn.Sequential(*body).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, (torch.randn(24, 3, 16, 16), torch.randint(0, 10, (24,)))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["keep", "channels_last"])
+def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str) -> None:
+    model, optimizer, batch = make()
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with trimtab.start(model, optimizer, Plan.fixed(24, precision=precision, memory_layout=layout)) as run:
+        for _ in range(5):
+            run.train_step(run.window(batch), loss_fn)
+    for _ in range(5):
+        plain_optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+            loss = loss_fn(plain, [t.cuda() for t in batch])
+        loss.backward()
+        plain_optimizer.step()
+    tolerance = 1e-5 if precision == "fp32" else 6e-3  # AdamW moves 1e-3 a step: rounding may flip a small one's sign
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours - theirs).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_steps_keep_their_counters_on_the_right_device(fused: bool) -> None:
+    model, optimizer, batch = make()
+    loss_fn(model, [t.cuda() for t in batch]).backward()
+    optimizer.step()
+    with trimtab.start(model, optimizer, Plan.fixed(24, micro_batch=7, fused_optimizer=fused)) as run:
+        run.train_step(run.window(batch), loss_fn)
+    optimizer.zero_grad()
+    loss_fn(model, [t.cuda() for t in batch]).backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+def test_planning_leaves_no_trace_and_tries_half_precision() -> None:
+    model, optimizer, batch = make()
+    before = fingerprint(model, optimizer)
+    plan = trimtab.plan(model, optimizer, loss_fn, batch)
+    assert fingerprint(model, optimizer) == before
+    tried = {loser.value for loser in plan.precision.losers} | {plan.precision.value}
+    assert {"fp32", "tf32", "bf16", "fp16"} <= tried
+
+
+def test_peak_memory_counts_what_the_step_allocates() -> None:
+    size = 64 * 2**20
+    found = peak_bytes(lambda: torch.empty(size, dtype=torch.uint8, device="cuda").sum(), torch.device("cuda"), tuple)
+    assert found >= size
+
+
+def test_a_step_does_not_synchronise() -> None:
+    model, optimizer, batch = make()
+    batch = tuple(t.cuda() for t in batch)
+    with trimtab.start(model, optimizer, Plan.fixed(24, micro_batch=6, precision="bf16"), clip_norm=1.0) as run:
+        run.train_step(run.window(batch), loss_fn)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run.train_step(run.window(batch), loss_fn)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,143 @@
+"""A machine that is only arithmetic: it answers each stage of the search with trials from a cost function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Check, Plan
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.decide.planner import choose
+from trimtab.decide.search import Stage, next_stage
+
+MIB = 2**20
+SPLITTABLE = Check(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
+CPU = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e11, "bf16": 2e11, "fp16": 1e9}, None, "made up", 4)
+GPU = DeviceSpec("an accelerator", "cuda", 2**36, {}, None, "unknown")
+LOOP = LoopFacts(
+    num_parameters=1000,
+    trainable_parameters=1000,
+    parameter_bytes=4000,
+    optimizer="AdamW",
+    batch_rows=64,
+    terms_per_step=64,
+    terms="rows",
+    flops_per_step=1e9,
+    has_convolutions=True,
+    supports_fused=True,
+    is_fused=False,
+    layout="contiguous",
+    can_retain=True,
+)
+
+
+@dataclass
+class Machine:
+    """What a step costs, by default the same whatever is tried.
+
+    Args:
+        speed: value of a setting -> how many times faster a step is ("bf16", "channels_last", "retain").
+        split_s: seconds that each micro-batch after the first adds to a step of 1 s.
+        fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
+        fixed_bytes, row_bytes: the peak is fixed + row * micro-batch. weight: value of a setting -> factor on it.
+        noise: relative deviation of a block. drift: that of the machine, shared by the arms of a block.
+        fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
+    """
+
+    speed: dict[str, float] = field(default_factory=dict)
+    split_s: float = 0.1
+    fused_speed: float = 1.0
+    fixed_bytes: int = 100 * MIB
+    row_bytes: int = 10 * MIB
+    weight: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.0
+    drift: float = 0.0
+    fails: Callable[[str, Candidate], str | None] = lambda stage, candidate: None
+    step_of: Callable[[str, Candidate], float] | None = None
+    unit: float = 1.0
+    num_blocks: int = 5
+    seed: int = 0
+    stages: list[Stage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+
+    def step_s(self, stage: str, candidate: Candidate) -> float:
+        """Return the true seconds per step, or of the optimizer's step alone."""
+        if stage == "optimizer":
+            return 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0) * self.unit
+        if self.step_of is not None:
+            return self.step_of(stage, candidate) * self.unit
+        seconds = 0.9
+        for value in (candidate.precision, candidate.memory_layout, candidate.allocator):
+            seconds /= self.speed.get(value, 1.0)
+        seconds += 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0)
+        return (seconds + self.split_s * (LOOP.batch_rows / candidate.micro_batch - 1)) * self.unit
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Return the true peak."""
+        factor = self.weight.get(candidate.precision, 1.0) * self.weight.get(candidate.memory_layout, 1.0)
+        return int(factor * (self.fixed_bytes + self.row_bytes * candidate.micro_batch))
+
+    def run(self, stage: Stage) -> tuple[Trial, ...]:
+        """Return a stage's trials, as `calibrate.trials.run_stage` does."""
+        self.stages.append(stage)
+        drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(self.num_blocks)]
+        arms = [(candidate, False) for candidate in stage.candidates]
+        arms += [(stage.candidates[0], True)] if stage.control else []
+        return tuple(self._trial(stage, candidate, control, drifts) for candidate, control in arms)
+
+    def _trial(self, stage: Stage, candidate: Candidate, control: bool, drifts: list[float]) -> Trial:
+        error = self.fails(stage.name, candidate)
+        if error is not None:
+            return Trial(stage.name, candidate, (), None, error, control)
+        step_s = self.step_s(stage.name, candidate)
+        blocks = tuple(step_s * drift * self._rng.lognormvariate(0, self.noise) for drift in drifts)
+        peak = None if control or stage.name == "optimizer" else self.peak_bytes(candidate)
+        return Trial(stage.name, candidate, blocks, peak, None, control)
+
+
+def measured(
+    machine: Machine,
+    *,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    device: DeviceSpec = CPU,
+    check: Check = SPLITTABLE,
+    reference: Reference | None = None,
+    **facts: object,
+) -> Profile:
+    """Return the profile the search makes of the machine."""
+    loop = replace(LOOP, **facts)
+    profile = Profile(device, loop, check, reference or Reference(), profiling_s=12.5)
+    while (stage := next_stage(profile, objective or Objective(), budget or Budget())) is not None:
+        assert len(machine.stages) < 10, "the search does not end"
+        profile = profile.with_trials(machine.run(stage))
+    return profile
+
+
+def planned(
+    machine: Machine, *, budget: Budget | None = None, objective: Objective | None = None, **facts: object
+) -> Plan:
+    """Return the plan for the machine."""
+    profile = measured(machine, budget=budget, objective=objective, **facts)
+    return choose(profile, objective or Objective(), budget or Budget())
+
+
+def values(plan: Plan) -> tuple[object, ...]:
+    """Return what a plan chose."""
+    return tuple(choice.value for _, choice in plan.choices())
+
+
+def candidate_of(plan: Plan) -> Candidate:
+    """Return a plan's choices as the candidate they were tried as."""
+    return Candidate(
+        str(plan.precision.value),
+        str(plan.memory_layout.value),
+        plan.fused_optimizer.value is True,
+        int(plan.micro_batch.value or 0),
+        str(plan.allocator.value),
+    )

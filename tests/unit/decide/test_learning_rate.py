@@ -1,0 +1,128 @@
+"""The peak rate from a range test: on curves whose answer is known."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.decide.learning_rate import SAFETY, RatePoint, choose_rate, has_diverged, smoothed
+
+STEPS, WIDEST = 60, 300.0
+SCALES = [WIDEST ** (i / (STEPS - 1)) for i in range(STEPS)]
+
+
+def curve(lowest_at: float, *, noise: float = 0.0, top: float = 4.0) -> list[RatePoint]:
+    """Return a test whose loss falls to a valley at `lowest_at` times the user's rate, and rises steeply after it."""
+    rng = random.Random(1)
+    points = []
+    for scale in SCALES:
+        distance = math.log(scale / lowest_at)
+        slope = 0.3 if distance < 0 else 3.0
+        points.append(RatePoint(scale, top + slope * abs(distance) + rng.gauss(0, noise)))
+    return points
+
+
+def changed(points: list[RatePoint], function) -> list[RatePoint]:
+    return [RatePoint(point.scale, function(point.loss)) for point in points]
+
+
+@pytest.mark.parametrize("lowest_at", [9.0, 30.0, 100.0])
+def test_a_third_of_the_rate_at_the_lowest_loss(lowest_at):
+    found = choose_rate(curve(lowest_at))
+    assert lowest_at * SAFETY == pytest.approx(found.scale, rel=0.15)  # the smoothed loss lags by a step, each 10%
+    assert "a third of" in found.reason
+    assert [loser.value for loser in found.losers] == [1.0]
+
+
+def test_noise_of_single_steps_is_smoothed_away():
+    noisy = curve(30.0, noise=0.02)
+    lone = [*noisy[:5], RatePoint(SCALES[5], 3.9), *noisy[6:]]  # one lucky step, below every other
+    assert choose_rate(lone).scale == pytest.approx(10, rel=0.3)
+
+
+def test_a_loss_that_only_rises_keeps_the_users_rate():
+    found = choose_rate([RatePoint(scale, 2 + scale) for scale in SCALES])
+    assert (found.scale, found.losers) == (1.0, ())
+    assert "lowest at 1x" in found.reason
+
+
+def test_an_edge_below_three_times_keeps_the_users_rate():
+    found = choose_rate(curve(2.0))
+    assert (found.scale, found.losers) == (1.0, ())
+
+
+def test_a_flat_loss_keeps_the_users_rate():
+    assert choose_rate([RatePoint(scale, 2.5) for scale in SCALES]).scale == 1.0
+
+
+@pytest.mark.parametrize("losses", [[], [2.0] * 4, [2.0, 1.9, 1.8, 1.7] + [math.nan] * 20, [math.inf] * 30])
+def test_a_test_that_diverged_at_once_keeps_the_users_rate(losses):
+    found = choose_rate([RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=False)])
+    assert (found.scale, found.losers) == (1.0, ())
+    assert "diverged at once" in found.reason
+
+
+def test_losses_that_are_not_finite_are_left_out():
+    whole = curve(30.0)
+    broken = whole[:-3] + [RatePoint(point.scale, loss) for point, loss in zip(whole[-3:], (math.inf, math.nan, 1e9))]
+    assert choose_rate(broken).scale == choose_rate(whole).scale
+
+
+@pytest.mark.parametrize("shift", [-100.0, -4.0, 0.5, 1000.0])
+def test_the_choice_does_not_depend_on_where_the_loss_has_its_zero(shift):
+    points = curve(30.0, noise=0.01)
+    assert choose_rate(changed(points, lambda loss: loss + shift)).scale == choose_rate(points).scale
+
+
+@pytest.mark.parametrize("factor", [1e-6, 0.3, 1e6])
+def test_neither_choice_nor_stop_depends_on_the_unit_of_the_loss(factor):
+    points = curve(30.0, noise=0.01)
+    scaled = changed(points, lambda loss: factor * loss)
+    assert choose_rate(scaled).scale == choose_rate(points).scale
+    assert stop(scaled) == stop(points) is not None
+
+
+def stop(points: list[RatePoint]) -> int | None:
+    """Return the step at which the test would have ended."""
+    losses = [point.loss for point in points]
+    return next((i for i in range(1, len(losses) + 1) if has_diverged(losses[:i])), None)
+
+
+def test_the_test_stops_when_the_loss_is_half_above_its_lowest():
+    flat = [2.0] * 30
+    assert not has_diverged([])
+    assert not has_diverged(flat)
+    assert not has_diverged([*flat, 2.2])
+    assert has_diverged([*flat, *[3.2] * 20])
+    assert not has_diverged([*flat, *[2.9] * 20])
+    assert not has_diverged([8.0, 7.0, 6.0, 5.0, 2.0])  # falling
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_the_test_stops_when_the_loss_is_not_finite(loss):
+    assert has_diverged([2.0] * 20 + [loss])
+
+
+def test_a_negative_loss_that_falls_has_not_diverged():
+    falling = [-1.0 - 0.1 * i for i in range(20)]  # a log-likelihood
+    assert not has_diverged(falling)
+    assert has_diverged(falling + [1.0] * 20)
+
+
+def test_smoothing_is_corrected_for_its_start():
+    assert smoothed([3.0]) == [pytest.approx(3.0)]
+    assert smoothed([5.0] * 7) == [pytest.approx(5.0)] * 7
+    assert smoothed([0.0, 9.0])[1] == pytest.approx(5.0)  # (0.8 * 0 + 9) / 1.8
+    assert smoothed([]) == []
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf])), max_size=STEPS))
+def test_never_below_the_users_rate_nor_above_a_third_of_the_widest(losses):
+    found = choose_rate([RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=False)])
+    assert 1.0 <= found.scale <= WIDEST * SAFETY * 1.05
+    assert bool(found.losers) == (found.scale > 1.0)
+    assert found.reason

@@ -1,0 +1,277 @@
+"""From a profile to a plan: what is chosen and what the page says, on a machine that is only arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from simulated_machine import CPU, MIB, Machine, candidate_of, measured, planned, values
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Check, Mark
+from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.planner import adapt_learning_rate, choose, rejected_trials
+
+REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
+FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}
+
+
+def reasons_against(plan, name: str) -> dict[object, str]:
+    return {loser.value: loser.reason for loser in getattr(plan, name).losers}
+
+
+def test_clear_gains_are_taken_with_their_figures():
+    plan = planned(Machine(speed=FAST, fused_speed=3.0, noise=0.01, drift=0.2))
+    assert values(plan)[:5] == (64, "bf16", "channels_last", "retain", True)
+    assert plan.changes == ("precision", "memory_layout", "allocator", "fused_optimizer")
+    assert plan.tier == "S"
+    assert "x the speed (95%" in plan.precision.reason
+    assert plan.fused_optimizer.reason.startswith("the optimizer's step alone at 2.97x the speed (95% ")
+    assert plan.predicted is not None
+    assert plan.baseline is not None
+    true_speed = 1.0 / (0.9 / (1.5 * 1.2 * 1.3) + 0.1 / 3)
+    assert plan.baseline.step_s / plan.predicted.step_s == pytest.approx(true_speed, rel=0.05)
+    text = str(plan)
+    assert text.startswith("Change precision bf16, memory layout channels_last, allocator retain, fused optimizer True")
+    assert "not fp32: " in text
+
+
+def test_a_gain_inside_the_noise_is_declined_with_its_reason():
+    plan = planned(Machine(speed={"bf16": 1.02}, noise=0.05, seed=3))
+    assert plan.changes == ()
+    assert plan.precision.reason.startswith("as the loop has it: nothing tried gains more than the ")
+    assert "no gain: " in reasons_against(plan, "precision")["bf16"]
+    assert "the A/A control resolves " in reasons_against(plan, "precision")["bf16"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_alone_changes_nothing(seed):
+    plan = planned(Machine(noise=0.04, drift=0.2, seed=seed))
+    assert plan.changes == ()
+
+
+def test_a_loop_that_is_already_good_is_left_alone():
+    plan = planned(Machine(split_s=0.2), is_fused=True, layout="channels_last", can_retain=False)
+    assert plan.changes == ()
+    assert str(plan).startswith("Change nothing: no setting tried is better than this loop")
+    assert plan.fused_optimizer.value is True
+    assert plan.fused_optimizer.reason == "already fused"
+    assert plan.memory_layout.reason == "already channels_last"
+    assert plan.allocator.reason == "only host memory under glibc can be retained"
+    assert plan.baseline == plan.predicted
+
+
+def test_what_does_not_apply_says_why():
+    plan = planned(Machine(), has_convolutions=False, supports_fused=False, optimizer="Lion", batch_rows=1)
+    assert plan.memory_layout.reason == "the model has no convolutions"
+    assert plan.fused_optimizer.reason == "Lion has no fused step to switch on"
+    assert plan.micro_batch.reason == "the user's batch: it cannot be smaller"
+
+
+def test_a_refused_split_keeps_the_users_batch():
+    plan = planned(Machine(speed={"bf16": 2.0}, split_s=-0.1), check=REFUSED)
+    assert plan.micro_batch.value == 64
+    assert plan.micro_batch.reason == "the user's batch: " + REFUSED.reason
+    assert f"check: splitting is refused: {REFUSED.reason}" in str(plan)
+
+
+def test_a_refused_split_leaves_a_memory_budget_to_the_other_settings():
+    machine = Machine(speed={"bf16": 0.8}, weight={"bf16": 0.5})  # slower, and half the memory
+    plan = planned(machine, budget=Budget(memory=500 * MIB), check=REFUSED)
+    assert (plan.micro_batch.value, plan.precision.value) == (64, "bf16")
+    assert "cannot stay (peak memory 740 MiB is over the budget of 500 MiB)" in plan.precision.reason
+
+
+def test_a_memory_budget_forces_smaller_slices_even_if_slower():
+    free, bound = planned(Machine(split_s=0.2)), planned(Machine(split_s=0.2), budget=Budget(memory=300 * MIB))
+    assert free.micro_batch.value == 64
+    assert (bound.micro_batch.value, bound.num_micro_batches) == (16, 4)
+    assert bound.changes == ("micro_batch",)
+    assert bound.predicted is not None
+    assert bound.baseline is not None
+    assert bound.predicted.peak_bytes == 260 * MIB
+    assert bound.predicted.step_s > bound.baseline.step_s
+    assert "cannot stay (peak memory 740 MiB is over the budget of 300 MiB)" in bound.micro_batch.reason
+    assert reasons_against(bound, "micro_batch")[32].startswith("peak memory 420 MiB is over the budget")
+
+
+def test_a_budget_that_is_met_changes_nothing():
+    assert planned(Machine(split_s=0.2), budget=Budget(memory=740 * MIB)).changes == ()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002])
+def test_less_memory_at_equal_time_is_taken_and_survives_the_verification(noise):
+    plan = planned(Machine(split_s=0.0, noise=noise, drift=0.1))
+    assert plan.changes == ("micro_batch",)
+    assert plan.micro_batch.value == 16
+    assert plan.micro_batch.mark is Mark.EXACT
+    assert "less peak memory at" in plan.micro_batch.reason
+
+
+def test_an_impossible_memory_budget_names_the_nearest():
+    with pytest.raises(InfeasibleError) as caught:
+        planned(Machine(split_s=0.01), budget=Budget(memory=105 * MIB))
+    text = str(caught.value)
+    assert "over the budget of 105 MiB" in text
+    assert "The nearest that runs: fp32, micro-batch 1 needs 110 MiB and 1.63 s per step." in text
+
+
+def test_an_impossible_time_budget_names_the_fastest():
+    with pytest.raises(InfeasibleError) as caught:
+        planned(Machine(speed={"bf16": 2.0}, split_s=0.2), budget=Budget(time=0.3))
+    text = str(caught.value)
+    assert "550 ms per step is over the budget of 300 ms" in text
+    assert "The nearest that runs: bf16, micro-batch 64 needs 740 MiB and 550 ms per step." in text
+
+
+def test_a_time_budget_may_need_two_settings_together():
+    machine = Machine(speed={"bf16": 1.3, "retain": 1.3}, split_s=0.2)
+    plan = planned(machine, budget=Budget(time=0.7))
+    assert (plan.precision.value, plan.allocator.value) == ("bf16", "retain")
+
+
+def test_a_loop_that_never_ran_is_infeasible_and_says_why():
+    with pytest.raises(InfeasibleError, match=r"did not run \(ValueError: no\)"):
+        planned(Machine(fails=lambda stage, candidate: "ValueError: no"))
+
+
+def test_a_failed_trial_becomes_a_loser_with_its_reason():
+    machine = Machine(
+        speed={"bf16": 9.0, "retain": 1.3},
+        fails=lambda stage, c: "RuntimeError: no bf16 kernel" if c.precision == "bf16" else None,
+    )
+    profile = measured(machine)
+    plan = choose(profile, Objective(), Budget())
+    assert plan.changes == ("allocator",)
+    assert reasons_against(plan, "precision")["bf16"] == "RuntimeError: no bf16 kernel"
+    assert "not bf16: RuntimeError: no bf16 kernel" in str(plan)
+    assert {trial.candidate.precision for trial in rejected_trials(profile)} == {"bf16"}
+
+
+def test_a_loop_that_cannot_run_as_it_is_may_run_in_slices():
+    """The user's batch runs out of memory: a plan is found, its baseline is not measured."""
+    machine = Machine(fails=lambda stage, c: "out of memory" if c.micro_batch > 16 and stage != "optimizer" else None)
+    profile = measured(machine, budget=Budget(memory=2**40), supports_fused=False, can_retain=False)
+    plan = choose(profile, Objective(), Budget(memory=2**40))
+    assert plan.micro_batch.value == 16
+    assert plan.baseline is None
+    assert "reference: not measured" in str(plan)
+    assert "cannot stay (out of memory)" in plan.micro_batch.reason
+
+
+def test_a_screened_precision_is_a_loser_that_was_never_tried():
+    profile = measured(Machine(speed={"fp16": 9.0}))
+    plan = choose(profile, Objective(), Budget())
+    assert "fp16" not in {trial.candidate.precision for trial in profile.trials}
+    assert reasons_against(plan, "precision")["fp16"] == (
+        "not tried: fp16 matrix products run at 0.01x the speed of fp32 on this device"
+    )
+    assert reasons_against(plan, "precision")["tf32"] == "tf32 does not exist on cpu"
+
+
+def test_a_winner_that_the_verification_does_not_confirm_is_taken_back():
+    def step(stage: str, candidate: Candidate) -> float:
+        return 0.5 if candidate.precision == "bf16" and stage != "verify" else 1.0
+
+    plan = planned(Machine(step_of=step), check=REFUSED, can_retain=False)
+    assert plan.changes == ()
+    assert plan.precision.reason == "as the loop has it: the gain of the trials was not confirmed by the verification"
+    assert plan.predicted == plan.baseline
+
+
+def test_a_winner_that_fails_in_the_verification_is_taken_back():
+    machine = Machine(
+        speed={"bf16": 2.0}, fails=lambda stage, c: "it died" if stage == "verify" and c.precision == "bf16" else None
+    )
+    assert planned(machine).changes == ()
+
+
+def test_a_winner_that_fails_in_the_verification_is_not_taken_for_the_budgets_sake():
+    machine = Machine(fails=lambda stage, c: "it died" if stage == "verify" and c.micro_batch < 64 else None)
+    with pytest.raises(InfeasibleError, match="740 MiB is over the budget of 300 MiB"):
+        planned(machine, budget=Budget(memory=300 * MIB))
+
+
+def test_a_plan_the_budget_forces_needs_no_gain_in_the_verification():
+    plan = planned(Machine(split_s=0.5), budget=Budget(memory=300 * MIB))
+    assert plan.micro_batch.value == 16
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == pytest.approx(2.5)
+
+
+def test_a_recorded_profile_gives_the_same_plan():
+    profile = measured(Machine(speed=FAST, fused_speed=2.0, noise=0.02, drift=0.3))
+    plan = choose(profile, Objective(), Budget())
+    assert choose(from_json(Profile, to_json(profile)), Objective(), Budget()) == plan
+    assert plan.changes  # something was decided
+
+
+def test_a_recorded_profile_can_be_decided_under_another_budget():
+    """Slices that were measured are used, though another candidate was verified."""
+    recorded = measured(Machine(speed={"bf16": 1.5}, split_s=0.1))
+    loose = choose(recorded, Objective(), Budget())
+    tight = choose(recorded, Objective(), Budget(memory=450 * MIB))
+    assert (loose.micro_batch.value, tight.micro_batch.value) == (64, 32)
+    assert tight.precision.value == "bf16"
+    with pytest.raises(InfeasibleError, match="nearest that runs: bf16, micro-batch 16 needs 260 MiB"):
+        choose(recorded, Objective(), Budget(memory=250 * MIB))
+
+
+def test_a_recorded_profile_is_decided_by_the_objective_that_is_given():
+    """The reference won on memory and time together, so nothing was verified; nothing else may come out of it."""
+    both = Objective(time=1, memory=4)
+    machine = Machine(speed={"bf16": 1.5}, weight={"bf16": 3.0})
+    profile = measured(machine, objective=both, check=REFUSED, is_fused=True, can_retain=False)
+    assert profile.stage("verify") == ()
+    assert choose(profile, both, Budget()).changes == ()
+    assert choose(profile, Objective(), Budget()).changes == ("precision",)
+
+
+def test_the_plan_carries_reference_check_and_cost_of_planning():
+    reference = Reference("bf16", clip_norm=1.5)
+    plan = planned(Machine(), reference=reference, check=REFUSED)
+    assert (plan.reference, plan.check, plan.planning_s, plan.search_s) == (reference, REFUSED, 12.5, 0.0)
+    assert plan.precision.value == "bf16"
+    assert "precision" not in plan.changes
+    assert (plan.clip_norm.value, plan.clip_norm.changed) == (1.5, False)
+    assert "against: declared bf16 eager, clip 1.5 loop, 64 rows per step" in str(plan)
+
+
+def test_waiting_for_data_is_the_users_to_change():
+    profile = replace(measured(Machine()), phases_s={"data": 0.1, "forward": 0.4, "backward": 0.5})
+    assert choose(profile, Objective(), Budget()).advice == (
+        "the step waits 10% of its time for data: more loader workers, or pinned memory on a GPU",
+    )
+    quick = replace(profile, phases_s={"data": 0.01, "forward": 0.99})
+    assert choose(quick, Objective(), Budget()).advice == ()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
+    base = planned(Machine(speed={"bf16": 2.0}))
+    plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x"), 7.5)
+    assert plan.tier == "F"
+    assert plan.schedule.value == "warmup_cosine"
+    assert plan.learning_rate_scale.value == scale
+    assert plan.learning_rate_scale.changed is (scale != 1.0)
+    assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
+    assert values(plan)[:5] == values(base)[:5]
+    assert "7.5 s of it search for tier F" in str(plan)
+
+
+def test_the_last_measurement_is_what_is_predicted():
+    profile = measured(Machine(speed={"bf16": 2.0}))
+    later = Trial("verify", candidate_of(choose(profile, Objective(), Budget())), (0.123,) * 5, 5 * MIB)
+    plan = choose(replace(profile, trials=(*profile.trials[:-1], later)), Objective(), Budget())
+    assert plan.predicted is not None
+    assert (plan.predicted.step_s, plan.predicted.peak_bytes) == (0.123, 5 * MIB)
+
+
+def test_the_screen_reads_the_device_of_the_profile():
+    fast = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e10, "fp16": 2e11})
+    plan = planned(Machine(speed={"fp16": 2.0}), device=fast)
+    assert plan.precision.value == "fp16"
+    assert "not tried: bf16" in reasons_against(plan, "precision")["bf16"]
