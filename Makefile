@@ -41,8 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Compare a small language model's training loop with its plans; prints where the report is
-	@$(BIN)/trimtab compare source_gpt --quick --out runs/demo
+demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints where the report is
+	@rm -rf runs/demo
+	@$(BIN)/trimtab compare digits_resnet --quick --out runs/demo
 	@echo "Report: runs/demo/report.html (the same as text: runs/demo/report.md)"
 
 test: $(STAMP) ## Run the tests

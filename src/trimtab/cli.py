@@ -5,6 +5,7 @@ Exit status: 0 done, 1 an error that was explained, 2 a command line that does n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from trimtab.core.errors import DependencyError, TrimtabError
+from trimtab.core.errors import DependencyError, FormatError, TrimtabError, ValueGivenError
 
 try:
     import typer
@@ -61,6 +62,7 @@ def profile(
     from trimtab.core.objective import Budget
     from trimtab.experiments.text import profile_text
 
+    _require_folder(out)
     plans = _plan(task, Budget(memory), adapt=None)
     found = plans.profiles["S"]
     if out is not None:
@@ -82,7 +84,9 @@ def plan(
     from trimtab.core.profile import Profile
     from trimtab.decide.planner import choose
 
+    _require_folder(out)
     if task.endswith(".json"):
+        _refuse_adapt(adapt, task)
         chosen = choose(read_json(Profile, task), Objective(), Budget(memory))
     else:
         plans = _plan(task, Budget(memory), adapt)
@@ -110,6 +114,7 @@ def train(
     from trimtab.tasks import load_task
 
     if plan_file is not None:
+        _refuse_adapt(adapt, "--plan")
         chosen = read_json(Plan, plan_file)
     else:
         plans = _plan(task, Budget(), adapt)
@@ -179,9 +184,10 @@ def report(
 
 def main() -> None:
     """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it)."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports each start and stop on standard error
     try:
         app()
-    except TrimtabError as error:
+    except (TrimtabError, OSError) as error:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
         typer.echo(f"trimtab: {error}", err=True)
@@ -196,10 +202,10 @@ def _plan(task: str, budget: Any, adapt: str | None) -> Any:
     from trimtab.experiments.planning import make_plans
     from trimtab.tasks import load_task
 
-    loaded = load_task(task)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = _adaptation(adapt) is not None
     with _progress() as progress:
+        loaded = load_task(task)
         data = loaded.load_data()
         return make_plans(loaded, data, device, adapt=wanted, strong=False, budget=budget, progress=progress)
 
@@ -212,11 +218,28 @@ def _adaptation(adapt: str | None) -> str | None:
     return one_of("--adapt", adapt, ("learning-rate", "none"))
 
 
+def _refuse_adapt(adapt: str | None, recorded: str) -> None:
+    if _adaptation(adapt) is not None:
+        raise ValueGivenError(
+            "--adapt",
+            given=f"{adapt} with {recorded}, which is decided from what was recorded",
+            expected="a task alone, because a range test trains",
+        )
+
+
+def _require_folder(out: Path | None) -> None:
+    """Raise before minutes of work, not after them."""
+    if out is not None and not out.parent.is_dir():
+        raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
+
+
 class _progress:
-    """One line on standard error, rewritten in place, on a terminal only."""
+    """One line on standard error, rewritten in place, on a terminal only; what user code prints goes there too."""
 
     def __enter__(self) -> Callable[[str], None]:
         self._live = sys.stderr.isatty()
+        self._redirect = contextlib.redirect_stdout(sys.stderr)
+        self._redirect.__enter__()
         return self._show
 
     def _show(self, text: str) -> None:
@@ -225,12 +248,15 @@ class _progress:
             sys.stderr.flush()
 
     def __exit__(self, *exc: object) -> None:
+        self._redirect.__exit__(None, None, None)
         if self._live:
             sys.stderr.write("\r\033[2K")
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, allow_nan=False, ensure_ascii=False))
+    from trimtab.core.codec import to_jsonable
+
+    typer.echo(json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False))
 
 
 def _print_rich(renderable: Any) -> None:

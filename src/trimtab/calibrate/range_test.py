@@ -13,7 +13,7 @@ from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.engine import Run
 from trimtab.runtime.schedule import scaled_rates
 
-NUM_STEPS = 60
+NUM_STEPS = 40
 WIDEST = 300.0
 
 

@@ -89,7 +89,8 @@ def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) 
 
 def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
     """Return a candidate's cost as last measured on whole steps."""
-    trials = [t for t in profile.trials if t.candidate == candidate and t.stage != "optimizer" and t.step_s]
+    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:
         return None
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]

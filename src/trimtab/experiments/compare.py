@@ -19,7 +19,7 @@ import torch
 
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.record import RunRecord, read_record, write_record
 from trimtab.experiments.inspect_arm import measure_arm
@@ -57,6 +57,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
+        if not self.cap_s > 0:
+            raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
 
 
 def compare(
@@ -75,7 +77,7 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     progress(f"reading {task.name}")
     data = task.load_data()
-    _claim(out, task, settings)
+    _claim(out, task, settings, budget or Budget(), objective or Objective())
     plans = _plans(task, data, device, out, settings, budget, objective, progress)
     entries = _entries(task, data, plans, settings)
     facts = _facts(entries, task, data, device, out, progress)
@@ -85,19 +87,28 @@ def compare(
     return summarise(task, data, plans, races, facts, command=command, environment=environment())
 
 
-def _claim(out: Path, task: Task, settings: Settings) -> None:
+def _claim(out: Path, task: Task, settings: Settings, budget: Budget, objective: Objective) -> None:
     """Refuse a folder that holds another comparison; more pairs of the same one are welcome."""
     path = out / "settings.json"
     same = {key: value for key, value in asdict(settings).items() if key != "num_pairs"}
+    if budget != Budget() or objective != Objective():
+        same |= {"budget": to_json(budget), "objective": to_json(objective)}
     wanted = {"task": task.name, "torch": torch.__version__} | {k: str(v) for k, v in same.items()}
     if not path.exists():
         path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-    elif (found := json.loads(path.read_text(encoding="utf-8"))) != wanted:
-        different = sorted(k for k in wanted if found.get(k) != wanted[k])
+    elif (found := _settings(path)) != wanted:
+        different = sorted(k for k in wanted.keys() | found.keys() if found.get(k) != wanted.get(k))
         raise FormatError(
             str(out), given=f"a comparison with another {', '.join(different)}", expected="the same settings",
             way_out="Name another folder with --out."
         )  # fmt: skip
+
+
+def _settings(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None
 
 
 def _plans(

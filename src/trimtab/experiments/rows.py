@@ -14,6 +14,8 @@ _METRICS = {
     "final_metric_difference": "final_metric_difference",
     "do_no_harm": "do_no_harm_ratio",
 }
+# What the A/A control, a ratio of speeds, is the resolution of.
+_TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
@@ -34,7 +36,8 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
         "arm": row.arm,
         "against": against,
     }
-    return head | _interval(row.ratio) | _resolution(comparison) | {"verdict": row.verdict.kind}
+    resolved = _resolution(comparison) if row.metric in _TIMED else {}
+    return head | _interval(row.ratio) | resolved | {"verdict": row.verdict.kind}
 
 
 def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
@@ -56,7 +59,8 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         return head | {"bound": row.bound}
     ratio = row.ratio
     low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
-    return head | {"mean": 1 / ratio.mean, "low": low, "high": high, "verdict": row.verdict.kind}
+    interval = {"mean": 1 / ratio.mean, "low": low, "high": high}
+    return head | interval | _resolution(comparison) | {"verdict": row.verdict.kind}
 
 
 def _interval(ratio: Ratio) -> dict[str, Any]:

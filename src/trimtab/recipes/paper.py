@@ -59,11 +59,13 @@ class PaperLoop:
         with autocast(self.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, batch))
         self._scaler.scale(loss).backward()
-        return torch.cat([p.grad.flatten() for p in self._parameters()])
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters()])
 
     def _choose_k(self, gradients: list[Tensor], mean: Tensor) -> None:
         sigma2 = float(sum((g - mean).square().sum() for g in gradients)) / (len(gradients) - 1)
         sigma2 /= self._scaler.get_scale() ** 2
+        if not math.isfinite(sigma2):  # an overflow under the loss scale, or a diverged model: k stays
+            return
         if self._sigma2_target is None:
             self._sigma2_target = sigma2 / ALLOWED_K[0]
         wanted = min(ALLOWED_K[-1], math.ceil(sigma2 / (self._sigma2_target + 1e-12)))
@@ -72,6 +74,8 @@ class PaperLoop:
     def _write_gradient(self, flat: Tensor) -> None:
         offset = 0
         for parameter in self._parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))
             offset += parameter.numel()
 

@@ -84,7 +84,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             path,
             given=f"a {type(value).__name__}, which cannot be split by rows",
             expected="tensors, nested in dicts, tuples or lists",
-            way_out="Yield such a structure from the loader's collate function, or plan with the whole batch.",
+            way_out="Yield such a structure from the loader's collate function.",
         )
 
 

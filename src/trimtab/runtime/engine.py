@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure import allocator
 from trimtab.runtime import gradients, layout, optimizers, precision
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
 from trimtab.runtime.batches import count_rows
+from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.schedule import scaled_rates, warmup_cosine
@@ -76,14 +76,14 @@ class Run:
         with contextlib.ExitStack() as undo:  # a failure half-way undoes what was done
             _active.add(self.model)
             undo.callback(_active.discard, self.model)
+            if self.plan.fused_optimizer.value and not optimizers.is_fused(self._optimizer):
+                undo.callback(optimizers.use_fused(self._optimizer))  # may refuse: before anything is moved
             if self.plan.memory_layout.value == "channels_last":
                 undo.callback(layout.use_channels_last(self.model, self._optimizer))
-            if self.plan.fused_optimizer.value and not optimizers.is_fused(self._optimizer):
-                undo.callback(optimizers.use_fused(self._optimizer))
             if self._precision == "tf32":
-                undo.callback(precision.use_tf32())
+                undo.callback(precision.tf32.hold())
             if self.plan.allocator.value == "retain":
-                undo.callback(_retain_memory())
+                undo.callback(retained_memory.hold())
             undo.callback(self._order.forward.watch(self.model))
             undo.callback(self._optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
             layout.align_state(self._optimizer)
@@ -174,16 +174,30 @@ class Run:
         return applied
 
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
-        """Run one whole window; returns its mean loss as a detached scalar on the device."""
-        for micro in window:
-            with self.autocast():
-                result = loss_fn(self.model, micro)
-            self._backward(result)
+        """Run one whole window; returns its mean loss as a detached scalar on the device.
+
+        An error in the loss gives the window up whole: nothing was applied, and the next one can be trained on.
+        """
+        if not isinstance(window, Window):
+            expected = "one that run.windows(loader) or run.window(batch) made"
+            raise LoopError("window", given=f"a {type(window).__name__}", expected=expected)
+        window.require_loop(self)
+        try:
+            for micro in window:
+                with self.autocast():
+                    result = loss_fn(self.model, micro)
+                self._backward(result)
+        except BaseException:
+            if self._order.window is window:
+                self._abandon()
+            raise
         self.step()
         return self.loss
 
     def close(self) -> None:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned."""
+        if self._closed:
+            return
         if self._order.window is not None:
             self._abandon()
         self._closed = True
@@ -204,16 +218,19 @@ class Run:
         scaler = None if self._scaler is None else self._scaler.state_dict()
         return {"consumed_rows": self.consumed_rows, "applied_steps": self.applied_steps, "scaler": scaler}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`; raises `ValueGivenError` when it does not fit this plan's precision."""
-        if (state.get("scaler") is None) != (self._scaler is None):
-            raise ValueGivenError(
-                "state.scaler", given="a state saved under another precision", expected=f"one of {self._precision}"
-            )
-        self.consumed_rows = checks.integer("state.consumed_rows", state.get("consumed_rows"), low=0)
-        self.applied_steps = checks.integer("state.applied_steps", state.get("applied_steps"), low=0)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state["scaler"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            ValueGivenError: not such a state, or one saved under a precision that does not fit; nothing was changed.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueGivenError("state", given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
+        consumed, applied = (
+            checks.integer(f"state.{name}", state.get(name), low=0) for name in ("consumed_rows", "applied_steps")
+        )
+        precision.load_scaler(self._scaler, state.get("scaler"), self._precision)
+        self.consumed_rows, self.applied_steps = consumed, applied
 
     # What a window reports.
 
@@ -260,16 +277,6 @@ class Run:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return self._scaler.get_scale() >= before
-
-
-def _retain_memory() -> Callable[[], None]:
-    if not allocator.can_retain():
-        raise ValueGivenError(
-            "plan.allocator", given="retain on a C library without mallopt", expected="glibc", way_out="Use keep."
-        )
-    before = allocator.mode()
-    allocator.set_mode("retain")
-    return lambda: allocator.set_mode(before)
 
 
 def _resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:

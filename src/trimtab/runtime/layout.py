@@ -7,20 +7,27 @@ parameter's gives wrong weights without a word. So every change of layout, here 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Lay 4-dim parameters and buffers out as channels_last, in place; returns what restores every stride."""
-    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4]
+    """Lay 4-dim parameters and buffers out as channels_last, in place; returns what restores every stride.
+
+    Until then `optimizer.state_dict()` holds the strides that will stand again: a checkpoint outlives its run.
+    """
+    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not _overlaps(tensor)]
     for tensor, _ in changed:
         tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         _drop_mismatched_grad(tensor)
     align_state(optimizer)
+    strides = {id(tensor): before for tensor, before in changed}
+    saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _restride(optimizer, saved, strides))
 
     def undo() -> None:
+        saving.remove()
         for tensor, strides in changed:
             tensor.data = _with_strides(tensor.data, strides)
             _drop_mismatched_grad(tensor)
@@ -46,9 +53,30 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = _with_strides(value, parameter.stride())
 
 
+def _restride(optimizer: torch.optim.Optimizer, saved: dict[str, Any], strides: dict[int, tuple[int, ...]]) -> None:
+    """Give the 4-dim state tensors of a fresh `state_dict()` the strides their parameter had."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, state in saved["state"].items():
+        parameter = parameters[index] if isinstance(index, int) else None
+        if parameter is None or id(parameter) not in strides:
+            continue
+        wanted = strides[id(parameter)]
+        saved["state"][index] = {
+            name: _with_strides(value, wanted)
+            if isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for name, value in state.items()
+        }
+
+
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether rows share memory (an expanded buffer): it cannot be written, so its layout stays."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -75,17 +75,36 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             way_out="Plan with fused_optimizer=False.",
         )
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
-    align_state(optimizer)
-    for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = True, False
-        _move_steps(optimizer, group, on_device=True)
+
+    def switch(optimizer: torch.optim.Optimizer) -> None:
+        align_state(optimizer)
+        for group, _ in zip(optimizer.param_groups, before, strict=False):  # a group added later stays as it is
+            group["fused"], group["foreach"] = True, False
+            _move_steps(optimizer, group, on_device=True)
+
+    # A loaded state brings flags of its own; a saved one must not carry the plan's beyond the run.
+    loading = optimizer.register_load_state_dict_post_hook(switch)
+    saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
+    switch(optimizer)
 
     def undo() -> None:
-        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=True):
+        loading.remove()
+        saving.remove()
+        for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=False):
             group["fused"], group["foreach"] = fused, foreach
             _move_steps(optimizer, group, on_device=fused is True)
 
     return undo
+
+
+def _save_flags(saved: dict[str, Any], flags: list[tuple[bool | None, bool | None]]) -> None:
+    """Put the user's own flags, and host step counters to match, into a fresh `state_dict()`."""
+    for group, (fused, foreach) in zip(saved["param_groups"], flags, strict=False):
+        group["fused"], group["foreach"] = fused, foreach
+        for index in group["params"] if fused is not True else ():
+            state = saved["state"].get(index, {})
+            if isinstance(state.get("step"), Tensor):
+                saved["state"][index] = state | {"step": state["step"].cpu()}
 
 
 def _move_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, on_device: bool) -> None:

@@ -5,6 +5,7 @@ idle -> window open -> (micro-batch begun -> forward seen -> backward done)* -> 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -88,13 +89,15 @@ class LoopOrder:
 
 
 class ForwardSeen:
-    """Forward pre-hook that notes the model ran. A copy of the model (an EMA) shares it instead of copying a run."""
+    """Forward pre-hook that notes the watched model ran. A copy of the model (an EMA) shares it, and does not count."""
 
     def __init__(self) -> None:
         self.seen = False
+        self._watched: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.seen = True
+        if module is self._watched():
+            self.seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSeen:
         return self
@@ -104,4 +107,5 @@ class ForwardSeen:
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Install the hook; returns what removes it."""
+        self._watched = weakref.ref(model)
         return model.register_forward_pre_hook(self).remove

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
+from trimtab.runtime.modes import SharedMode
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +34,23 @@ def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | 
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
-def use_tf32() -> Callable[[], None]:
+def load_scaler(scaler: torch.amp.GradScaler | None, state: Any, precision: str) -> None:
+    """Load a loss scaler's state; raises `ValueGivenError`, and changes nothing, when it is not one of this precision."""
+    if (state is None) != (scaler is None):
+        raise ValueGivenError(
+            "state.scaler", given="a state saved under another precision", expected=f"one of {precision}"
+        )
+    if scaler is None:
+        return
+    expected = scaler.state_dict()
+    if not isinstance(state, Mapping) or state.keys() != expected.keys():
+        raise ValueGivenError("state.scaler", given=f"{state!r:.80}", expected="the keys " + ", ".join(expected))
+    for name, value in state.items():
+        checks.number(f"state.scaler.{name}", value, low=0)
+    scaler.load_state_dict(dict(state))
+
+
+def _use_tf32() -> Callable[[], None]:
     """Let CUDA matmuls and convolutions run in TF32; returns what puts the global modes back."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
     before = [place.fp32_precision for place in places]
@@ -44,3 +62,6 @@ def use_tf32() -> Callable[[], None]:
             place.fp32_precision = mode
 
     return undo
+
+
+tf32 = SharedMode(_use_tf32)

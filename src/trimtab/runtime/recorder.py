@@ -6,6 +6,7 @@ import time
 
 from torch import Tensor
 
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import RecordWriter, StepRecord
 
 Scalar = Tensor | float | int
@@ -16,6 +17,10 @@ class Recorder:
     """Collects one line per window for a `RecordWriter`; reads device scalars every 50 steps and at close."""
 
     def __init__(self, writer: RecordWriter) -> None:
+        if not isinstance(writer, RecordWriter):
+            raise ValueGivenError(
+                "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
+            )
         self._writer = writer
         self._pending: list[tuple[int, Scalar, Scalar, Scalar, float, bool, Scalar | None, float | None]] = []
         self._index = 0

@@ -36,14 +36,19 @@ class Window:
         self._device = device
         self._used = False
 
+    def require_loop(self, loop: Loop) -> None:
+        """Raise `LoopError` unless a run made this window."""
+        if loop is not self._loop:
+            raise LoopError("window", given="a window of another run", expected="one of this run")
+
     def __len__(self) -> int:
         return self.num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
         if self._used:
             raise LoopError("window", given="a second pass over a window", expected="one pass; take the next window")
-        self._used = True
         self._loop.open_window(self)
+        self._used = True
         for index, (micro, rows) in enumerate(slices(self._batch, self.rows, self._micro_batch)):
             self._loop.begin_micro_batch(rows, last=index == self.num_micro_batches - 1)
             yield to_device(micro, self._device)

@@ -68,7 +68,9 @@ def test_a_test_that_diverged_at_once_keeps_the_users_rate(losses):
 
 def test_losses_that_are_not_finite_are_left_out():
     whole = curve(30.0)
-    broken = whole[:-3] + [RatePoint(point.scale, loss) for point, loss in zip(whole[-3:], (math.inf, math.nan, 1e9))]
+    broken = whole[:-3] + [
+        RatePoint(point.scale, loss) for point, loss in zip(whole[-3:], (math.inf, math.nan, 1e9), strict=True)
+    ]
     assert choose_rate(broken).scale == choose_rate(whole).scale
 
 

@@ -260,15 +260,17 @@ def test_when_the_reference_cannot_run_the_best_that_runs_is_taken():
 
 
 def test_why_a_trial_cannot_be_chosen():
-    profile, budget = profile_of(), Budget(memory=100 * MIB, time=0.5)
-    whole = micro(32, 0.4, 50)
-    assert unfit(profile, whole, "micro_batch", budget) is None
-    assert unfit(profile, replace(whole, error="RuntimeError: no"), "micro_batch", budget) == "RuntimeError: no"
-    assert "stopped after 2 blocks" in (unfit(profile, replace(whole, block_s=(9.0, 9.0)), "micro_batch", budget) or "")
-    assert "peak memory 200 MiB" in (unfit(profile, micro(32, 0.4, 200), "micro_batch", budget) or "")
-    assert "600 ms per step is over the budget of 500 ms" in (unfit(profile, micro(32, 0.6, 50), "verify", budget) or "")
-    alone = Trial("optimizer", REFERENCE, (0.6,) * 5)
-    assert unfit(profile, alone, "optimizer", budget) is None  # not a whole step
+    whole, budget = micro(32, 0.4, 50), Budget(memory=100 * MIB, time=0.5)
+
+    def why(trial: Trial) -> str:
+        return unfit(profile_of(), trial, trial.stage, budget) or ""
+
+    assert why(whole) == ""
+    assert why(replace(whole, error="RuntimeError: no")) == "RuntimeError: no"
+    assert why(replace(whole, block_s=(9.0, 9.0))).startswith("stopped after 2 blocks: 9 s per step")
+    assert why(micro(32, 0.4, 200)) == "peak memory 200 MiB is over the budget of 100 MiB"
+    assert why(micro(32, 0.6, 50)) == "600 ms per step is over the budget of 500 ms"
+    assert why(Trial("optimizer", REFERENCE, (0.6,) * 5)) == ""  # not a whole step
 
 
 def test_memory_may_be_weighed_against_time():

@@ -1,0 +1,81 @@
+"""Every choice of a plan keeps the promise of its mark: exact to the order of summation, rounding to its precision.
+
+The tests are generated from `Plan.marks()`: a new field without a value here fails, and so does one that is promised
+to be closer than it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_loop import TOLERANCE, Trained, assert_same_training, train_ours, train_plain
+from training_cases import class_batches, image_case
+
+from trimtab.core.plan import Mark, Plan
+from trimtab.measure import allocator
+
+ROWS = 4
+STEPS = 3
+# Values that differ from the reference. A dynamics field is free to change the training; tier F says so.
+CHANGES = {
+    "micro_batch": (2, 3, 1),
+    "precision": ("bf16", "fp16"),  # tf32 needs CUDA
+    "memory_layout": ("channels_last",),
+    "allocator": ("retain",) if allocator.can_retain() else (),
+    "fused_optimizer": (True,),
+    "schedule": ("warmup_cosine",),
+    "learning_rate_scale": (1.5,),
+    "clip_norm": (0.01,),
+}
+MARKS = Plan.marks()
+changes = [(name, value) for name, values in CHANGES.items() for value in values]
+# Units of rounding of the field's own precision: bf16 keeps 8 bits, fp16 11. A gradient through 3 layers and a few
+# steps of momentum gathers less than 16 of them; layout and kernel only reorder fp32's.
+PRECISION = {"bf16": 16 * 2**-8, "fp16": 16 * 2**-11}
+
+
+def planned(name, value):
+    values = {"micro_batch": ROWS} | {name: value}
+    return Plan.fixed(ROWS, **values)
+
+
+def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
+    batches = class_batches((ROWS,) * STEPS, dtype, (3, 7, 7))
+    case = image_case(dtype, optimizer, foreach=True).having(batches=batches)
+    total = 10 * ROWS if MARKS[name] is Mark.DYNAMICS else None
+    return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
+
+
+def test_every_choice_has_a_value_to_try():
+    assert CHANGES.keys() == MARKS.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), changes)
+def test_a_change_makes_the_tier_its_mark_says(name, value):
+    assert planned(name, value).changes == (name,)
+    assert planned(name, value).tier == ("F" if MARKS[name] is Mark.DYNAMICS else "S")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.EXACT])
+def test_exact_choices_change_the_order_of_summation_at_most(name, value, optimizer):
+    assert_same_training(*train(name, value, torch.float64, optimizer), TOLERANCE[torch.float64])
+
+
+@pytest.mark.skipif(not allocator.can_retain(), reason="needs glibc")
+def test_the_allocator_changes_no_bit():
+    assert_same_training(*train("allocator", "retain", torch.float32, "adamw"), 0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.ROUNDING])
+def test_rounding_choices_are_close_in_their_own_precision(name, value, optimizer):
+    ours, plain = train(name, value, torch.float32, optimizer)
+    # 4e-6: see test_layouts.py, a convolution's bias sums terms that cancel.
+    assert_same_training(ours, plain, PRECISION.get(value, 4e-6))
+
+
+@pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.DYNAMICS])
+def test_dynamics_choices_are_rightly_marked_for_they_do_change_the_training(name, value):
+    with pytest.raises(AssertionError, match="weights|gradient|keys"):
+        assert_same_training(*train(name, value, torch.float64, "sgd"), 1e-3)

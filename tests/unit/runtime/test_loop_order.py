@@ -1,0 +1,185 @@
+"""The loop's verbs follow one order; a breach raises before anything changes, and the loop can go on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import LoopError
+from trimtab.core.plan import Plan
+from trimtab.measure.snapshot import fingerprint
+from trimtab.runtime.order import ForwardSeen
+
+ROWS, MICRO = 5, 2  # three micro-batches
+
+
+def loop():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+class Verbs(RuleBasedStateMachine):
+    """Any sequence of verbs: what the order allows works, what it forbids raises and leaves every bit as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.optimizer = loop()
+        self.run = trimtab.start(self.model, self.optimizer, Plan.fixed(ROWS, MICRO))
+        self.batch = torch.randn(ROWS, 3)
+        self.window = None
+        self.steps = 0
+        self.idle()
+
+    def idle(self):
+        self.micros = self.micro = None
+        self.given = self.seen = self.done = 0  # micro-batches handed out, with a forward, with a backward
+        self.unscaled = False
+
+    def forbid(self, verb, *args):
+        before = fingerprint(self.model, self.optimizer), self.run.state_dict()
+        with pytest.raises(LoopError):
+            verb(*args)
+        assert (fingerprint(self.model, self.optimizer), self.run.state_dict()) == before
+
+    @rule()
+    def open_window(self):
+        window = iter(self.run.window(self.batch))
+        if self.micros is not None:
+            self.forbid(next, window)
+            return
+        self.micros, self.micro, self.given = window, next(window), 1
+
+    @precondition(lambda self: self.micros is not None)
+    @rule()
+    def next_micro_batch(self):
+        if self.done < self.given:
+            with pytest.raises(LoopError, match=r"the next micro-batch before run\.backward"):
+                next(self.micros)
+            assert all(p.grad is None for p in self.model.parameters()), "the window is given up whole"
+            self.idle()
+            return
+        self.micro = next(self.micros, None)
+        self.given += self.micro is not None
+
+    @precondition(lambda self: self.micro is not None)
+    @rule()
+    def forward(self):
+        self.loss = loss_fn(self.run.model, self.micro)
+        self.seen = self.given
+
+    @precondition(lambda self: self.micro is not None and self.done < self.given)
+    @rule()
+    def forward_of_a_copy(self):
+        self.loss = loss_fn(copy.deepcopy(self.run.model), self.micro)
+
+    @rule()
+    def backward(self):
+        if self.done < self.given == self.seen:
+            loss = loss_fn(self.run.model, self.micro)
+            self.run.backward(loss)
+            self.done += 1
+        else:
+            self.forbid(self.run.backward, self.model.weight.sum())
+
+    @rule()
+    def unscale(self):
+        if self.done == 3 and not self.unscaled:
+            self.run.unscale()
+            self.unscaled = True
+        else:
+            self.forbid(self.run.unscale)
+
+    @rule()
+    def step(self):
+        if self.done == 3:
+            assert self.run.step() is True
+            self.steps += 1
+            self.idle()
+        else:
+            self.forbid(self.run.step)
+        assert (self.run.applied_steps, self.run.consumed_rows) == (self.steps, ROWS * self.steps)
+
+    def teardown(self):
+        self.run.close()
+        assert all(p.grad is None for p in self.model.parameters())
+
+
+TestVerbs = Verbs.TestCase
+
+
+@pytest.fixture
+def run():
+    model, optimizer = loop()
+    with trimtab.start(model, optimizer, Plan.fixed(ROWS, MICRO)) as run:
+        yield run
+
+
+def test_a_window_refused_while_another_is_open_can_be_had_after_it(run):
+    first, second = run.window(torch.randn(ROWS, 3)), run.window(torch.randn(ROWS, 3))
+    for micro in first:
+        with pytest.raises(LoopError):
+            next(iter(second))
+        run.backward(loss_fn(run.model, micro))
+    run.step()
+    run.train_step(second, loss_fn)
+    assert run.applied_steps == 2
+
+
+def test_a_window_can_be_passed_once(run):
+    window = run.window(torch.randn(ROWS, 3))
+    run.train_step(window, loss_fn)
+    with pytest.raises(LoopError, match="second pass"):
+        run.train_step(window, loss_fn)
+    run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
+
+
+def test_an_error_in_train_step_gives_the_window_up_and_the_loop_can_go_on(run):
+    calls = []
+
+    def failing(model, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise FloatingPointError("bad row")
+        return loss_fn(model, batch)
+
+    before = [p.clone() for p in run.model.parameters()]
+    with pytest.raises(FloatingPointError):
+        run.train_step(run.window(torch.randn(ROWS, 3)), failing)
+    assert all(p.grad is None for p in run.model.parameters()), "half a window would go into the next"
+    assert all(torch.equal(p, old) for p, old in zip(run.model.parameters(), before, strict=True))
+    assert (run.consumed_rows, run.applied_steps) == (0, 0)
+    run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
+    assert run.applied_steps == 1
+
+
+def test_a_loss_from_a_copy_of_the_model_is_refused_even_if_the_copy_was_made_in_the_run(run):
+    ema = copy.deepcopy(run.model)
+    for micro in run.window(torch.randn(ROWS, 3)):
+        with pytest.raises(LoopError, match=r"without a forward of run\.model"):
+            run.backward(loss_fn(ema, micro))
+        break
+
+
+def test_another_model_in_the_loss_is_fine_as_long_as_the_runs_model_ran(run):
+    teacher = copy.deepcopy(run.model).requires_grad_(False)
+    run.train_step(
+        run.window(torch.randn(ROWS, 3)), lambda model, x: (model(x) - teacher(x)).square().mean() + loss_fn(model, x)
+    )
+    assert run.applied_steps == 1
+
+
+def test_the_hook_that_sees_a_forward_travels_with_copies_but_drags_nothing():
+    hook = ForwardSeen()
+    assert copy.deepcopy({"hook": hook})["hook"] is hook
+    assert isinstance(pickle.loads(pickle.dumps(hook)), ForwardSeen)
