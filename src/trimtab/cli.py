@@ -262,7 +262,7 @@ def _print_json(value: Any) -> None:
 def _print_rich(renderable: Any) -> None:
     from rich.console import Console
 
-    Console().print(renderable)
+    Console(width=None if sys.stdout.isatty() else 120).print(renderable)
 
 
 def _command() -> str:

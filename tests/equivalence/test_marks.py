@@ -77,5 +77,5 @@ def test_rounding_choices_are_close_in_their_own_precision(name, value, optimize
 
 @pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.DYNAMICS])
 def test_dynamics_choices_are_rightly_marked_for_they_do_change_the_training(name, value):
-    with pytest.raises(AssertionError, match="weights|gradient|keys"):
+    with pytest.raises(AssertionError, match=r"weights|gradient"):
         assert_same_training(*train(name, value, torch.float64, "sgd"), 1e-3)

@@ -22,6 +22,7 @@ from trimtab.measure.timing import time_call
 
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
+_STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
 
 
 @dataclass
@@ -49,12 +50,18 @@ def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callabl
             arm for arm in arms if arm.error is None and (arm.control or arm.first_s < _FAR_SLOWER * incumbent_s)
         ]
         steps = max(1, round(_BLOCK_S / max(incumbent_s, 1e-6))) if math.isfinite(incumbent_s) else 1
-        for block in range(num_blocks):
-            progress(f"{stage.name}: block {block + 1} of {num_blocks}")
+        blocks = _affordable_blocks(num_blocks, steps * incumbent_s)
+        for block in range(blocks):
+            progress(f"{stage.name}: block {block + 1} of {blocks}")
             for arm in running if block % 2 == 0 else reversed(running):
                 arm.block_s.append(_time_block(subject, stage, arm.candidate, steps))
                 snapshot.restore()
     return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
+
+
+def _affordable_blocks(num_blocks: int, block_s: float) -> int:
+    """Return more blocks where blocks are short: a single disturbed one then weighs less."""
+    return num_blocks if block_s <= 0 else max(num_blocks, min(3 * num_blocks, round(_STAGE_S / block_s)))
 
 
 def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool) -> None:

@@ -20,6 +20,7 @@ class Ratio:
     """A paired ratio: geometric mean with a 95% t interval on log ratios (math: section 8).
 
     `low` and `high` are None below 2 pairs; a verdict needs 5 pairs, a claim 8. `pairs` are the raw ratios.
+    `counted` marks a ratio of exact counts (bytes allocated): the same again on every repeat, so it has no interval.
     """
 
     mean: float
@@ -27,6 +28,7 @@ class Ratio:
     high: float | None
     n: int
     pairs: tuple[float, ...]
+    counted: bool = False
 
 
 @dataclass(frozen=True)

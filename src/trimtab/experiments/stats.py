@@ -217,5 +217,5 @@ def memory_row(arm: str, against: str, tier: str, ours: int, theirs: int) -> Rat
     """Return the ratio of peaks, measured once each: exact allocation counts, so no interval."""
     value = ours / theirs
     kind = "gain" if value < 0.99 else ("harm" if value > 1.01 else "no gain")
-    ratio = Ratio(value, None, None, 1, (value,))
+    ratio = Ratio(value, None, None, 1, (value,), counted=True)
     return RatioRow("peak_memory", arm, against, tier, ratio, Verdict(kind, f"{value:.3f}x the peak of {against}"))

@@ -25,7 +25,7 @@ from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.schedule import scaled_rates, warmup_cosine
-from trimtab.runtime.window import Window
+from trimtab.runtime.window import Window, require_made_by
 
 LossFn = Callable[[nn.Module, Any], Any]
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -178,10 +178,7 @@ class Run:
 
         An error in the loss gives the window up whole: nothing was applied, and the next one can be trained on.
         """
-        if not isinstance(window, Window):
-            expected = "one that run.windows(loader) or run.window(batch) made"
-            raise LoopError("window", given=f"a {type(window).__name__}", expected=expected)
-        window.require_loop(self)
+        require_made_by(self, window)
         try:
             for micro in window:
                 with self.autocast():

@@ -35,7 +35,7 @@ def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | 
 
 
 def load_scaler(scaler: torch.amp.GradScaler | None, state: Any, precision: str) -> None:
-    """Load a loss scaler's state; raises `ValueGivenError`, and changes nothing, when it is not one of this precision."""
+    """Load a loss scaler's state; raises `ValueGivenError` when it does not fit, and changes nothing then."""
     if (state is None) != (scaler is None):
         raise ValueGivenError(
             "state.scaler", given="a state saved under another precision", expected=f"one of {precision}"

@@ -36,10 +36,9 @@ class Window:
         self._device = device
         self._used = False
 
-    def require_loop(self, loop: Loop) -> None:
-        """Raise `LoopError` unless a run made this window."""
-        if loop is not self._loop:
-            raise LoopError("window", given="a window of another run", expected="one of this run")
+    def is_of(self, loop: Loop) -> bool:
+        """Return whether this run made the window."""
+        return loop is self._loop
 
     def __len__(self) -> int:
         return self.num_micro_batches
@@ -53,3 +52,11 @@ class Window:
             self._loop.begin_micro_batch(rows, last=index == self.num_micro_batches - 1)
             yield to_device(micro, self._device)
             self._loop.end_micro_batch()
+
+
+def require_made_by(loop: Loop, window: Any) -> None:
+    """Raise `LoopError` unless `window` is one that this run made."""
+    if not isinstance(window, Window) or not window.is_of(loop):
+        given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"
+        expected = "one that run.windows(loader) or run.window(batch) made"
+        raise LoopError("window", given=given, expected=expected)

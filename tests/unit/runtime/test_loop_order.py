@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import nn
 
@@ -116,6 +117,7 @@ class Verbs(RuleBasedStateMachine):
 
 
 TestVerbs = Verbs.TestCase
+TestVerbs.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 @pytest.fixture

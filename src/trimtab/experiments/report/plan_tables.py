@@ -187,4 +187,4 @@ def break_even(charged_s: float, saved_s: float | None) -> str:
 def _throughput_verdict(arm: Arm | None, comparison: Comparison) -> str:
     rows = [row for row in comparison.ratios if arm and row.arm == arm.name and row.metric == "throughput"]
     row = next((row for row in rows if row.against == "reference"), None)
-    return say.honest(row.verdict, row.ratio.n).kind if row else say.UNMEASURED
+    return say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED

@@ -75,7 +75,7 @@ def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
 
 def _ratio_row(row: RatioRow, comparison: Comparison) -> tuple[Cell, ...]:
     value, interval = say.estimate(row.ratio, say.words_for(row, comparison))
-    verdict = say.honest(row.verdict, row.ratio.n)
+    verdict = say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted)
     return (say.measure(row.metric, comparison), value, interval, str(row.ratio.n), verdict)
 
 

@@ -91,7 +91,9 @@ def _part(table: Table, group: str) -> tuple[RenderableType, ...]:
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for name in table.columns:
         numeric = name in table.numeric
-        grid.add_column(_text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        fixed = numeric or any(isinstance(row[table.columns.index(name)], Verdict) for row in table.rows)
+        justify = "right" if numeric else "left"
+        grid.add_column(_text(name), justify=justify, no_wrap=fixed, overflow="fold")
     rows = table.rows if not group else [row for row, of in zip(table.rows, table.groups, strict=True) if of == group]
     for row in rows:
         grid.add_row(*(_cell(cell) for cell in row))

@@ -110,6 +110,8 @@ def measure(name: str, comparison: Comparison) -> str:
 
 def estimate(value: Ratio, words: Words) -> tuple[str, str]:
     """Return (estimate, interval); under 5 pairs the raw pairs stand for both."""
+    if value.counted:
+        return words(value.mean), "exact"
     if value.n < PAIRS_FOR_A_VERDICT:
         return raw_pairs(value, words), "none"
     return words(value.mean), interval(value, words)
@@ -136,9 +138,9 @@ def raw_pairs(value: Ratio, words: Words) -> str:
     return f"{text} and {more} more in report.json" if more > 0 else text
 
 
-def honest(verdict: Verdict, n: int) -> Verdict:
+def honest(verdict: Verdict, n: int, *, counted: bool = False) -> Verdict:
     """Return the verdict, or "no verdict" when there are too few pairs to have one, whatever was recorded."""
-    if n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
+    if counted or n >= PAIRS_FOR_A_VERDICT or verdict.kind == NO_VERDICT:
         return verdict
     return Verdict(NO_VERDICT, f"Fewer than {PAIRS_FOR_A_VERDICT} pairs: the raw pairs are all there is.")
 

@@ -1,0 +1,279 @@
+"""`compare` from a user's task file to the report, cut off and resumed; plans and arms as they are measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data
+from tiny_task import task as tiny
+
+from trimtab.calibrate import trials
+from trimtab.core.codec import read_json, to_json
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.record import read_record
+from trimtab.experiments import compare as compare_module
+from trimtab.experiments import race as race_module
+from trimtab.experiments.compare import Settings, compare
+from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.planning import PLANNING_SEED, Plans, make_plans
+from trimtab.experiments.report import terminal_report, write_report
+from trimtab.experiments.result import Comparison
+from trimtab.experiments.rows import benchmark_object
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.tasks import load_task
+
+CPU = torch.device("cpu")
+TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
+QUICK = Settings(num_pairs=2, quick=True)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Blocks of a few steps, in trials and in races."""
+    monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
+    monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+
+
+def run(out: Path, settings: Settings = QUICK, task=None, **options) -> Comparison:
+    return compare(task or load_task(TASK_FILE), out, settings, command="trimtab compare tiny", **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
+    """A quick comparison of two pairs, run once."""
+    folder, lines = tmp_path_factory.mktemp("compare") / "tiny", []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
+        monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+        return folder, run(folder, progress=lines.append), lines
+
+
+@pytest.fixture
+def folder(finished, tmp_path) -> Path:
+    """A copy of the finished comparison's folder."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
+    _, found, _ = finished
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert (found.task, found.num_pairs, found.command) == ("tiny", 2, "trimtab compare tiny")
+    assert all(len(arm.step_s) == 2 and min(arm.step_s) > 0 for arm in found.arms)
+    assert all(arm.peak_bytes > 0 for arm in found.arms)
+    assert {row.metric for row in found.ratios} == {"throughput", "peak_memory", "final_metric_difference"}
+    assert {(row.arm, row.charged) for row in found.target_rows} == {
+        (arm, charged) for arm in ("plan_S", "plan_F") for charged in (False, True)
+    }
+    assert found.headline.kind == "no verdict"
+    assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
+
+
+def test_reference_and_control_train_alike_to_the_last_bit(finished):
+    _, found, _ = finished
+    reference, control = found.arm("reference"), found.arm("self")
+    assert reference.final_metric == control.final_metric
+    assert [(rows, metric) for curve in reference.curves for rows, _, metric in curve.points] == [
+        (rows, metric) for curve in control.curves for rows, _, metric in curve.points
+    ]
+    assert reference.final_rows == BUDGET_ROWS
+
+
+def test_every_stage_leaves_its_result(finished):
+    folder, found, lines = finished
+    arms = ["reference", "self", "plan_S", "plan_F"]
+    races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in arms}
+    assert set(files(folder)) == {"settings.json", "plans.json", *(f"arm-{arm}.json" for arm in arms)} | races
+    assert lines[0] == "reading tiny"
+    assert any(line.startswith("race 2 of 2: reference") for line in lines)
+    plans = read_json(Plans, folder / "plans.json")
+    assert plans.plans == found.plans
+    assert json.loads(to_json(plans)) == json.loads((folder / "plans.json").read_text())
+    record = read_record(folder / "race-1" / "plan_F.jsonl")
+    assert (record.header.name, record.header.seed) == ("plan_F", 1)
+    assert found.arm("plan_F").final_metric[1] == record.evaluations[-1].metrics["accuracy"]
+
+
+def test_a_finished_comparison_is_read_back_without_running(finished, folder, monkeypatch):
+    monkeypatch.setattr(compare_module, "race", None)
+    monkeypatch.setattr(compare_module, "make_plans", None)
+    monkeypatch.setattr(compare_module, "measure_arm", None)
+    again = run(folder)
+    assert replace(again, created="", environment={}) == replace(finished[1], created="", environment={})
+
+
+def test_only_the_race_that_is_missing_is_run_again(folder):
+    shutil.rmtree(folder / "race-1")
+    (folder / "race-1.partial").mkdir()  # where it was cut off
+    (folder / "race-1.partial" / "reference.jsonl").write_text("torn")
+    before, lines = files(folder), []
+    found = run(folder, progress=lines.append)
+    after = files(folder)
+    assert not any(line.startswith(("race 1 of 2", "memory and phases")) for line in lines)
+    assert any(line.startswith("race 2 of 2") for line in lines)
+    kept = {name: content for name, content in before.items() if not name.startswith("race-1.partial")}
+    assert {name: after[name] for name in kept} == kept
+    assert set(after) - set(kept) == {f"race-1/{arm.name}.jsonl" for arm in found.arms}
+
+
+def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
+    shutil.rmtree(folder / "race-1")
+
+    def interrupt(text: str) -> None:
+        if text.startswith("race 2 of 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, progress=interrupt)
+    assert not (folder / "race-1").exists()
+    assert run(folder).num_pairs == 2
+
+
+def test_more_pairs_may_be_added(folder):
+    before = files(folder)
+    found = run(folder, replace(QUICK, num_pairs=3))
+    assert found.num_pairs == 3
+    after = files(folder)
+    assert {name: after[name] for name in before} == before
+    assert run(folder, replace(QUICK, num_pairs=1)).num_pairs == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "named"),
+    [
+        ({"quick": False}, {}, "peers, quick"),
+        ({"adapt": False}, {}, "adapt"),
+        ({"cap_s": 9.0}, {}, "cap_s"),
+        ({}, {"budget": Budget(memory="1GiB")}, "budget, objective"),
+        ({}, {"objective": Objective(time=1, memory=1)}, "budget, objective"),
+    ],
+)
+def test_a_folder_holds_one_comparison(folder, changes, options, named):
+    before = files(folder)
+    with pytest.raises(FormatError, match=f"a comparison with another {named};.*another folder with --out"):
+        run(folder, replace(QUICK, **changes), **options)
+    assert files(folder) == before
+
+
+def test_a_folder_of_another_task_is_refused(folder):
+    with pytest.raises(FormatError, match="a comparison with another task"):
+        run(folder, task=replace(tiny, name="other"))
+
+
+def test_a_folder_made_under_a_budget_is_refused_without_it(folder):
+    settings = json.loads((folder / "settings.json").read_text())
+    (folder / "settings.json").write_text(json.dumps(settings | {"budget": "x"}))
+    with pytest.raises(FormatError, match="with another budget"):
+        run(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
+def test_damaged_settings_are_named(folder, text):
+    (folder / "settings.json").write_text(text)
+    with pytest.raises(FormatError, match=r"settings\.json: given a damaged file"):
+        run(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_pairs", 0), ("cap_s", 0.0), ("cap_s", float("nan"))])
+def test_settings_are_checked_at_the_door(field, value):
+    with pytest.raises(ValueGivenError):
+        Settings(**{field: value})
+
+
+def test_the_report_is_written_and_read_back(finished, tmp_path):
+    found = finished[1]
+    paths = write_report(found, tmp_path)
+    assert read_json(Comparison, paths["json"]) == found
+    assert "tiny" in paths["md"].read_text()
+    assert paths["html"].read_text().lstrip().lower().startswith("<!doctype html>")
+    assert terminal_report(found) is not None
+    assert benchmark_object(read_json(Comparison, paths["json"])) == benchmark_object(found)
+
+
+def test_a_whole_comparison_races_the_peers_too(tmp_path):
+    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=False))
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
+    assert set(found.plans) == {"S", "strong"}
+    assert found.plans["strong"].reference.clip_norm == 1.0
+    assert found.arm("paper").final_rows >= BUDGET_ROWS
+    assert {row.metric for row in found.ratios} >= {"do_no_harm"}
+    assert ("plan_S", "strong") in {(row.arm, row.against) for row in found.ratios}
+    write_report(found, tmp_path)
+
+
+OWN_STEP = """
+from dataclasses import replace
+from tiny_task import task as tiny
+calls = []
+def step(model, optimizer, batch):
+    calls.append(len(batch[0]))
+    loss = tiny.loss_fn(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+task = replace(tiny, name="own_step", step=step)
+"""
+
+
+def test_a_users_own_step_is_what_is_compared_against(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_STEP)
+    task = load_task(f"{tmp_path / 'mine.py'}:task")
+    calls = task.step.__globals__["calls"]
+    found = run(tmp_path / "out", replace(QUICK, num_pairs=1, adapt=False), task=task)
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
+    assert set(calls) == {BATCH_ROWS}
+    measured = 2 + 1 + 4  # of memory and phases, apart from the race
+    assert len(calls) == 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
+
+
+# Plans and arms.
+
+
+def test_plans_are_made_on_data_no_race_uses():
+    seeds = []
+    data = load_data()
+
+    class Watching(type(data)):
+        def batches(self, seed, batch_rows):
+            seeds.append(seed)
+            return super().batches(seed, batch_rows)
+
+    watching = Watching(data.columns, data.held_out, data.source)
+    plans = make_plans(tiny, watching, CPU, adapt=True, strong=True, progress=lambda text: None)
+    assert seeds == [PLANNING_SEED]
+    assert set(plans.plans) == {"S", "F", "strong"}
+    assert set(plans.profiles) == {"S", "strong"}
+    assert (plans.plans["S"].tier, plans.plans["F"].tier) == ("S", "F")
+    assert plans.plans["F"].planning_s == plans.plans["S"].planning_s + plans.plans["F"].search_s
+    assert plans.plans["S"].reference == tiny.reference
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 8}, {"fused_optimizer": True}])
+def test_an_arm_is_measured_apart(changes):
+    def make(task, device):
+        return PlanLoop(task, device, Plan.fixed(BATCH_ROWS, **changes)) if changes else ReferenceLoop(task, device)
+
+    peak, phases = measure_arm(make, tiny, load_data(), CPU)
+    parameters = sum(p.numel() * p.element_size() for p in tiny.make_model().parameters())
+    assert 4 * parameters < peak < 40 * parameters  # weights, gradients, two moments, activations
+    assert list(phases) == ["data", "forward", "backward and rest", "optimizer"]
+    assert min(phases.values()) > 0
+
+
+def test_smaller_slices_are_seen_to_need_less_memory():
+    def peak(micro_batch: int) -> int:
+        wide = replace(tiny, batch_rows=512)
+        return measure_arm(lambda t, d: PlanLoop(t, d, Plan.fixed(512, micro_batch)), wide, load_data(), CPU)[0]
+
+    assert peak(64) < 0.7 * peak(512)

@@ -1,0 +1,284 @@
+"""A race: every arm starts alike and keeps its own clock and generators, in whatever turns they run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
+from torch import Tensor
+
+from trimtab.core.plan import Plan
+from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.experiments import race as race_module
+from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.race import Entry, race
+from trimtab.recipes.reference import ReferenceLoop
+
+CPU = torch.device("cpu")
+
+
+class Watched(ReferenceLoop):
+    """The reference loop, with what it started from, what it saw and whether it was closed."""
+
+    made: list[Watched]
+
+    def __init__(self, task, device) -> None:
+        super().__init__(task, device)
+        self.start = weights(self)
+        self.seen: list[Tensor] = []
+        self.closed = 0
+        Watched.made.append(self)
+
+    def step(self, batches: Iterator) -> int:
+        return super().step(self._noting(batches))
+
+    def _noting(self, batches: Iterator) -> Iterator:
+        for batch in batches:
+            self.seen.append(batch[0])
+            yield batch
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def weights(loop) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()])
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(race_module, "_BLOCK_S", 0.003)  # a few steps: many turns
+    Watched.made = []
+
+
+def run(*entries: Entry, its=task, seed: int = 0, **options) -> list[RunRecord]:
+    return race(entries, its, load_data(), seed, CPU, **options)
+
+
+def test_arms_start_alike_and_see_the_same_data():
+    run(*(Entry(name, Watched, BUDGET_ROWS) for name in ("a", "b", "c")))
+    first, *others = Watched.made
+    assert len(first.seen) == BUDGET_ROWS // BATCH_ROWS
+    for other in others:
+        assert torch.equal(first.start, other.start)
+        assert all(torch.equal(x, y) for x, y in zip(first.seen, other.seen, strict=True))
+
+
+def test_interleaved_arms_end_where_a_lone_one_ends():
+    """Bit for bit, with dropout in the model: each arm has its own generators."""
+    alone = [Entry("reference", Watched, BUDGET_ROWS)]
+    run(*alone)
+    records = run(*alone, Entry("self", Watched, BUDGET_ROWS), Entry("other", Noisy, BUDGET_ROWS))
+    lone, reference, again, _ = (weights(loop) for loop in Watched.made)
+    assert torch.equal(reference, lone)
+    assert torch.equal(reference, again)
+    assert not torch.equal(reference, Watched.made[0].start)
+    assert max(len(record.events) for record in records) > 5  # they did take turns
+    metrics = [[e.metrics for e in record.evaluations] for record in records]
+    assert metrics[0] == metrics[1]
+
+
+class Noisy(Watched):
+    """Draws from every generator and changes a global mode on the way."""
+
+    def step(self, batches: Iterator) -> int:
+        torch.rand(100), random.random(), numpy.random.rand()
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+        return super().step(batches)
+
+
+def test_another_seed_is_another_race():
+    run(Entry("a", Watched, BUDGET_ROWS))
+    run(Entry("a", Watched, BUDGET_ROWS), seed=1)
+    first, second = Watched.made
+    assert not torch.equal(first.start, second.start)
+    assert not torch.equal(first.seen[0], second.seen[0])
+
+
+def test_a_plan_that_changes_nothing_trains_as_the_reference_does():
+    loops = []
+
+    def make(its, device):
+        loops.append(PlanLoop(its, device, Plan.fixed(BATCH_ROWS)))
+        return loops[-1]
+
+    run(Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", make, BUDGET_ROWS))
+    assert torch.equal(weights(loops[0]), weights(Watched.made[0]))
+
+
+def state() -> list:
+    modes = [place.fp32_precision for place in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)]
+    return [torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state()), modes]
+
+
+def test_the_process_is_left_as_it_was():
+    before = state()
+    run(Entry("a", Noisy, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+    assert state() == before
+    assert [loop.closed for loop in Watched.made] == [1, 1]
+
+
+def test_an_error_closes_every_arm_and_restores_the_process():
+    def broken(model, batch):
+        raise ZeroDivisionError
+
+    def make(its, device):
+        return Watched(replace(its, loss_fn=broken), device)
+
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        run(Entry("a", Noisy, BUDGET_ROWS), Entry("b", make, BUDGET_ROWS))
+    assert state() == before
+    assert [loop.closed for loop in Watched.made] == [1, 1]
+
+
+# On a clock that stands still but for training and evaluating.
+
+
+class Clock:
+    """Steps and evaluations take what they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Timed:
+    """A loop without a model, whose every step takes `step_s`."""
+
+    model = optimizer = None
+
+    def __init__(self, clock: Clock, step_s: float, rows: int = 10, turns: list[str] | None = None, name: str = ""):
+        self._clock, self._step_s, self._rows = clock, step_s, rows
+        self._turns, self._name = turns if turns is not None else [], name
+
+    def step(self, batches) -> int:
+        self._clock.now += self._step_s
+        self._turns.append(self._name)
+        return self._rows
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1.0)
+    monkeypatch.setattr(race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def scripted(clock: Clock, values: list[float], *, every: int = 50, seconds: float = 1000.0, **changes):
+    """Return a task whose metric takes `seconds` and gives these values, evaluation by evaluation."""
+    left = iter(values)
+
+    def evaluate(model, batches) -> float:
+        clock.now += seconds
+        return next(left)
+
+    metric = replace(task.metric, evaluate=evaluate)
+    return replace(task, metric=metric, batch_rows=10, eval_every_rows=every, **changes)
+
+
+def test_evaluation_is_off_the_clock(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    assert [(e.rows, e.train_s) for e in found.evaluations] == [(50, 1.25), (100, 2.5)]
+    assert found.end.detail == {"rows": 100, "train_s": 2.5}
+    assert clock.now == 2002.5
+
+
+def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
+    assert blocks == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
+
+
+def test_arms_run_forwards_and_backwards_in_turn(clock):
+    turns: list[str] = []
+    its = scripted(clock, [0.1] * 3, every=1000)
+    entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=turns, name=n), 40) for n in "abc"]
+    run(*entries, its=its)
+    assert "".join(turns) == "abccbaabccba"
+
+
+def test_a_shorter_arm_stops_and_the_others_go_on(clock):
+    its = scripted(clock, [0.1] * 9)
+    short, long = run(
+        Entry("short", lambda *_: Timed(clock, 0.5), 30), Entry("long", lambda *_: Timed(clock, 0.5), 100), its=its
+    )
+    assert (short.end.reason, short.end.detail["rows"]) == ("budget", 30)
+    assert [e.rows for e in short.evaluations] == [30]  # its last rows are evaluated whatever is due
+    assert long.end.detail["rows"] == 100
+
+
+def test_an_arm_is_censored_at_the_cap(clock):
+    its = scripted(clock, [0.1] * 9)
+    slow, fast = run(
+        Entry("slow", lambda *_: Timed(clock, 1.5), 100), Entry("fast", lambda *_: Timed(clock, 0.1), 100), its=its,
+        cap_s=3.0,
+    )  # fmt: skip
+    assert (slow.end.reason, slow.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
+    assert fast.end.reason == "budget"
+
+
+def test_an_arm_may_stop_once_the_hardest_target_is_crossed_for_good(clock):
+    values = [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9]
+    its = scripted(clock, values, targets=(0.3, 0.6))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350, stop_at_target=True), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("target", 250)  # the second of 0.8, 0.9
+    its = scripted(clock, values, targets=(0.3, 0.6))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("budget", 350)
+
+
+def test_a_metric_that_should_fall_is_crossed_from_above(clock):
+    metric = replace(task.metric, name="perplexity", higher_is_better=False)
+    its = scripted(clock, [90.0, 44.0, 43.0, 40.0], targets=(80.0, 45.0))
+    its = replace(its, metric=replace(metric, evaluate=its.metric.evaluate))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 500, stop_at_target=True), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("target", 150)
+    assert found.evaluations[1].metrics == {"perplexity": 44.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_diverged_arm_is_stopped(clock, value):
+    its = scripted(clock, [0.1, value, 0.1])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 150), its=its)
+    assert (found.end.reason, found.end.detail["rows"]) == ("diverged", 100)
+
+
+def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
+    its = scripted(clock, [0.1] * 9)
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1, rows=40), 200), its=its)
+    assert [e.rows for e in found.evaluations] == [80, 120, 160, 200]
+
+
+def test_the_record_holds_all_and_survives_its_file(tmp_path):
+    entry = Entry("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
+    (found,) = run(entry, environment={"torch": torch.__version__}, seed=7)
+    assert (found.header.name, found.header.seed, found.header.detail) == ("reference", 7, {"why": "a test"})
+    assert found.header.environment == {"torch": torch.__version__}
+    assert [e.rows for e in found.evaluations] == list(range(EVAL_EVERY_ROWS, BUDGET_ROWS + 1, EVAL_EVERY_ROWS))
+    assert sum(event.detail["rows"] for event in found.events) == found.end.detail["rows"] == BUDGET_ROWS
+    assert sum(e.detail["seconds"] for e in found.events) == pytest.approx(found.end.detail["train_s"])
+    write_record(tmp_path / "reference.jsonl", found)
+    assert read_record(tmp_path / "reference.jsonl") == found
+
+
+def test_progress_tells_where_every_arm_stands():
+    lines: list[str] = []
+    run(Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", Watched, BUDGET_ROWS), progress=lines.append)
+    assert lines[-1].startswith(f"reference {BUDGET_ROWS} rows")
+    assert f"plan_S {BUDGET_ROWS} rows" in lines[-1]

@@ -1,0 +1,349 @@
+"""From records to ratios, times to target and verdicts: on records made by hand, whose answers are known."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from race_records import STEP_ROWS, climbing, record, timed
+from scipy import stats as scipy_stats
+
+from trimtab.core.record import Event, RunRecord
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments import stats
+from trimtab.experiments.result import Ratio
+
+CONTROL = Interval(1.0, 0.98, 1.02, 5)
+
+
+def races(ours: list[RunRecord], theirs: list[RunRecord]) -> dict[int, dict[str, RunRecord]]:
+    return {seed: {"ours": a, "theirs": b} for seed, (a, b) in enumerate(zip(ours, theirs, strict=True))}
+
+
+def ratio(mean: float, low: float, high: float, n: int = 5) -> Ratio:
+    return Ratio(mean, low, high, n, (mean,) * n)
+
+
+# Throughput.
+
+
+def test_throughput_is_rows_per_second_over_the_other_arm():
+    found = races([timed(0.5), timed(0.8)], [timed(1.0), timed(1.0)])
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0, 1.25])
+    assert stats.throughput_ratios(found, "theirs", "ours") == pytest.approx([0.5, 0.8])
+
+
+def test_the_first_block_is_left_out():
+    ours = record(blocks=[(10, 100.0), (10, 1.0), (10, 1.0)])
+    theirs = record(blocks=[(10, 0.001), (10, 2.0), (10, 2.0)])
+    assert stats.throughput_ratios(races([ours], [theirs]), "ours", "theirs") == pytest.approx([2.0])
+
+
+def test_a_single_block_is_all_there_is():
+    found = races([record(blocks=[(10, 1.0)])], [record(blocks=[(10, 3.0)])])
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([3.0])
+
+
+def test_only_the_rows_both_trained_on_count():
+    """The other arm slows down later, where this one has stopped; its last block counts in proportion."""
+    ours = record(blocks=[(10, 1.0), (10, 1.0), (5, 0.5)])  # 15 rows in 1.5 s after the first block
+    theirs = record(blocks=[(10, 1.0), (10, 2.0), (10, 4.0), (10, 900.0)])  # 15 rows in 2 + 4 / 2
+    assert stats.throughput_ratios(races([ours], [theirs]), "ours", "theirs") == pytest.approx([4.0 / 1.5])
+
+
+def test_a_race_without_the_other_arm_is_no_pair():
+    found = {0: {"ours": timed(1.0)}, 1: {"ours": timed(1.0), "theirs": timed(2.0)}, 2: {"theirs": timed(1.0)}}
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
+    assert stats.throughput_row(found, "ours", "nobody", "S", None) is None
+
+
+def test_pairs_come_in_the_order_of_their_seeds():
+    found = {2: {"ours": timed(2.0), "theirs": timed(1.0)}, 0: {"ours": timed(1.0), "theirs": timed(1.0)}}
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([1.0, 0.5])
+
+
+def test_an_arm_that_did_not_train_is_no_pair():
+    found = races([record(blocks=[])], [timed(1.0)])
+    assert stats.throughput_ratios(found, "ours", "theirs") == []
+    assert math.isnan(stats.step_seconds(record(blocks=[]), 10))
+
+
+def test_other_events_are_no_blocks():
+    plain = timed(1.0)
+    busy = replace(plain, events=(Event("retry", 0, {"why": "out of memory"}), *plain.events))
+    assert stats.step_seconds(busy, STEP_ROWS) == pytest.approx(1.0)
+
+
+def test_step_seconds_are_per_step_without_the_first_block():
+    assert stats.step_seconds(timed(0.25), STEP_ROWS) == pytest.approx(0.25)
+    assert stats.step_seconds(timed(0.25), 4 * STEP_ROWS) == pytest.approx(1.0)
+
+
+def test_the_throughput_row_is_the_geometric_mean_with_its_t_interval():
+    ours, theirs = [timed(s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)], [timed(1.5)] * 5
+    row = stats.throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
+    assert row is not None
+    logs = [math.log(1.5 / s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)]
+    expected = scipy_stats.ttest_1samp(logs, 0).confidence_interval(0.95)
+    assert row.ratio.mean == pytest.approx(math.exp(sum(logs) / 5))
+    assert (row.ratio.low, row.ratio.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+    assert (row.ratio.n, row.metric, row.tier) == (5, "throughput", "S")
+    assert row.ratio.pairs == pytest.approx([1.5 / s for s in (1.0, 1.1, 0.9, 1.05, 1.0)])
+    assert row.verdict.kind == "gain"
+
+
+def test_one_pair_has_no_interval():
+    row = stats.throughput_row(races([timed(1.0)], [timed(2.0)]), "ours", "theirs", "S", None)
+    assert row is not None
+    assert (row.ratio.low, row.ratio.high, row.ratio.n) == (None, None, 1)
+    assert row.verdict.kind == "no verdict"
+
+
+# Verdicts.
+
+
+@pytest.mark.parametrize(
+    ("found", "control", "kind"),
+    [
+        (ratio(1.2, 1.1, 1.3), CONTROL, "gain"),
+        (ratio(1.2, 1.1, 1.3, n=4), CONTROL, "no verdict"),
+        (ratio(1.2, 1.1, 1.3, n=3), None, "no verdict"),
+        (ratio(1.2, 0.99, 1.4), CONTROL, "no gain"),
+        (ratio(1.01, 1.005, 1.015), CONTROL, "no gain"),  # clear of 1, yet below what the control resolves
+        (ratio(1.01, 1.005, 1.015), None, "gain"),
+        (ratio(0.8, 0.7, 0.9), CONTROL, "harm"),
+        (ratio(0.8, 0.7, 1.01), CONTROL, "no gain"),
+        (ratio(0.99, 0.985, 0.995), CONTROL, "no gain"),
+    ],
+)
+def test_the_verdict_on_speed(found, control, kind):
+    assert stats.speed_verdict(found, control, "ours", "theirs").kind == kind
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (ratio(1.0, 0.97, 1.03), "no gain"),
+        (ratio(1.0, 0.969, 1.03), "harm"),
+        (ratio(1.3, 1.2, 1.4), "no gain"),  # it only asks for no harm
+        (ratio(1.0, 0.99, 1.01, n=4), "no verdict"),
+    ],
+)
+def test_do_no_harm_asks_for_the_lower_end(found, kind):
+    assert stats.non_inferiority(found).kind == kind
+
+
+@pytest.mark.parametrize(("ours", "kind"), [(98, "gain"), (100, "no gain"), (99.5, "no gain"), (102, "harm")])
+def test_the_verdict_on_memory(ours, kind):
+    row = stats.memory_row("ours", "theirs", "S", int(10 * ours), 1000)
+    assert (row.metric, row.verdict.kind) == ("peak_memory", kind)
+    assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,))
+
+
+def test_equal_arms_measured_with_noise_are_seldom_told_apart():
+    rng = random.Random(3)
+    kinds = []
+    for _ in range(400):
+        arms = [[timed(rng.lognormvariate(0, 0.04)) for _ in range(5)] for _ in range(4)]
+        control = ratio_interval(stats.throughput_ratios(races(arms[0], arms[1]), "ours", "theirs"))
+        row = stats.throughput_row(races(arms[2], arms[3]), "ours", "theirs", "S", control)
+        kinds.append(row.verdict.kind)
+    assert set(kinds) <= {"no gain", "gain", "harm"}
+    assert kinds.count("no gain") > 0.98 * len(kinds)
+
+
+# Time to target.
+
+
+def to_target(record: RunRecord, target: float, *, rising: bool = True) -> tuple[float, bool]:
+    return stats.time_to_target(record, "accuracy", target, rising)
+
+
+def test_the_crossing_is_interpolated_in_time():
+    climb = climbing([10, 20, 30, 40], [0.2, 0.4, 0.8, 0.9])
+    assert to_target(climb, 0.5) == (pytest.approx(22.5), False)
+    assert to_target(climb, 0.8) == (30, False)  # reached exactly
+    fall = climbing([10, 20, 30, 40], [80, 60, 40, 30])
+    assert to_target(fall, 45, rising=False) == (pytest.approx(27.5), False)
+
+
+def test_one_evaluation_beyond_the_target_is_luck():
+    lucky = climbing([10, 20, 30, 40, 50], [0.2, 0.6, 0.4, 0.6, 0.7])
+    assert to_target(lucky, 0.5) == (pytest.approx(35), False)
+
+
+def test_the_last_evaluation_alone_does_not_count():
+    assert to_target(climbing([10, 20, 30], [0.2, 0.3, 0.6]), 0.5) == (math.inf, False)
+    assert to_target(climbing([10], [0.6]), 0.5) == (math.inf, False)
+
+
+def test_never_is_infinite():
+    assert to_target(climbing([10, 20, 30], [0.2, 0.3, 0.4]), 0.5) == (math.inf, False)
+    assert to_target(record(), 0.5) == (math.inf, False)
+
+
+def test_a_crossing_at_the_first_evaluation_is_left_censored():
+    assert to_target(climbing([10, 20], [0.6, 0.7]), 0.5) == (10, True)
+    assert to_target(climbing([10, 20, 30, 40], [0.6, 0.4, 0.6, 0.7]), 0.5) == (pytest.approx(25), False)
+
+
+def test_a_diverged_arm_never_reaches_it():
+    assert to_target(climbing([10, 20], [60.0, math.nan]), 45, rising=False) == (math.inf, False)
+
+
+def target(
+    ours: list[RunRecord], theirs: list[RunRecord], *, charge: float | None = None, control: Interval | None = None
+):
+    return stats.target_row(races(ours, theirs), "ours", "theirs", "F", 0.5, "accuracy", True, charge, control)
+
+
+def reaching(seconds: float) -> RunRecord:
+    """Return an arm that crosses 0.5 at this time."""
+    return climbing([0.5 * seconds, 1.5 * seconds, 2 * seconds], [0.25, 0.75, 0.9])
+
+
+def failing(cap: float) -> RunRecord:
+    return climbing([cap / 2, cap], [0.1, 0.2])
+
+
+def test_the_ratio_to_target_is_theirs_over_ours():
+    row = target([reaching(s) for s in (10, 11, 9, 10, 10)], [reaching(20)] * 5)
+    assert row.arm_s == pytest.approx((10, 11, 9, 10, 10))
+    assert row.against_s == pytest.approx((20,) * 5)
+    assert row.ratio is not None
+    assert row.ratio.pairs == pytest.approx([20 / s for s in (10, 11, 9, 10, 10)])
+    assert (row.charged, row.bound, row.reached_arm, row.reached_against, row.n) == (False, "", 5, 5, 5)
+    assert row.verdict.kind == "gain"
+
+
+def test_planning_and_search_are_charged_to_the_arm_alone():
+    row = target([reaching(10)] * 5, [reaching(20)] * 5, charge=30.0)
+    assert row.charged
+    assert row.arm_s == pytest.approx((40,) * 5)
+    assert row.against_s == pytest.approx((20,) * 5)
+    assert row.ratio is not None
+    assert row.ratio.mean == pytest.approx(0.5)
+    assert row.verdict.kind == "harm"
+    free = target([reaching(10)] * 5, [reaching(20)] * 5, charge=0.0)
+    assert free.charged
+    assert free.ratio is not None
+    assert free.ratio.mean == pytest.approx(2.0)
+
+
+def test_a_verdict_on_targets_needs_five_pairs_and_more_than_the_control_resolves():
+    assert target([reaching(10)] * 4, [reaching(20)] * 4).verdict.kind == "no verdict"
+    close = [reaching(s) for s in (9.9, 9.91, 9.89, 9.9, 9.9)], [reaching(10)] * 5
+    assert target(*close).verdict.kind == "gain"
+    assert target(*close, control=CONTROL).verdict.kind == "no gain"
+
+
+def test_where_only_the_other_arm_was_censored_there_is_a_lower_bound():
+    """It never got there in 100 s, which this arm needed 10 to 20 for; no interval."""
+    row = target([reaching(10), reaching(20), reaching(10)], [failing(100), failing(100), reaching(90)])
+    assert (row.ratio, row.bound) == (None, ">= 5.00x")
+    assert (row.reached_arm, row.reached_against, row.n) == (3, 1, 3)
+    assert row.against_s == pytest.approx((math.inf, math.inf, 90))
+    assert row.verdict.kind == "no verdict"
+    charged = target([reaching(10), reaching(20), reaching(10)], [failing(100)] * 3, charge=20.0)
+    assert charged.bound == ">= 2.50x"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "bound"),
+    [
+        ([failing(9), failing(9)], [reaching(10), reaching(10)], "never reached"),
+        ([failing(9), failing(9)], [failing(10), failing(10)], "never reached by either"),
+        ([failing(9), reaching(9)], [reaching(10), reaching(10)], "reached in some pairs only"),
+    ],
+)
+def test_an_arm_that_was_censored_has_no_ratio(ours, theirs, bound):
+    row = target(ours, theirs)
+    assert (row.ratio, row.bound) == (None, bound)
+    assert row.verdict.kind == "no verdict"
+
+
+def test_left_censored_pairs_are_counted():
+    early = climbing([5, 10], [0.6, 0.7])
+    row = target([early, reaching(10), reaching(10)], [reaching(10), early, reaching(10)])
+    assert row.left_censored == 2
+
+
+# Quality.
+
+
+def quality(ours, theirs, *, tier: str = "S", metric: str = "accuracy", rising: bool = True):
+    return stats.quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising)
+
+
+def test_the_difference_of_accuracy_is_in_points():
+    row = quality([climbing([1, 2], [0.5, 0.823])], [climbing([1, 2], [0.5, 0.82])])
+    assert row is not None
+    assert row.ratio.pairs == pytest.approx((0.3,))
+
+
+def test_the_difference_of_perplexity_is_in_percent_and_better_is_positive():
+    ours, theirs = climbing([1, 2], [90, 39.8], "perplexity"), climbing([1, 2], [90, 40], "perplexity")
+    row = quality([ours], [theirs], metric="perplexity", rising=False)
+    assert row is not None
+    assert row.ratio.pairs == pytest.approx((0.5,))
+
+
+def test_quality_is_compared_at_the_last_rows_both_were_evaluated_at():
+    longer, shorter = climbing([1, 2, 3], [0.1, 0.6, 0.9]), climbing([1, 2], [0.1, 0.5])
+    row = quality([longer], [shorter])
+    assert row is not None
+    assert row.ratio.pairs == pytest.approx((10.0,))
+    apart = record(evaluations=[(150, 1.0, 0.4)])
+    assert quality([longer], [apart]) is None
+
+
+def finals(differences: list[float]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """Return pairs that differ by these points."""
+    ours = [climbing([1, 2], [0.1, 0.8 + difference / 100]) for difference in differences]
+    return ours, [climbing([1, 2], [0.1, 0.8])] * len(ours)
+
+
+@pytest.mark.parametrize(
+    ("differences", "tier", "kind"),
+    [
+        ([0.0, 0.1, -0.1, 0.1, -0.1], "S", "no gain"),
+        ([0.0, 0.1, -0.1, 0.1], "S", "no verdict"),  # four pairs
+        ([1.0, -1.0, 1.0, -1.0, 0.0], "S", "no verdict"),  # too noisy to say
+        ([-3.0, -3.1, -2.9, -3.0, -3.0], "S", "harm"),
+        ([3.0, 3.1, 2.9, 3.0, 3.0], "S", "no verdict"),  # better is not the same either
+        ([-3.0, -3.1, -2.9, -3.0, -3.0], "F", "harm"),
+        ([3.0, 3.1, 2.9, 3.0, 3.0], "F", "gain"),
+        ([-0.1, 0.1, 0.0, 0.1, -0.1], "F", "no gain"),  # not worse, which is no gain
+    ],
+)
+def test_the_verdict_on_quality(differences, tier, kind):
+    row = quality(*finals(differences), tier=tier)
+    assert row is not None
+    assert row.verdict.kind == kind
+
+
+# What holds for any records.
+
+step_times = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)), min_size=1, max_size=8)
+climbs = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+
+
+@given(step_times)
+def test_swapping_the_arms_inverts_every_ratio(pairs):
+    found = races([timed(a) for a, _ in pairs], [timed(b) for _, b in pairs])
+    ours, theirs = (stats.throughput_ratios(found, *names) for names in (("ours", "theirs"), ("theirs", "ours")))
+    assert ours == pytest.approx([b / a for a, b in pairs])
+    assert theirs == pytest.approx([1 / value for value in ours])
+
+
+@given(climbs, st.floats(0, 1), st.floats(0, 1))
+def test_a_harder_target_is_never_reached_sooner(values, one, other):
+    climb = climbing([10.0 * i for i in range(1, len(values) + 1)], values)
+    easy, hard = sorted((one, other))
+    assert to_target(climb, easy)[0] <= to_target(climb, hard)[0] + 1e-9
+    mirrored = climbing([10.0 * i for i in range(1, len(values) + 1)], [-value for value in values])
+    assert to_target(mirrored, -easy, rising=False) == to_target(climb, easy)

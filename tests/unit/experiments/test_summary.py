@@ -1,0 +1,281 @@
+"""From plans and records to a comparison and its benchmark rows: on races made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from race_records import climbing
+from tiny_task import load_data, task
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.core.record import RunRecord
+from trimtab.experiments.planning import Plans
+from trimtab.experiments.result import Comparison
+from trimtab.experiments.rows import benchmark_object
+from trimtab.experiments.summary import ArmFacts, summarise
+
+DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
+LOOP = LoopFacts(
+    num_parameters=10,
+    trainable_parameters=10,
+    parameter_bytes=40,
+    optimizer="AdamW",
+    batch_rows=100,
+    terms_per_step=100,
+    terms="rows",
+    flops_per_step=1e8,
+    has_convolutions=False,
+    supports_fused=True,
+    is_fused=False,
+    layout="contiguous",
+)
+TASK = replace(task, batch_rows=100, targets=(0.5, 0.7))
+RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
+WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
+
+
+def plans(*, changed: bool = True) -> Plans:
+    trial = Trial("precision", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
+    profile = Profile(DEVICE, LOOP, Check(True, "proved"), trials=(trial,))
+    same = Plan.fixed(100, 50 if changed else None)
+    same = replace(same, baseline=Measured(1.0, 1000), predicted=Measured(0.5, 600), planning_s=2.0)
+    rate = Choice(4.0, "a third of 12x", Mark.DYNAMICS, changed=True)
+    freed = replace(same, learning_rate_scale=rate, planning_s=5.0, search_s=3.0)
+    return Plans({"S": same, "F": freed}, {"S": profile})
+
+
+def arm(step_s: float, values: tuple[float, ...] = RISE) -> RunRecord:
+    """Return an arm of one step of 100 rows an evaluation."""
+    return climbing([step_s * (i + 1) for i in range(len(values))], values)
+
+
+def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dict[str, RunRecord]]:
+    """Return races in which a step of plan_S takes `ours` of the reference's, and plan_F climbs twice as steeply."""
+    steep = (0.4, 0.8, 0.9)
+    return {
+        seed: {
+            "reference": arm(10.0),
+            "self": arm(10.0 * wobble),
+            "plan_S": arm(10.0 * ours * wobble),
+            "plan_F": arm(10.0 * freed * wobble, steep),
+        }
+        for seed, wobble in zip(range(n), WOBBLE * 2, strict=False)
+    }
+
+
+def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None) -> Comparison:
+    facts = {"reference": ArmFacts(1000, {"forward": 0.4}), "plan_S": ArmFacts(600)} if facts is None else facts
+    found = races() if found is None else found
+    environment = {"torch": "2"}
+    return summarise(
+        TASK, load_data(), plans(changed=changed), found, facts, command="trimtab compare x", environment=environment
+    )
+
+
+def row(found: Comparison, metric: str, arm: str, against: str = "reference"):
+    return next(r for r in found.ratios if (r.metric, r.arm, r.against) == (metric, arm, against))
+
+
+def test_every_arm_is_there_with_what_was_measured_of_it():
+    found = comparison()
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    reference, ours, freed = (found.arm(name) for name in ("reference", "plan_S", "plan_F"))
+    assert reference.step_s == pytest.approx((10.0,) * 5)
+    assert ours.step_s == pytest.approx([5 * wobble for wobble in WOBBLE])
+    assert ours.terms_per_s == pytest.approx([20 / wobble for wobble in WOBBLE])
+    assert (reference.peak_bytes, ours.peak_bytes, freed.peak_bytes) == (1000, 600, None)
+    assert reference.phases_s == {"forward": 0.4}
+    assert (reference.tier, ours.tier, freed.tier) == ("", "S", "F")
+    assert (reference.search_s, ours.search_s, freed.search_s) == (0.0, 2.0, 5.0)
+    assert ours.final_metric == (0.9,) * 5
+    assert (ours.final_rows, freed.final_rows) == (500, 300)
+    assert [curve.seed for curve in ours.curves] == [0, 1, 2, 3, 4]
+    assert ours.curves[0].points[0] == (100, pytest.approx(5.0), 0.2)
+    assert reference.mfu == pytest.approx(1e8 / 10 / 1e9)
+
+
+def test_ratios_against_the_reference():
+    found = comparison()
+    assert row(found, "throughput", "plan_S").ratio.mean == pytest.approx(2.0, rel=1e-4)
+    assert row(found, "throughput", "plan_S").verdict.kind == "gain"
+    assert row(found, "peak_memory", "plan_S").ratio.mean == pytest.approx(0.6)
+    assert row(found, "final_metric_difference", "plan_S").ratio.pairs == pytest.approx((0.0,) * 5)
+    assert row(found, "throughput", "self").verdict.kind == "no gain"
+    assert ("peak_memory", "plan_F") not in {(r.metric, r.arm) for r in found.ratios}  # not measured
+    assert found.resolution is not None
+    assert found.resolution.pairs == pytest.approx([1 / wobble for wobble in WOBBLE])
+
+
+def test_each_target_is_shown_charged_and_uncharged():
+    found = comparison()
+    shown = [(r.target, r.arm, r.charged) for r in found.target_rows]
+    assert shown == [(t, a, c) for t in (0.5, 0.7) for a in ("plan_S", "plan_F") for c in (False, True)]
+    free, charged = (r for r in found.target_rows if (r.target, r.arm) == (0.7, "plan_F"))
+    assert free.arm_s == pytest.approx([5 * wobble * 1.75 for wobble in WOBBLE])  # 0.4 at 1 step, 0.8 at 2
+    assert charged.arm_s == pytest.approx([5.0 + s for s in free.arm_s])
+    assert charged.against_s == pytest.approx((35.0,) * 5)
+
+
+def test_the_headline_names_throughput_and_the_hardest_charged_target():
+    found = comparison()
+    charged = [r for r in found.target_rows if r.arm == "plan_F" and r.charged][-1]
+    assert found.headline.kind == "gain"
+    assert found.headline.sentence.startswith("Same maths, 2.00x (95% ")
+    assert f"target 0.7 is reached {charged.ratio.mean:.2f}x as fast, search included" in found.headline.sentence
+
+
+def test_the_headline_is_no_gain_where_nothing_was_changed():
+    found = comparison(races(ours=1.0, freed=2.0), changed=False)
+    assert found.headline.kind == "no gain"
+    assert "No gain from settings that keep the maths" in found.headline.sentence
+    assert "the plan says: change nothing" in found.headline.sentence
+
+
+def test_a_slower_plan_is_called_slower():
+    found = comparison(races(ours=1.3))
+    assert found.headline.kind == "harm"  # whatever the learning rate bought
+    assert found.headline.sentence.startswith("Same maths, but slower: 0.77x")
+
+
+def test_three_pairs_have_no_verdict_anywhere():
+    found = comparison(races(3))
+    assert found.headline.kind == "no verdict"
+    assert "3 pairs: a verdict needs 5" in found.headline.sentence
+    timed = [r for r in found.ratios if r.metric != "peak_memory"]
+    assert {r.verdict.kind for r in (*timed, *found.target_rows)} == {"no verdict"}
+
+
+def test_one_pair_has_no_resolution():
+    found = comparison(races(1))
+    assert found.resolution is None
+    assert row(found, "throughput", "plan_S").ratio.low is None
+
+
+def test_a_target_gain_must_be_above_the_resolution():
+    """The control strays by 8%; a plan 3% faster is no gain to any target."""
+    found = races(ours=0.97)
+    for race, wobble in zip(found.values(), (1.0, 1.08, 0.93, 1.0, 1.0), strict=True):
+        race["self"], race["plan_S"] = arm(10.0 * wobble), arm(9.7)
+    rows = [r for r in comparison(found).target_rows if r.arm == "plan_S" and not r.charged]
+    assert [r.verdict.kind for r in rows] == ["no gain", "no gain"]
+    assert all(r.ratio.low > 1 for r in rows)
+
+
+def test_notes_tell_what_a_reader_must_know():
+    found = races(2)
+    early = found[0]["plan_F"]
+    found[0]["plan_F"] = replace(early, end=replace(early.end, reason="target"))
+    found[1]["plan_S"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
+    found[1]["reference"] = replace(arm(5.0, (0.1, math.nan)), end=replace(early.end, reason="diverged"))
+    notes = comparison(found).notes
+    assert "plan_F: stopped after the hardest target in 1 of 2 races" in notes
+    assert "reference: diverged in 1 of 2 races" in notes
+    assert any("left-censored" in note for note in notes)
+    assert any("a learning-rate range test of 3 s" in note for note in notes)
+
+
+def test_peers_and_do_no_harm():
+    found = races()
+    for race in found.values():
+        race |= {"paper": arm(20.0), "strong": arm(4.0), "strong_plan": arm(4.0)}
+    result = comparison(found)
+    assert row(result, "throughput", "paper").ratio.mean == pytest.approx(0.5)
+    assert row(result, "throughput", "plan_S", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
+    harm = row(result, "do_no_harm", "strong_plan", "strong")
+    assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no gain")
+    against = {(r.arm, r.against) for r in result.target_rows}
+    assert against == {
+        ("plan_S", "reference"),
+        ("plan_F", "reference"),
+        *((a, "paper") for a in ("plan_S", "plan_F")),
+    } | {("plan_F", "strong")}
+
+
+def test_a_comparison_survives_its_file():
+    found = comparison()
+    assert from_json(Comparison, to_json(found)) == found
+
+
+# Benchmark rows (benchmarks.md).
+
+INTERVAL = {"mean", "low", "high", "n"}
+
+
+def test_the_object_has_the_keys_of_every_benchmark():
+    found = benchmark_object(comparison())
+    assert list(found) == ["schema", "name", "environment", "rows"]
+    assert (found["schema"], found["name"], found["environment"]) == (1, "compare", {"torch": "2"})
+    json.dumps(found, allow_nan=False)
+
+
+def test_rows_are_flat_and_named():
+    rows = benchmark_object(comparison())["rows"]
+    assert {type(value) for row in rows for value in row.values()} <= {str, int, float, bool, type(None)}
+    assert {row["metric"] for row in rows} == {
+        "throughput_ratio",
+        "peak_memory_ratio",
+        "final_metric_difference",
+        "time_to_target_ratio",
+        "planning_s",
+    }
+    assert {row["task"] for row in rows} == {"tiny"}
+    for row in rows:
+        if row["metric"] != "planning_s":
+            assert row.keys() >= INTERVAL, row
+            assert {"tier", "against"} <= row.keys()
+    assert rows[-1] == {"metric": "planning_s", "task": "tiny", "planning_s": 2.0}
+
+
+def benchmark_row(found: Comparison, **wanted):
+    return next(r for r in benchmark_object(found)["rows"] if wanted.items() <= r.items())
+
+
+def test_ratios_are_ours_over_theirs():
+    """Twice as fast: above 1 for throughput, below 1 for time; memory below 1 is less."""
+    found = comparison()
+    throughput = benchmark_row(found, metric="throughput_ratio", arm="plan_S")
+    assert throughput["mean"] == pytest.approx(2.0, rel=1e-4)
+    assert (throughput["tier"], throughput["against"], throughput["n"]) == ("S", "reference", 5)
+    assert throughput["low"] < throughput["mean"] < throughput["high"]
+    time = benchmark_row(found, metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    assert time["mean"] == pytest.approx(0.5, rel=1e-4)
+    assert time["low"] < time["mean"] < time["high"]
+    assert (time["censored"], time["reached"], time["reached_against"]) == (False, 5, 5)
+    memory = benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
+    assert (memory["mean"], memory["low"], memory["high"], memory["n"]) == (0.6, None, None, 1)
+
+
+def test_the_control_is_against_self_and_gives_the_resolution_of_speeds():
+    found = comparison()
+    control = benchmark_row(found, metric="throughput_ratio", arm="self")
+    assert control["against"] == "self"
+    expected = max(control["high"], 1 / control["low"]) - 1
+    speeds = [r for r in benchmark_object(found)["rows"] if r["metric"] in ("throughput_ratio", "time_to_target_ratio")]
+    assert [r["resolution"] for r in speeds] == pytest.approx([expected] * len(speeds))
+    assert "resolution" not in benchmark_row(found, metric="peak_memory_ratio", arm="plan_S")
+    alone = benchmark_row(comparison(races(1)), metric="throughput_ratio", arm="plan_S")
+    assert alone["resolution"] is None
+
+
+def test_a_censored_target_has_its_bound_and_no_ratio():
+    found = races()
+    for race in found.values():
+        race["reference"] = arm(10.0, (0.2, 0.4, 0.45, 0.6, 0.65))
+    censored = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
+    assert (censored["censored"], censored["reached"], censored["reached_against"], censored["n"]) == (True, 5, 0, 5)
+    assert censored["bound"].startswith(">= 2.")
+    assert not {"mean", "low", "high"} & censored.keys()
+
+
+def test_do_no_harm_is_a_row_of_its_own():
+    found = races()
+    for race in found.values():
+        race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
+    harm = benchmark_row(comparison(found), metric="do_no_harm_ratio")
+    assert (harm["arm"], harm["against"], harm["mean"]) == ("strong_plan", "strong", pytest.approx(1.0))
