@@ -10,6 +10,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
 from trimtab.measure.snapshot import Snapshot
+from trimtab.runtime.batches import iterate
 from trimtab.runtime.engine import Run
 from trimtab.runtime.schedule import scaled_rates
 
@@ -31,11 +32,11 @@ def range_test(
         batches: training batches; at least `num_steps` of them, or the test ends early.
 
     Raises:
-        ValueGivenError: there are no batches.
+        ValueGivenError: there are no batches. BatchError: there is nothing to iterate over.
     """
     points: list[RatePoint] = []
     with Snapshot(subject.model, subject.optimizer), Run(subject.model, subject.optimizer, plan) as run:
-        for index, batch in zip(range(num_steps), batches, strict=False):
+        for index, batch in zip(range(num_steps), iterate("data", batches), strict=False):
             scale = widest ** (index / (num_steps - 1))
             progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")
             with scaled_rates(subject.optimizer, scale):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError
@@ -75,9 +76,19 @@ def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective,
         return candidate
     if search.unfit(profile, verified[candidate], "verify", budget):
         return reference
-    last = outcomes["verify"]
-    lighter = _saves_memory(profile, candidate, reference) and last.ratios[candidate].low >= search.FREE_SPEED
-    return candidate if lighter or last.winner == candidate else reference
+    if candidate not in outcomes["verify"].ratios:
+        return reference
+    # Each change already had its own clear gain: the verification has to agree with it, not to prove it once more.
+    found = outcomes["verify"].ratios[candidate]
+    floor = search.FREE_SPEED if _saves_memory(profile, candidate, reference) else 1.0
+    return candidate if found.mean > floor and found.high >= _promised(outcomes) else reference
+
+
+def _promised(outcomes: dict[str, Outcome]) -> float:
+    """Return the speed-up that the stages' winners had at the least, measured on whole steps."""
+    stages = [outcomes[name] for name in ("precision", "allocator", "micro_batch") if name in outcomes]
+    ratios = [stage.ratios[stage.winner] for stage in stages if stage.winner in stage.ratios]
+    return math.prod(ratio.low for ratio in ratios)
 
 
 def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) -> bool:

@@ -62,6 +62,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
 
 
+def iterate(field: str, batches: Any) -> Iterator[Batch]:
+    """Return an iterator over batches.
+
+    Raises:
+        BatchError: there is nothing to iterate over.
+    """
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise BatchError(field, given=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
+    return iter(batches)
+
+
 def _has_rows(leaf: Any) -> bool:
     return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list)
 

@@ -20,12 +20,12 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.runtime import gradients, layout, optimizers, precision
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
-from trimtab.runtime.batches import count_rows
+from trimtab.runtime.batches import count_rows, iterate
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.schedule import scaled_rates, warmup_cosine
-from trimtab.runtime.window import Window, require_made_by
+from trimtab.runtime.window import Window, check_call
 
 LossFn = Callable[[nn.Module, Any], Any]
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,7 +94,7 @@ class Run:
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
         """Yield one window per batch of the loader: one optimizer step each."""
-        for batch in loader:
+        for batch in iterate("loader", loader):
             self._require_open()
             self._order.require_idle("run.windows")
             yield self.window(batch)
@@ -176,19 +176,19 @@ class Run:
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
         """Run one whole window; returns its mean loss as a detached scalar on the device.
 
-        An error in the loss gives the window up whole: nothing was applied, and the next one can be trained on.
+        An error on the way gives the window up whole: nothing was applied, and the next one can be trained on.
         """
-        require_made_by(self, window)
+        check_call(self, window, loss_fn)
         try:
             for micro in window:
                 with self.autocast():
                     result = loss_fn(self.model, micro)
                 self._backward(result)
+            self.step()
         except BaseException:
             if self._order.window is window:
                 self._abandon()
             raise
-        self.step()
         return self.loss
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,10 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ModelError("model", given=f"a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError("optimizer", given=f"a {type(optimizer).__name__}", expected="a torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        expected = "one whose step() needs no closure: the loop computes the loss once"
+        raise OptimizerError("optimizer", given=type(optimizer).__name__, expected=expected)
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "model", given="no parameter that requires a gradient", expected="at least one", way_out="Unfreeze some."

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import LoopError, LossError
 from trimtab.runtime.batches import slices, to_device
 
 
@@ -54,9 +54,11 @@ class Window:
             self._loop.end_micro_batch()
 
 
-def require_made_by(loop: Loop, window: Any) -> None:
-    """Raise `LoopError` unless `window` is one that this run made."""
+def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:
+    """Raise `LoopError` unless this run made the window, and `LossError` unless the loss can be called."""
     if not isinstance(window, Window) or not window.is_of(loop):
         given = "a window of another run" if isinstance(window, Window) else f"a {type(window).__name__}"
         expected = "one that run.windows(loader) or run.window(batch) made"
         raise LoopError("window", given=given, expected=expected)
+    if not callable(loss_fn):
+        raise LossError("loss_fn", given=f"a {type(loss_fn).__name__}", expected="loss_fn(model, batch)")

@@ -1,0 +1,101 @@
+"""P0: the reference loop is the plain torch loop, to the last bit; or the user's own step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_tasks import CPU, ROWS, batches, make_task, weights
+
+from trimtab.core.objective import Reference
+from trimtab.recipes import command
+from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.recipes.reference import ReferenceLoop
+
+TINY_TASK = Path(__file__).parents[1] / "experiments" / "tiny_task.py"
+
+
+def by_hand(task, steps: int) -> torch.Tensor:
+    """Train as anyone would write it."""
+    torch.manual_seed(3)
+    model = task.make_model()
+    model.train()
+    optimizer = task.make_optimizer(model)
+    data = batches(task)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=task.reference.precision == "bf16"):
+            result = task.loss_fn(model, next(data))
+            loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        if task.reference.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.reference.clip_norm)
+        optimizer.step()
+    return weights(model)
+
+
+def by_recipe(task, steps: int) -> torch.Tensor:
+    torch.manual_seed(3)
+    loop = ReferenceLoop(task, CPU)
+    data = batches(task)
+    for _ in range(steps):
+        assert loop.step(data) == ROWS
+    loop.close()
+    return weights(loop.model)
+
+
+@pytest.mark.parametrize("reference", [Reference("fp32"), Reference("bf16"), Reference("fp32", clip_norm=0.05)])
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "resnet"])
+def test_the_reference_is_the_plain_loop(kind, reference):
+    task = make_task(kind, reference=reference)
+    assert torch.equal(by_recipe(task, 5), by_hand(task, 5))
+
+
+def test_what_the_reference_declares_makes_a_difference():
+    plain, others = by_recipe(make_task(), 5), [Reference("bf16"), Reference("fp32", clip_norm=0.05)]
+    for reference in others:
+        assert not torch.equal(by_recipe(make_task(reference=reference), 5), plain)
+
+
+def test_a_users_own_step_is_called_with_model_optimizer_and_batch():
+    calls = []
+
+    def never(model, batch):
+        raise AssertionError("the loss function is not the step's business")
+
+    task = make_task(loss_fn=never, step=lambda *given: calls.append(given))
+    loop = ReferenceLoop(task, CPU)
+    assert loop.step(batches(task)) == ROWS
+    ((model, optimizer, batch),) = calls
+    assert model is loop.model
+    assert optimizer is loop.optimizer
+    assert torch.equal(batch[0], next(batches(task))[0])
+
+
+def test_a_mean_is_a_mean_and_a_sum_is_divided_by_its_count():
+    loss = torch.tensor(6.0)
+    assert mean_loss(loss) is loss
+    assert mean_loss((loss, 4)) == 1.5
+    assert mean_loss((loss, torch.tensor(3))) == 2.0
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_autocast_is_torchs(precision, dtype):
+    with autocast(precision, CPU):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_a_batch_is_moved_whole():
+    moved = move((torch.ones(2), torch.zeros(2)), torch.device("meta"))
+    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
+
+
+def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["reference", f"{TINY_TASK}:task", "--steps", "20", "--seed", "1"])
+    command.main(ReferenceLoop)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}" for step in range(2, 21, 2)]
+    assert lines[-1].startswith("step 20  640 rows  ")
+    assert float(lines[-1].rpartition("accuracy ")[2]) > float(lines[0].rpartition("accuracy ")[2])

@@ -1,0 +1,95 @@
+"""P2: the strong recipe's schedule, its values and its step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recipe_tasks import CPU, ROWS, batches, make_task, weights
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.experiments.loops import StrongPlanLoop
+from trimtab.recipes.strong import StrongLoop, warmup_linear
+
+
+@pytest.mark.parametrize(
+    ("progress", "factor"),
+    [(0.0, 0.0), (0.05, 0.5), (0.1, 1.0), (0.55, 0.5), (0.91, 0.1), (0.991, 0.01), (1.0, 0.01), (1.7, 0.01)],
+)
+def test_the_rate_rises_over_a_tenth_and_falls_to_a_hundredth(progress, factor):
+    assert warmup_linear(progress, 0.1) == pytest.approx(factor)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 0.9))
+def test_the_rate_never_leaves_its_range_and_turns_once(one, other, warmup):
+    early, late = sorted((one, other))
+    a, b = warmup_linear(early, warmup), warmup_linear(late, warmup)
+    assert 0 <= a <= 1
+    assert (a <= b or early == late) if late < warmup else True
+    assert b <= a if early >= warmup else True
+
+
+def test_each_step_has_the_rate_of_the_rows_after_it():
+    task = make_task()
+    loop, data, rates = StrongLoop(task, CPU), batches(task), []
+    for _ in range(100):
+        assert loop.step(data) == ROWS
+        rates.append(loop.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1 * warmup_linear(ROWS * i / 800, 0.1) for i in range(1, 101)])
+    assert max(rates) == pytest.approx(0.1)
+    assert rates[0] == pytest.approx(0.01)  # the first step is not at rate 0
+    assert rates[-1] == pytest.approx(0.001)
+
+
+def by_hand(task, steps: int) -> torch.Tensor:
+    torch.manual_seed(3)
+    model = task.make_model()
+    if task.strong.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = task.strong.make_optimizer(model)
+    data = batches(task)
+    for i in range(1, steps + 1):
+        optimizer.param_groups[0]["lr"] = 0.1 * warmup_linear(ROWS * i / 800, 0.1)
+        optimizer.zero_grad()
+        result = task.loss_fn(model, next(data))
+        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "resnet"])
+def test_the_strong_loop_is_the_loop_it_says(kind):
+    task = make_task(kind)
+    torch.manual_seed(3)
+    loop, data = StrongLoop(task, CPU), batches(task)
+    for _ in range(5):
+        loop.step(data)
+    loop.close()
+    assert torch.equal(weights(loop.model), by_hand(task, 5))
+
+
+def test_channels_last_is_applied():
+    loop = StrongLoop(make_task("resnet"), CPU)
+    assert loop.model.stem[0].weight.shape == (4, 1, 3, 3)
+    stage = loop.model.stages[0][0].conv1.weight
+    assert stage.is_contiguous(memory_format=torch.channels_last)
+    assert not stage.is_contiguous()
+
+
+def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
+    task = make_task()
+    torch.manual_seed(3)
+    loop = StrongPlanLoop(task, CPU, Plan.fixed(ROWS, micro_batch=ROWS, clip_norm=0.5))
+    data = batches(task)
+    for _ in range(5):
+        loop.step(data)
+    loop.close()
+    assert torch.allclose(weights(loop.model), by_hand(task, 5), atol=1e-6)
+
+
+def test_a_task_without_a_strong_recipe_says_so():
+    with pytest.raises(ValueGivenError, match=r"task\.strong"):
+        StrongLoop(make_task(strong=None), CPU)
