@@ -184,7 +184,9 @@ def report(
 
 def main() -> None:
     """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it)."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports each start and stop on standard error
+    # Before torch is loaded: its profiler and allocator report on standard error what is no news.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except (TrimtabError, OSError) as error:

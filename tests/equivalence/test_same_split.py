@@ -89,6 +89,24 @@ def test_an_overflow_is_handled_as_a_plain_grad_scaler_loop_does(micro_batch):
     assert_same_training(ours, plain, 0)
 
 
+@pytest.mark.parametrize("fused", ["by the user", "by the plan"])
+def test_a_fused_step_is_voided_too(fused):
+    """Torch's scaler hands the overflow to a fused kernel, which skips itself; ours must say so and count no step."""
+    options = {"fused": True} if fused == "by the user" else {}
+    case = overflowing_case().having(optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, **options))
+    model, optimizer = case.build()
+    plan = Plan.fixed(ROWS, 5, precision="fp16", fused_optimizer=fused == "by the plan")
+    applied = []
+    with trimtab.start(model, optimizer, plan) as run:
+        for window in run.windows(case.batches):
+            before = [p.detach().clone() for p in model.parameters()]
+            run.train_step(window, case.loss_fn)
+            applied.append(any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)))
+        assert run.applied_steps == 2
+    assert applied == [True, False, True]
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
 def test_fp16_token_sums_keep_the_loss_scale_meaningful():
     """A sum over 600 tokens, undivided, would overflow at the first scale; divided by a constant it does not."""
 

@@ -39,9 +39,15 @@ def check_splitting(subject: Subject) -> Check:
             pieces = list(_unequal_split(subject.batch, subject.rows))
         except BatchError as error:
             return Check(False, f"the batch cannot be split: {error.given}")
-        if stateful := _modules_with_batch_state(subject):
-            return Check(False, _state_reason(stateful), _difference(subject, pieces, stateful))
-        difference = _difference(subject, pieces, ())
+        stateful = _modules_with_batch_state(subject)
+        try:
+            difference = _difference(subject, pieces, stateful)
+        except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
+            lines = str(error).splitlines() or [""]
+            failure = f"a part of the batch does not run alone: {type(error).__name__}: {lines[0][:200]}"
+            return Check(False, _state_reason(stateful) if stateful else failure)
+    if stateful:
+        return Check(False, _state_reason(stateful), difference)
     if difference is None:
         return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved")
     if difference > TOLERANCE:

@@ -13,7 +13,7 @@ from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
 from trimtab.runtime.accumulation import Count, as_loss
-from trimtab.runtime.batches import count_rows, to_device
+from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import check_ownership
 
@@ -81,15 +81,3 @@ class Subject:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from tensors_in(self.batch)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested batch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)

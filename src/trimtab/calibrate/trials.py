@@ -43,13 +43,14 @@ def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callabl
         arms.append(_Arm(stage.candidates[0], control=True))
     with Snapshot(subject.model, subject.optimizer) as snapshot:
         for arm in arms:
+            if arm.control:  # the incumbent again: it has run, or failed, already
+                arm.first_s, arm.error = arms[0].first_s, arms[0].error
+                continue
             progress(f"{stage.name}: {arm.candidate.describe()}")
-            _warm_up(subject, arm, measure_memory=not arm.control and stage.name != "optimizer")
+            _warm_up(subject, arm, measure_memory=stage.name != "optimizer")
             snapshot.restore()
         incumbent_s = arms[0].first_s
-        running = [
-            arm for arm in arms if arm.error is None and (arm.control or arm.first_s < _FAR_SLOWER * incumbent_s)
-        ]
+        running = [arm for arm in arms if arm.error is None and arm.first_s < _FAR_SLOWER * incumbent_s]
         steps = max(1, round(_BLOCK_S / max(incumbent_s, 1e-6))) if math.isfinite(incumbent_s) else 1
         blocks = _affordable_blocks(num_blocks, steps * incumbent_s)
         for block in range(blocks):

@@ -81,7 +81,8 @@ def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective,
     # Each change already had its own clear gain: the verification has to agree with it, not to prove it once more.
     found = outcomes["verify"].ratios[candidate]
     floor = search.FREE_SPEED if _saves_memory(profile, candidate, reference) else 1.0
-    return candidate if found.mean > floor and found.high >= _promised(outcomes) else reference
+    agrees = found.mean > floor and found.high >= _promised(outcomes)
+    return candidate if agrees or outcomes["verify"].winner == candidate else reference
 
 
 def _promised(outcomes: dict[str, Outcome]) -> float:
@@ -175,7 +176,7 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
         return "as the loop has it: the gain of the trials was not confirmed by the verification"
     if all(getattr(candidate, name) == value for candidate in outcome.reasons):
         return _untried(name, profile)
-    control = search.control_interval(profile)
+    control = search.control_interval(profile, _STAGE_OF[name])
     return (
         f"as the loop has it: nothing tried gains more than the {100 * resolution(control):.2g}% that can be resolved"
     )

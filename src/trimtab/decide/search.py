@@ -25,9 +25,12 @@ from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolut
 # and saves at least this share of the peak.
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
+# The optimizer's step is a small share of the whole: it has to get this much faster to be worth a change.
+WORTH_FUSING = 1.1
 MIN_BLOCKS = 3
 # Below this share of fp32's matrix-product speed a precision is not tried.
 SCREEN = 0.5
+CONTROLLED = ("precision", "allocator", "micro_batch")
 STAGES = ("precision", "allocator", "optimizer", "micro_batch", "verify")
 
 
@@ -63,7 +66,7 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
         incumbent = winner_before(profile, name, objective, budget)
         candidates = _CANDIDATES[name](profile, incumbent, budget)
         if len(candidates) > 1 or name == "precision":
-            return Stage(name, candidates, control=name == "precision")
+            return Stage(name, candidates, control=name in CONTROLLED)
     return None
 
 
@@ -87,32 +90,40 @@ def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budg
     refusals = {trial.candidate: unfit(profile, trial, name, budget) for trial in (incumbent, *rivals)}
     if all(refusals.values()) and budget != Budget():
         return decide_stage(profile, name, objective, Budget())
-    control, must_leave = control_interval(profile), refusals[incumbent.candidate]
+    control, must_leave = control_interval(profile, name), refusals[incumbent.candidate]
     fitting = [trial for trial in rivals if refusals[trial.candidate] is None]
     base = incumbent if incumbent.block_s or not fitting else fitting[0]
     reasons: dict[Candidate, str] = {c: text for c, text in refusals.items() if text and c != incumbent.candidate}
     ratios: dict[Candidate, Interval] = {}
     winner, best, lightest = incumbent, 0.0 if must_leave else 1.0, incumbent
+    accepted: list[Trial] = []
     for trial in fitting:
         ratios[trial.candidate] = speed = speed_ratio(trial, base)
         score = _score_ratio(profile, trial, base, objective, name)
-        gain, free = is_gain(score, control), _free_memory(trial, base, speed, name)
+        gain, free = _is_worth(score, control, name), _free_memory(trial, base, speed, name)
         reasons[trial.candidate] = _reason(name, speed, control, gain, _saved(trial, base) if free else None)
-        if (gain or must_leave) and score.mean > best:
+        accepted += [trial] if gain or must_leave else []
+        if trial in accepted and score.mean > best:
             winner, best = trial, score.mean
         if free and (trial.peak_bytes or 0) < (lightest.peak_bytes or 0):
             lightest = trial
     if winner is incumbent and not must_leave:
         winner = lightest
+    for trial in accepted:  # of settings changed together, one may bring nothing: it stays as it was
+        fewer = _changed(trial, incumbent) < _changed(winner, incumbent)
+        if fewer and not is_gain(more := _score_ratio(profile, winner, trial, objective, name), control):
+            reasons[winner.candidate] = f"no gain beside {trial.candidate.describe()}: {more.mean:.3g}x of it"
+            winner = trial
     if must_leave and winner is not incumbent:
         why = f"{incumbent.candidate.describe()} cannot stay ({must_leave})"
         reasons[winner.candidate] = f"{why}: {reasons[winner.candidate]}"
     return Outcome(winner.candidate, incumbent.candidate, reasons, ratios)
 
 
-def control_interval(profile: Profile) -> Interval | None:
-    """Return the A/A control's ratio: the incumbent of the first stage against itself."""
-    trials = profile.stage("precision")
+def control_interval(profile: Profile, stage: str) -> Interval | None:
+    """Return an A/A control's ratio: a stage's incumbent against itself; the first stage's where it has none."""
+    stages = (profile.stage(stage), profile.stage("precision"))
+    trials = next((trials for trials in stages if any(trial.control for trial in trials)), ())
     control = next((trial for trial in trials if trial.control), None)
     if control is None or len(control.block_s) < 2:
         return None
@@ -163,6 +174,15 @@ def _score_ratio(profile: Profile, trial: Trial, incumbent: Trial, objective: Ob
         for ours, theirs in zip(trial.block_s, incumbent.block_s, strict=False)
     ]
     return ratio_interval(ratios)
+
+
+def _changed(trial: Trial, incumbent: Trial) -> frozenset[str]:
+    return frozenset(trial.candidate.differences(incumbent.candidate))
+
+
+def _is_worth(score: Interval, control: Interval | None, stage: str) -> bool:
+    least = WORTH_FUSING if stage == "optimizer" else 1.0
+    return is_gain(score, control) and score.mean >= least
 
 
 def _free_memory(trial: Trial, incumbent: Trial, speed: Interval, stage: str) -> bool:

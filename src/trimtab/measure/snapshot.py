@@ -23,8 +23,8 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._process = ProcessState.capture()
-        self._tensors = [(t, t.data, t.data.clone(), _grad_copy(t)) for t in _tensors(model)]
-        self._modules = [(m, _scalars(m)) for m in model.modules()]
+        self._tensors = [(t, t.data, _value_copy(t), _grad_copy(t)) for t in _tensors(model)]
+        self._modules = [(vars(m), dict(vars(m)), _members(m)) for m in model.modules()]
         self._state = {
             parameter: (state, {name: (value, _copy(value)) for name, value in state.items()})
             for parameter, state in optimizer.state.items()
@@ -33,12 +33,17 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back; may be called again and again."""
+        for attributes, saved, members in self._modules:
+            attributes.clear()  # what a forward cached or added, and buffers it put a new tensor in the place of
+            attributes.update(saved)
+            for held, items in members:
+                held.clear()
+                held.update(items)
         for tensor, storage, value, grad in self._tensors:
             tensor.data = storage
-            tensor.data.copy_(value)
+            if value is not None:
+                tensor.data.copy_(value)
             tensor.grad = None if grad is None else grad[0].copy_(grad[1])
-        for module, scalars in self._modules:
-            module.__dict__.update(scalars)
         self._restore_optimizer()
         self._process.restore()
 
@@ -102,6 +107,21 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _scalars(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if isinstance(value, _SCALARS)}
+
+
+def _members(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return (dict, its items) of what a module holds by name."""
+    held = (vars(module).get(name) for name in ("_parameters", "_buffers", "_modules"))
+    return [(items, dict(items)) for items in held if isinstance(items, dict)]
+
+
+def shares_rows(tensor: Tensor) -> bool:
+    """Return whether rows lie on the same memory (an expanded buffer): such a tensor cannot be written in place."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _value_copy(tensor: Tensor) -> Tensor | None:
+    return None if shares_rows(tensor) else tensor.data.clone()
 
 
 def _copy(value: Any) -> Any:

@@ -30,6 +30,8 @@ def as_loss(result: Any) -> tuple[Tensor, Count | None]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise _bad_loss(shape, "Return loss.mean(), or (loss.sum(), count); for a model output object, its .loss.")
+    if loss.is_complex():
+        raise _bad_loss("a complex loss", "Return its real part or its absolute value.")
     if not loss.requires_grad:
         raise _bad_loss(
             "a loss that does not depend on any trainable parameter",
@@ -74,7 +76,7 @@ class WindowWeights:
         """Return the scalar to call backward on for a micro-batch of `rows` rows.
 
         Raises:
-            LossError: the window mixes means and sums.
+            LossError: the window mixes means and sums, or the first count of the run is not one.
         """
         if self._is_sum not in (None, count is not None):
             raise LossError(
@@ -82,6 +84,9 @@ class WindowWeights:
                 given="a mean for one micro-batch and (loss_sum, count) for another",
                 expected="the same kind throughout a window",
             )
+        if count is not None and self._num_micro_batches > 1 and self._reference_count is None:
+            terms = float(_checked_count(float(count))) * self._num_micro_batches
+            self._reference_count = 2.0 ** round(math.log2(max(1.0, terms)))
         self._is_sum = count is not None
         if count is None:
             return self._weigh_mean(loss, rows)
@@ -95,11 +100,8 @@ class WindowWeights:
     def _weigh_sum(self, loss: Tensor, count: Count) -> Tensor:
         self._add(loss.detach())
         self._count = count if self._num_micro_batches == 1 else self._count + count
-        if self._num_micro_batches == 1:
+        if self._num_micro_batches == 1 or self._reference_count is None:
             return loss / _at_least_one(count)
-        if self._reference_count is None:
-            terms = max(1.0, float(_checked_count(float(count))) * self._num_micro_batches)
-            self._reference_count = 2.0 ** round(math.log2(terms))
         return loss * (1.0 / self._reference_count)
 
     def _add(self, value: Tensor) -> None:

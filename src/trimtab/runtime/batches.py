@@ -56,10 +56,14 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    tensors = (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, Tensor))
-    if all(tensor.device == device for tensor in tensors):
+    if all(tensor.device == device for tensor in tensors_in(batch)):
         return batch
     return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
+
+
+def tensors_in(batch: Batch) -> Iterator[Tensor]:
+    """Yield the tensors of a batch."""
+    return (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, Tensor))
 
 
 def iterate(field: str, batches: Any) -> Iterator[Batch]:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure.snapshot import shares_rows
+
 
 def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Lay 4-dim parameters and buffers out as channels_last, in place; returns what restores every stride.
 
     Until then `optimizer.state_dict()` holds the strides that will stand again: a checkpoint outlives its run.
     """
-    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not _overlaps(tensor)]
+    changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
     for tensor, _ in changed:
         tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         _drop_mismatched_grad(tensor)
@@ -72,11 +74,6 @@ def _restride(optimizer: torch.optim.Optimizer, saved: dict[str, Any], strides: 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Return whether rows share memory (an expanded buffer): it cannot be written, so its layout stays."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -44,7 +44,7 @@ def test_stages_come_in_order_and_each_starts_from_the_winner_before():
     machine = Machine(speed={"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}, fused_speed=3.0)
     measured(machine)
     assert names(machine) == list(STAGES)
-    assert [stage.control for stage in machine.stages] == [True, False, False, False, False]
+    assert [stage.control for stage in machine.stages] == [True, True, False, True, False]
     precision, allocator, optimizer, micro_batch, verify = machine.stages
     fast = Candidate("bf16", "channels_last", False, 64)
     assert precision.candidates[0] == REFERENCE
@@ -167,11 +167,11 @@ def test_speed_is_paired_by_block():
 
 
 def test_the_control_is_the_reference_against_itself():
-    found = control_interval(profile_of(control=(1.0, 1.1, 0.9, 1.0, 1.0)))
+    found = control_interval(profile_of(control=(1.0, 1.1, 0.9, 1.0, 1.0)), "precision")
     assert found is not None
     assert found.low < 1 < found.high
-    assert control_interval(profile_of(control=(1.0,))) is None
-    assert control_interval(Profile(CPU, LOOP, SPLITTABLE)) is None
+    assert control_interval(profile_of(control=(1.0,)), "precision") is None
+    assert control_interval(Profile(CPU, LOOP, SPLITTABLE), "precision") is None
 
 
 @pytest.mark.parametrize(("seconds", "wins"), [(0.90, True), (0.98, False), (1.1, False)])
@@ -186,6 +186,20 @@ def test_a_gain_must_be_above_what_the_control_resolves(seconds, wins):
     assert (outcome.winner.allocator == "retain") is wins
     text = outcome.reasons[replace(REFERENCE, allocator="retain")]
     assert text.startswith({0.90: "1.11x the speed", 0.98: "no gain: 1.02x", 1.1: "slower: 0.909x"}[seconds])
+
+
+@pytest.mark.parametrize(("both", "layout"), [(0.499, "keep"), (0.45, "channels_last")])
+def test_a_setting_that_brings_nothing_beside_another_stays_as_it_was(both, layout):
+    """On its own channels_last gains nothing; beside bf16 it gains 0.2%, or a tenth. The control resolves 0.5%."""
+    fast = replace(REFERENCE, precision="bf16")
+    together = replace(fast, memory_layout="channels_last")
+    profile = profile_of(
+        Trial("precision", fast, (0.5,) * 5, 1), Trial("precision", together, (both,) * 5, 1),
+        control=(1.0, 1.005, 0.995, 1.0, 1.0),
+    )  # fmt: skip
+    outcome = decide_stage(profile, "precision", Objective(), Budget())
+    assert outcome.winner == replace(fast, memory_layout=layout)
+    assert ("no gain beside bf16, micro-batch 64: 1x of it" in outcome.reasons[together]) is (layout == "keep")
 
 
 def test_the_fastest_of_two_gains_wins():

@@ -141,7 +141,7 @@ def test_do_no_harm_asks_for_the_lower_end(found, kind):
 def test_the_verdict_on_memory(ours, kind):
     row = stats.memory_row("ours", "theirs", "S", int(10 * ours), 1000)
     assert (row.metric, row.verdict.kind) == ("peak_memory", kind)
-    assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,))
+    assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,), counted=True)
 
 
 def test_equal_arms_measured_with_noise_are_seldom_told_apart():

@@ -73,7 +73,7 @@ def test_the_strong_loop_is_the_loop_it_says(kind):
 
 def test_channels_last_is_applied():
     loop = StrongLoop(make_task("resnet"), CPU)
-    assert loop.model.stem[0].weight.shape == (4, 1, 3, 3)
+    assert loop.model.stem[0].weight.shape == (16, 1, 3, 3)
     stage = loop.model.stages[0][0].conv1.weight
     assert stage.is_contiguous(memory_format=torch.channels_last)
     assert not stage.is_contiguous()

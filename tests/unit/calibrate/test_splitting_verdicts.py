@@ -1,0 +1,182 @@
+"""Whether a batch may be split is proved on the user's own model, and a refusal says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import LossError
+from trimtab.measure.snapshot import fingerprint
+
+ROWS = 16
+
+
+def mlp(*between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *between, nn.Tanh(), nn.Linear(8, 3))
+
+
+def class_batch(rows=ROWS):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4), torch.randint(0, 3, (rows,))
+
+
+def class_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def token_batch(lengths=(9, 9, 1, 2, 7, 1, 1, 9)):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(len(lengths), 9, 4), torch.randint(0, 3, (len(lengths), 9))
+    for row, length in zip(targets, lengths, strict=True):
+        row[length:] = -100
+    return inputs, targets
+
+
+def token_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def token_sum(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return loss, (batch[1] != -100).sum()
+
+
+def contrastive(model, batch):
+    """Each row against all others of the batch: a smaller batch has fewer negatives."""
+    rows = nn.functional.normalize(model(batch[0]), dim=1)
+    return nn.functional.cross_entropy(rows @ rows.t() / 0.1, torch.arange(len(rows)))
+
+
+def batch_mean_subtracted(model, batch):
+    """Statistics over the batch without a buffer to show for it."""
+    out = model(batch[0])
+    return nn.functional.cross_entropy(out - out.mean(0), batch[1])
+
+
+def loss_sum_called_a_mean(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class Counting(nn.Module):
+    """A module with a buffer that every forward advances."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x
+
+
+class Averaging(Counting):
+    """Puts a new tensor in its buffer's place instead of writing to it."""
+
+    def forward(self, x):
+        self.calls = self.calls + len(x)
+        return x
+
+
+def frozen_statistics():
+    model = mlp(nn.BatchNorm1d(8))
+    model[1].eval()
+    return model
+
+
+def subject(model, loss_fn=class_mean, batch=None):
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    return Subject(model, optimizer, loss_fn, class_batch() if batch is None else batch)
+
+
+SPLITTABLE = {
+    "a plain mlp": (lambda: mlp(), class_mean, class_batch()),
+    "three rows": (lambda: mlp(), class_mean, class_batch(3)),
+    "two rows": (lambda: mlp(), class_mean, class_batch(2)),
+    "dropout": (lambda: mlp(nn.Dropout(0.5)), class_mean, class_batch()),
+    "layer norm": (lambda: mlp(nn.LayerNorm(8)), class_mean, class_batch()),
+    "frozen batch norm": (frozen_statistics, class_mean, class_batch()),
+    "a frozen layer": (lambda: mlp().requires_grad_(True) and freeze_first(mlp()), class_mean, class_batch()),
+    "token sums": (lambda: mlp(), token_sum, token_batch()),
+    "token sums, one row of nothing": (lambda: mlp(), token_sum, token_batch((9, 0, 5, 1))),
+    "token means of equal lengths": (lambda: mlp(), token_mean, token_batch((9,) * 8)),
+    "float64": (lambda: mlp().double(), class_mean, (class_batch()[0].double(), class_batch()[1])),
+    "bf16 weights would not be, float32 ones are": (lambda: mlp().float(), class_mean, class_batch()),
+}
+
+
+def freeze_first(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("model", "loss_fn", "batch"), SPLITTABLE.values(), ids=SPLITTABLE)
+def test_sums_over_rows_may_be_split(model, loss_fn, batch):
+    check = check_splitting(subject(model(), loss_fn, batch))
+    assert check.splittable, check.reason
+    assert check.relative_difference <= 1e-5 < check.tolerance == TOLERANCE
+    assert "changes the gradient by" in check.reason
+
+
+REFUSED = {
+    "batch norm": (lambda: mlp(nn.BatchNorm1d(8)), class_mean, class_batch(), "BatchNorm1d computes over the batch"),
+    "batch norm without running statistics": (
+        lambda: mlp(nn.BatchNorm1d(8, track_running_stats=False)),
+        class_mean,
+        class_batch(),
+        "differs by",
+    ),
+    "spectral norm": (lambda: spectral(), class_mean, class_batch(), "SpectralNorm"),
+    "a counting buffer": (lambda: mlp(Counting()), class_mean, class_batch(), "Counting"),
+    "a buffer that is replaced": (lambda: mlp(Averaging()), class_mean, class_batch(), "Averaging"),
+    "two kinds": (lambda: mlp(nn.BatchNorm1d(8), Counting()), class_mean, class_batch(), "BatchNorm1d, Counting"),
+    "an in-batch contrastive loss": (lambda: mlp(), contrastive, class_batch(), "differs by"),
+    "statistics in the loss": (lambda: mlp(), batch_mean_subtracted, class_batch(), "differs by"),
+    "a sum returned as a mean": (lambda: mlp(), loss_sum_called_a_mean, class_batch(), "differs by"),
+    "token means of unequal lengths": (lambda: mlp(), token_mean, token_batch(), "differs by"),
+    "one row": (lambda: mlp(), class_mean, class_batch(1), "the batch has one row"),
+    "a gradient of zero": (lambda: mlp(), lambda m, b: 0 * class_mean(m, b), class_batch(), "zero or not finite"),
+    "no number": (lambda: mlp(), lambda m, b: float("nan") * class_mean(m, b), class_batch(), "zero or not finite"),
+}
+
+
+def spectral():
+    model = mlp()
+    spectral_norm(model[0])
+    return model
+
+
+@pytest.mark.parametrize(("model", "loss_fn", "batch", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_is_computed_over_the_batch_may_not(model, loss_fn, batch, reason):
+    check = check_splitting(subject(model(), loss_fn, batch))
+    assert not check.splittable
+    assert reason in check.reason
+    if "differs by" in reason:
+        assert check.relative_difference > TOLERANCE
+
+
+def test_batch_norm_is_refused_with_the_difference_it_makes():
+    check = check_splitting(subject(mlp(nn.BatchNorm1d(8))))
+    assert check.relative_difference > 0.01
+
+
+@pytest.mark.parametrize("case", [*SPLITTABLE, *REFUSED])
+def test_the_check_leaves_no_trace(case):
+    model, loss_fn, batch = (SPLITTABLE | REFUSED)[case][:3]
+    tried = subject(model(), loss_fn, batch)
+    before = fingerprint(tried.model, tried.optimizer)
+    check_splitting(tried)
+    assert fingerprint(tried.model, tried.optimizer) == before
+
+
+def test_what_is_no_loss_is_an_error_and_no_verdict():
+    tried = subject(mlp(), lambda model, batch: model(batch[0]))
+    before = fingerprint(tried.model, tried.optimizer)
+    with pytest.raises(LossError):
+        check_splitting(tried)
+    assert fingerprint(tried.model, tried.optimizer) == before

@@ -1,0 +1,91 @@
+"""Peak bytes of a trial on CPU are the bytes one can count by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.calibrate import trials
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import Candidate
+from trimtab.decide.search import Stage
+
+FLOAT = 4  # bytes
+
+
+def mean_loss(model, x):
+    return model(x).mean()
+
+
+def peak(model, optimizer, batch, micro_batch=None, **settings):
+    """Return the peak bytes that `run_stage` reports for one candidate."""
+    settings = {"precision": "fp32", "memory_layout": "keep", "fused_optimizer": False} | settings
+    candidate = Candidate(micro_batch=micro_batch or len(batch), **settings)
+    subject = Subject(model, optimizer, mean_loss, batch)
+    (trial,) = trials.run_stage(subject, Stage("precision", (candidate,)), 1, lambda text: None)
+    assert trial.error is None
+    return trial.peak_bytes
+
+
+def wide(rows, inputs=32, width=1024):
+    model = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.randn(rows, inputs)
+
+
+def numel(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("micro_batch", [2048, 1024, 512])
+def test_a_wide_mlp_peaks_in_the_backward_of_its_relu(micro_batch):
+    """There are alive at the peak, in floats:
+
+    - parameters and momentum: 2 x 35,841, and the batch: 2048 x 32;
+    - three (micro_batch, 1024) activations: the ReLU's output, which it saved, the gradient that comes in for it, and
+      the one that goes out. The first layer's output was dropped when the ReLU had run, in the forward;
+    - from the second micro-batch on, the gradients of the ones before: 35,841; in the first, only the last layer's
+      1,025, which the backward has already reached.
+    """
+    model, optimizer, batch = wide(2048)
+    activations = 3 * micro_batch * 1024
+    gradients = numel(model) + 1025 if micro_batch < 2048 else 1025
+    expected = FLOAT * (2 * numel(model) + batch.numel() + activations + gradients)
+    assert peak(model, optimizer, batch, micro_batch) == pytest.approx(expected, rel=0.01)
+
+
+def deep(optimizer):
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    return model, optimizer(model.parameters()), torch.randn(2, 512)
+
+
+def test_a_deep_mlp_on_few_rows_peaks_in_the_step_of_sgd():
+    """Parameters, momentum and gradients; SGD works in place, one tensor after the other, and adds nothing."""
+    model, optimizer, batch = deep(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
+    expected = FLOAT * 3 * numel(model)
+    assert peak(model, optimizer, batch) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_deep_mlp_on_few_rows_peaks_in_the_step_of_adamw():
+    """Parameters, two moments and gradients; one tensor's square root and its quotient by the bias correction."""
+    model, optimizer, batch = deep(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False))
+    expected = FLOAT * (4 * numel(model) + 2 * 512 * 512)
+    assert peak(model, optimizer, batch) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_fused_adamw_needs_no_room_for_its_denominator():
+    model, optimizer, batch = deep(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False))
+    expected = FLOAT * 4 * numel(model)
+    assert peak(model, optimizer, batch, fused_optimizer=True) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_batch_nested_in_any_way_is_counted_once():
+    """A tensor of 4 MiB that the loss reads, given twice in a mapping that is no dict."""
+    from collections import UserDict
+
+    model, optimizer, _ = deep(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False))
+    x = torch.randn(2, 512, 1024)
+    subject = Subject(model, optimizer, lambda model, b: model(b["x"][:, :, 0]).mean(), UserDict(x=x, again=x))
+    candidate = Candidate("fp32", "keep", False, 2)
+    (trial,) = trials.run_stage(subject, Stage("precision", (candidate,)), 1, lambda text: None)
+    assert trial.peak_bytes == pytest.approx(FLOAT * (3 * numel(model) + x.numel()), rel=0.01)

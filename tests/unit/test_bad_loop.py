@@ -1,0 +1,270 @@
+"""What a loop gives its run, and when, is used or refused by a typed error, with nothing half-applied."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import INF, NAN, ROWS, Loop, mean_loss, new_loop, refused, sum_loss
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import BatchError, LoopError, LossError
+from trimtab.core.plan import Plan
+
+loop = pytest.fixture(new_loop)
+
+
+class Unknown:
+    """Something of no use."""
+
+
+# The run: losses.
+
+LOSSES = {
+    "not a scalar": (lambda m, b: m(b["x"]), "loss", "shape (2, 3)"),
+    "a vector": (lambda m, b: m(b["x"]).sum(1), "loss", "shape (2,)"),
+    "detached": (lambda m, b: mean_loss(m, b).detach(), "loss", "does not depend"),
+    "of the data alone": (lambda m, b: (m(b["x"]), b["x"].mean())[1], "loss", "does not depend"),
+    "a float": (lambda m, b: mean_loss(m, b).item(), "loss", "a float"),
+    "None": (lambda m, b: (m(b["x"]), None)[1], "loss", "a NoneType"),
+    "a dict": (lambda m, b: {"loss": mean_loss(m, b)}, "loss", "a dict"),
+    "a list": (lambda m, b: [mean_loss(m, b)], "loss", "a list"),
+    "a tuple of 3": (lambda m, b: (sum_loss(m, b), 2, m), "loss", "a tuple"),
+    "a tuple of 1": (lambda m, b: (sum_loss(m, b),), "loss", "a tuple"),
+    "complex": (lambda m, b: mean_loss(m, b) * 1j, "loss", "complex"),
+    "with its output": (lambda m, b: (mean_loss(m, b), m(b["x"])), "loss count", "shape (2, 3)"),
+    "a negative count": (lambda m, b: (sum_loss(m, b), -1), "loss count", "-1"),
+    "a count of nan": (lambda m, b: (sum_loss(m, b), NAN), "loss count", "nan"),
+    "a count without end": (lambda m, b: (sum_loss(m, b), INF), "loss count", "inf"),
+    "a count of text": (lambda m, b: (sum_loss(m, b), "2"), "loss count", "'2'"),
+    "a count of yes": (lambda m, b: (sum_loss(m, b), True), "loss count", "True"),
+    "a count per row": (lambda m, b: (sum_loss(m, b), torch.ones(2)), "loss count", "shape (2,)"),
+    "a count with a gradient": (lambda m, b: (sum_loss(m, b), mean_loss(m, b)), "loss count", "requires grad"),
+    "a first count of nan, on the device": (
+        lambda m, b: (sum_loss(m, b), torch.tensor(NAN)),
+        "loss count",
+        "nan",
+    ),
+    "a first count without end, on the device": (
+        lambda m, b: (sum_loss(m, b), torch.tensor(INF)),
+        "loss count",
+        "inf",
+    ),
+    "a first count below zero, on the device": (
+        lambda m, b: (sum_loss(m, b), torch.tensor(-3)),
+        "loss count",
+        "-3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "field", "given"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_is_none_is_refused_and_the_next_window_trains(loop, loss_fn, field, given):
+    nn.Module.eval(loop.model)  # no dropout: a forward draws no random number, so that every bit can be compared
+    with loop.start() as run:
+        with refused(loop, LossError, field, given, run):
+            run.train_step(run.window(loop.batch), loss_fn)
+        run.train_step(run.window(loop.batch), mean_loss)
+        assert run.applied_steps == 1
+
+
+@pytest.mark.parametrize(("loss_fn", "field", "given"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_refused_by_backward_can_be_given_again_rightly(loop, loss_fn, field, given):
+    loop.model.eval()
+    with loop.start() as run:
+        for index, micro in enumerate(run.window(loop.batch)):
+            result = loss_fn(run.model, micro)
+            run.model(micro["x"])
+            if index == 0:
+                with refused(loop, LossError, field, given, run):
+                    run.backward(result)
+            run.backward(sum_loss(run.model, micro), 2)
+        expected = float(mean_loss(run.model, loop.batch).detach())
+        assert run.step()
+        assert float(run.loss) == pytest.approx(expected, rel=1e-5), "the refused loss was counted"
+
+
+@pytest.mark.parametrize("sum_first", [True, False])
+def test_means_and_sums_do_not_mix_in_a_window(loop, sum_first):
+    def mixed(model, batch):
+        calls.append(1)
+        is_sum = (len(calls) == 1) is sum_first
+        return (sum_loss(model, batch), 2) if is_sum else mean_loss(model, batch)
+
+    calls = []
+    loop.model.eval()
+    with loop.start() as run, refused(loop, LossError, "loss", "a mean for one micro-batch", run):
+        run.train_step(run.window(loop.batch), mixed)
+
+
+# The run: batches.
+
+BATCHES = {
+    "a custom object": (lambda k: Unknown(), "batch", "Unknown"),
+    "one inside": (lambda k: k.batch | {"boxes": Unknown()}, "batch['boxes']", "Unknown"),
+    "rows that differ": (lambda k: k.batch | {"y": k.batch["y"][:3]}, "batch", "batch['x']: 6, batch['y']: 3"),
+    "no rows": (lambda k: {name: value[:0] for name, value in k.batch.items()}, "batch", "0 rows"),
+    "nothing": (lambda k: None, "batch", "without rows"),
+    "an array": (lambda k: numpy.zeros((6, 4)), "batch", "ndarray"),
+    "a number": (lambda k: 3, "batch", "without rows"),
+}
+
+
+@pytest.mark.parametrize(("batch", "field", "given"), BATCHES.values(), ids=BATCHES)
+def test_a_batch_that_cannot_be_counted_is_refused(loop, batch, field, given):
+    with loop.start() as run:
+        for take in (lambda: run.window(batch(loop)), lambda: next(run.windows([batch(loop)]))):
+            with refused(loop, BatchError, field, given, run):
+                take()
+
+
+@pytest.mark.parametrize("loader", [5, None, Unknown()])
+def test_a_loader_that_is_none_is_refused(loop, loader):
+    with loop.start() as run, refused(loop, BatchError, "loader", f"a {type(loader).__name__}", run):
+        next(run.windows(loader))
+
+
+@pytest.mark.parametrize("loss_fn", [None, 3, "mean"])
+def test_a_loss_that_cannot_be_called_is_refused(loop, loss_fn):
+    with loop.start() as run, refused(loop, LossError, "loss_fn", f"a {type(loss_fn).__name__}", run):
+        run.train_step(run.window(loop.batch), loss_fn)
+
+
+def test_a_batch_given_for_a_window_is_refused(loop):
+    with loop.start() as run, refused(loop, LoopError, "window", "a dict", run):
+        run.train_step(loop.batch, mean_loss)
+
+
+def test_a_window_of_another_run_is_refused(loop):
+    other = copy.deepcopy(loop.model)
+    with trimtab.start(other, torch.optim.SGD(other.parameters(), lr=0.1), Plan.fixed(ROWS)) as elsewhere:
+        window = elsewhere.window(loop.batch)
+        with loop.start() as run, refused(loop, LoopError, "window", "another run", run):
+            run.train_step(window, mean_loss)
+        elsewhere.train_step(window, mean_loss)
+
+
+# The run: the order of its verbs. Each breach is given an open run in the state it needs.
+
+
+def micro_batches(loop: Loop, run: Any, number: int) -> Any:
+    """Run `number` micro-batches of a window of three; returns its iterator."""
+    micros = iter(run.window(loop.batch))
+    for _ in range(number):
+        run.backward(mean_loss(run.model, next(micros)))
+    return micros
+
+
+def loss_of_a_copy(loop: Loop, run: Any) -> Any:
+    return mean_loss(copy.deepcopy(run.model), next(iter(run.window(loop.batch))))
+
+
+def loss_of_a_part(loop: Loop, run: Any) -> Any:
+    return run.model[0](next(iter(run.window(loop.batch)))["x"]).mean()
+
+
+def after(number: int, *verbs: str) -> Any:
+    def prepare(loop: Loop, run: Any) -> Any:
+        micro_batches(loop, run, number)
+        for verb in verbs:
+            getattr(run, verb)()
+
+    return prepare
+
+
+BREACHES = {
+    "step without a window": (after(0), lambda k, run, _: run.step(), "run.step", "no window"),
+    "unscale without a window": (after(0), lambda k, run, _: run.unscale(), "run.unscale", "no window"),
+    "step twice": (after(3, "step"), lambda k, run, _: run.step(), "run.step", "no window"),
+    "step before the last": (after(2), lambda k, run, _: run.step(), "run.step", "last micro-batch was not seen"),
+    "unscale before the last": (after(1), lambda k, run, _: run.unscale(), "run.unscale", "last micro-batch"),
+    "unscale twice": (after(3, "unscale"), lambda k, run, _: run.unscale(), "run.unscale", "a second call"),
+    "backward without a window": (
+        lambda k, run: mean_loss(run.model, k.batch),
+        lambda k, run, loss: run.backward(loss),
+        "run.backward",
+        "no open micro-batch",
+    ),
+    "backward twice": (
+        lambda k, run: (micro_batches(k, run, 1), mean_loss(run.model, k.batch))[1],
+        lambda k, run, loss: run.backward(loss),
+        "run.backward",
+        "no open micro-batch",
+    ),
+    "a forgotten run.model": (
+        loss_of_a_copy,
+        lambda k, run, loss: run.backward(loss),
+        "run.backward",
+        "without a forward",
+    ),
+    "a part of run.model": (
+        loss_of_a_part,
+        lambda k, run, loss: run.backward(loss),
+        "run.backward",
+        "without a forward",
+    ),
+    "the next window before the step": (
+        after(3),
+        lambda k, run, _: next(iter(run.window(k.batch))),
+        "window",
+        "a new window before run.step()",
+    ),
+    "the next window in the middle": (
+        after(1),
+        lambda k, run, _: next(run.windows([k.batch])),
+        "run.windows",
+        "a new window before run.step()",
+    ),
+    "a second pass": (
+        lambda k, run: (window := run.window(k.batch), run.train_step(window, mean_loss))[0],
+        lambda k, run, window: list(window),
+        "window",
+        "a second pass",
+    ),
+    "a list of a window": (
+        lambda k, run: run.window(k.batch),
+        lambda k, run, window: list(window),
+        "window",
+        "the next micro-batch before run.backward",
+    ),
+}
+
+
+@pytest.mark.parametrize(("prepare", "breach", "field", "given"), BREACHES.values(), ids=BREACHES)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_verb_out_of_order_is_refused(loop, precision, prepare, breach, field, given):
+    loop.model.eval()
+    with loop.start(plan=Plan.fixed(ROWS, 2, precision=precision)) as run:
+        prepared = prepare(loop, run)
+        with refused(loop, LoopError, field, given, run):
+            breach(loop, run, prepared)
+
+
+def test_leaving_a_window_early_is_seen_at_the_step(loop):
+    loop.model.eval()
+    with loop.start() as run:
+        for micro in run.window(loop.batch):
+            run.backward(mean_loss(run.model, micro))
+            break
+        with refused(loop, LoopError, "run.step", "last micro-batch was not seen", run):
+            run.step()
+
+
+@settings(max_examples=40)
+@given(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.floats()) | st.just({}))
+def test_any_loss_given_to_backward_is_refused_by_its_type(value):
+    model = nn.Linear(2, 1)
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(2)) as run:
+        for micro in run.window(torch.ones(2, 2)):
+            model(micro)
+            with pytest.raises(LossError, match=r"^loss: given a "):
+                run.backward(value)
+            with pytest.raises(LossError, match=r"^loss"):
+                run.backward((value, value))
+            break

@@ -1,0 +1,402 @@
+"""The command: what it prints where, and how it fails; in this process but where a process of its own matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trimtab import cli
+from trimtab.calibrate import trials
+from trimtab.core.codec import from_json, read_json
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.core.record import read_record
+from trimtab.experiments import race
+from trimtab.experiments.result import Comparison
+
+SOURCE = Path(__file__).parents[2] / "src"
+TINY_TASK = Path(__file__).parent / "experiments" / "tiny_task.py"
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """What was printed, which must be one JSON object on one line."""
+        assert self.out.count("\n") == 1
+        found = json.loads(self.out)
+        assert isinstance(found, dict)
+        return found
+
+
+@pytest.fixture
+def trimtab(monkeypatch, capsys, tmp_path):
+    """Return what runs the command here, in a folder that holds `tiny.py`, and tells what it printed."""
+    shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
+    monkeypatch.setattr(race, "_BLOCK_S", 0.02)
+    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "6")  # which the command would set for good
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code or 0
+        return Done(code, *capsys.readouterr())
+
+    yield run
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def as_process(*arguments: object, **options) -> Done:
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", "from trimtab.cli import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, **options)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def explained(done: Done, *words: str) -> None:
+    """The command failed with one line on standard error, without a traceback."""
+    assert (done.code, done.out) == (1, ""), done
+    assert done.err.startswith("trimtab: ")
+    assert done.err.count("\n") == 1
+    assert all(word in done.err for word in words), done.err
+
+
+def changed(folder: Path, name: str, before: str, after: str) -> str:
+    """Write the tiny task with a change; return its name."""
+    text = (folder / "tiny.py").read_text()
+    assert before in text
+    (folder / f"{name}.py").write_text(text.replace(before, after))
+    return f"{name}:task"
+
+
+# doctor
+
+
+def test_doctor_says_what_is_there_and_how_to_get_what_is_missing(trimtab):
+    done = trimtab("doctor")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert all(line.startswith(("ok  ", "--  ")) for line in lines)
+    names = [line[4:26].strip() for line in lines]
+    assert {"python", "torch", "device", "precision bf16", "memory figures", "energy", "typer"} <= set(names)
+    assert lines[names.index("typer")].startswith("ok")
+    assert lines[names.index("energy")].startswith("--")
+
+
+def test_doctor_as_json(trimtab):
+    found = trimtab("doctor", "--json").json
+    assert (found["schema"], found["name"]) == (1, "doctor")
+    assert all(set(row) == {"name", "ok", "detail"} for row in found["rows"])
+    assert [row["ok"] for row in found["rows"] if row["name"] == "torch"] == [True]
+
+
+# profile and plan
+
+
+def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tmp_path):
+    done = trimtab("profile", "tiny.py:task", "-o", "profile.json")
+    assert (done.code, done.err) == (0, "")
+    assert "32 rows and 32 rows per step" in done.out
+    assert "trials:\n  precision    fp32, micro-batch 32" in done.out
+    assert "(A/A control)" in done.out
+    assert "splitting keeps the gradient: an unequal split" in done.out
+    profile = read_json(Profile, tmp_path / "profile.json")
+    assert profile.loop.batch_rows == 32
+    plan = trimtab("plan", "profile.json")
+    assert (plan.code, plan.err) == (0, "")
+    assert plan.out.startswith("Change ")
+    assert "micro batch" in plan.out
+    written = trimtab("plan", "profile.json", "--json", "-o", "plan.json")
+    assert from_json(Plan, written.out) == read_json(Plan, tmp_path / "plan.json")
+    assert str(from_json(Plan, written.out)) == plan.out.rstrip("\n")
+    explained(trimtab("plan", "profile.json", "--memory", "1KB"), "over the budget of 1000 B", "nearest that runs")
+
+
+def test_a_profile_as_json(trimtab):
+    done = trimtab("profile", "tiny:task", "--json")
+    assert from_json(Profile, done.out).loop.optimizer == "AdamW"
+    assert done.json["schema"] == 1
+    assert done.err == ""
+
+
+def test_a_plan_for_a_task(trimtab):
+    done = trimtab("plan", "tiny:task", "--memory", "1GiB")
+    assert (done.code, done.err) == (0, "")
+    assert "against: declared fp32 eager loop, 32 rows per step" in done.out
+    found = trimtab("plan", "tiny:task", "--adapt", "learning-rate", "--json")
+    assert found.err == ""
+    assert from_json(Plan, found.out).tier == "F"
+    assert found.json["schedule"]["value"] == "warmup_cosine"
+
+
+# train
+
+
+def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    arguments = ("train", "tiny:task", "--plan", "plan.json", "--steps", 12, "--record", "run.jsonl")
+    done = trimtab(*arguments)
+    assert (done.code, done.err) == (0, "")
+    assert "steps: 12\nrows: 384\n" in done.out
+    assert "accuracy: 0." in done.out
+    record = read_record(tmp_path / "run.jsonl")
+    assert (record.header.name, record.header.seed, record.end.reason) == ("tiny", 0, "budget")
+    assert [step.index for step in record.steps] == list(range(12))
+    assert record.header.plan["micro_batch"]["value"] == 8
+    assert f"accuracy: {record.evaluations[-1].metrics['accuracy']}" in done.out
+    explained(trimtab(*arguments), "run.jsonl, which exists", "a new file")
+
+
+PLAN = {"batch_rows": 32, "micro_batch": {"value": 8, "reason": "set by hand"}}
+
+
+def test_training_as_json_is_a_function_of_the_seed(trimtab):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    runs = [
+        trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 8, "--seed", s, "--json").json
+        for s in (1, 1, 2)
+    ]
+    assert [(run["task"], run["steps"], run["rows"]) for run in runs] == [("tiny", 8, 256)] * 3
+    assert runs[0]["loss"] == runs[1]["loss"] != runs[2]["loss"]
+    assert runs[0]["accuracy"] == runs[1]["accuracy"]
+    assert runs[0]["samples_per_s"] > 0
+
+
+def test_training_makes_its_own_plan(trimtab):
+    done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate", "--json")
+    assert done.json["steps"] == 4
+    assert done.err == ""
+
+
+def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    name = changed(tmp_path, "diverging", "lr=3e-3", "lr=1e30")
+    done = trimtab("train", name, "--plan", "plan.json", "--steps", 5, "--json")
+    assert done.code == 0
+    assert done.json["loss"] in ("nan", "inf")
+
+
+# compare and report
+
+
+def test_a_comparison_and_its_report(trimtab, tmp_path):
+    done = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 2, "--adapt", "none", "--out", "out", "--json")
+    assert (done.code, done.err) == (0, "")
+    found = done.json
+    assert (found["schema"], found["name"]) == (1, "compare")
+    assert {row["metric"] for row in found["rows"]} >= {"throughput_ratio", "time_to_target_ratio", "planning_s"}
+    saved = read_json(Comparison, tmp_path / "out" / "report.json")
+    assert saved.num_pairs == 2
+    assert saved.command == "trimtab compare tiny.py:task --quick --pairs 2 --adapt none --out out --json"
+    assert {path.name for path in (tmp_path / "out").glob("report.*")} == {"report.json", "report.html", "report.md"}
+
+    resumed = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 2, "--adapt", "none", "--out", "out")
+    assert (resumed.code, resumed.err) == (0, "")
+    assert resumed.out.rstrip().endswith("report: out/report.html")
+    explained(trimtab("compare", "tiny:task", "--quick", "--out", "out"), "a comparison with another adapt", "--out")
+    budget = ("--quick", "--adapt", "none", "--memory", "1GiB", "--out", "out")
+    explained(trimtab("compare", "tiny:task", *budget), "another budget")
+
+    again = trimtab("report", "out", "--out", "elsewhere")
+    assert (again.code, again.err) == (0, "")
+    assert again.out.rstrip().endswith("report: elsewhere/report.html")
+    assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
+    as_json = trimtab("report", "out/report.json", "--json")
+    assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
+    assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
+
+
+# What user code prints
+
+
+def test_what_user_code_prints_does_not_mix_with_the_result(trimtab, tmp_path):
+    name = changed(
+        tmp_path,
+        "loud",
+        "\ndef load_data() -> TaskData:\n",
+        "\nprint('imported')\ndef load_data():\n    print('loading')\n",
+    )
+    done = trimtab("profile", name, "--json")
+    assert done.json["schema"] == 1
+    assert done.err == "imported\nloading\n"
+
+
+# Errors
+
+
+ERRORS = [
+    (("plan", "nonsense"), ("task: given 'nonsense'", "source_gpt", "my_module:attribute")),
+    (("plan", "absent:task"), ("a module absent in the current folder",)),
+    (("plan", "absent.py:task"), ("a file absent.py that exists",)),
+    (("plan", "tiny:nothing"), ("an attribute 'nothing' of tiny",)),
+    (("plan", "broken:task"), ("a module that raises ZeroDivisionError",)),
+    (("profile", "absent:task"), ("absent",)),
+    (("train", "absent:task"), ("absent",)),
+    (("compare", "absent:task", "--out", "out"), ("absent",)),
+    (("plan", "absent.json"), ("absent.json", "a readable Profile JSON file")),
+    (("plan", "damaged.json"), ("text that is not JSON",)),
+    (("train", "tiny:task", "--plan", "absent.json"), ("absent.json", "a readable Plan JSON file")),
+    (("train", "tiny:task", "--plan", "other.json"), ("plan.batch_rows: given 64", "expected 32")),
+    (("report", "absent"), ("absent: given", "a readable Comparison JSON file")),
+    (("report", "."), ("report.json: given", "a readable Comparison JSON file")),
+    (("report", "damaged.json"), ("text that is not JSON",)),
+    (("plan", "tiny:task", "--memory", "lots"), ("memory: given 'lots'", "8GiB")),
+    (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: given '-1GiB'",)),
+    (("compare", "tiny:task", "--memory", "0"), ("memory: given '0'",)),
+    (("plan", "tiny:task", "--adapt", "batch"), ("--adapt: given 'batch'", "learning-rate, none")),
+    (("train", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
+    (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: given 'x'",)),
+    (("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"), ("--adapt", "a range test trains")),
+    (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test trains")),
+    (("compare", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
+    (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
+    (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
+    (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),
+    (("compare", "tiny:task", "--out", "plan.json"), ("File exists", "plan.json")),
+    (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "can be written")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), ERRORS, ids=[" ".join(arguments) for arguments, _ in ERRORS])
+def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, arguments, words):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "damaged.json").write_text("{")
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"batch_rows": 64}))
+    explained(trimtab(*arguments), *words)
+
+
+def test_a_traceback_is_shown_on_request(trimtab, monkeypatch):
+    monkeypatch.setenv("TRIMTAB_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="nonsense"):
+        trimtab("plan", "nonsense")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("fly",),
+        ("plan",),
+        ("plan", "tiny:task", "--fast"),
+        ("compare", "tiny:task", "--pairs", "0"),
+        ("compare", "tiny:task", "--pairs", "five"),
+        ("train", "tiny:task", "--steps", "0"),
+        ("report",),
+    ],
+    ids=" ".join,
+)
+def test_a_command_line_that_does_not_parse_exits_2(trimtab, arguments):
+    done = trimtab(*arguments)
+    assert done.code == 2
+    assert "Usage: " in done.err + done.out
+    assert "Traceback" not in done.err
+
+
+def test_help_names_every_command(trimtab):
+    done = trimtab("--help")
+    assert done.code == 0
+    assert all(f"\n  {name} " in done.out for name in ("doctor", "profile", "plan", "train", "compare", "report"))
+    assert "--adapt" in trimtab("compare", "--help").out
+
+
+# On a terminal
+
+
+class Terminal:
+    """A standard error that says it is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_progress_is_one_rewritten_line_on_a_terminal_only(trimtab, monkeypatch):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    done = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 3, "--json")
+    assert done.json["steps"] == 3
+    assert "\r\033[2Kstep 3 of 3" in terminal.text
+    assert "\n" not in terminal.text
+    assert terminal.text.endswith("\r\033[2K")  # nothing is left of it
+
+
+# As a process of its own
+
+
+def test_a_process_prints_its_result_and_nothing_else(tmp_path):
+    """torch's profiler too is kept off standard error."""
+    shorter = "from trimtab.calibrate import trials\ntrials._BLOCK_S = 0.003\n"
+    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + shorter)
+    done = as_process("profile", "tiny:task", "--json", "-o", "profile.json", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.json["loop"]["optimizer"] == "AdamW"
+    failed = as_process("plan", "profile.json", "--memory", "10B", cwd=tmp_path)
+    explained(failed, "over the budget of 10 B")
+    code = (
+        "import sys; sys.argv = ['trimtab', 'plan', 'profile.json', '--json']\n"
+        "from trimtab.cli import app\n"
+        "app(standalone_mode=False)\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    decided = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert from_json(Plan, decided.stdout).batch_rows == 32
+    assert decided.stderr == "False False\n"  # a profile is decided without torch
+
+
+def test_an_interrupt_ends_it_quietly(tmp_path):
+    shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    name = changed(
+        tmp_path,
+        "slow",
+        "def load_data() -> TaskData:\n",
+        "def load_data() -> TaskData:\n    import time\n    open('begun', 'w').close()\n    time.sleep(60)\n",
+    )
+    command = [sys.executable, "-c", "from trimtab.cli import main; main()", "plan", name]
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    for _ in range(600):
+        if (tmp_path / "begun").exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
