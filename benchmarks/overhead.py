@@ -1,7 +1,7 @@
 """What the loop costs: steps of our loop alternated with the hand-written equivalent, in one process, in pairs.
 
-`python benchmarks/overhead.py [--quick] [--json]` prints `loop_overhead_ratio` rows (ours over theirs in seconds, so 1.01
-is one per cent slower), with the A/A control's resolution: the same hand-written loop as a third arm.
+`python benchmarks/overhead.py [--quick] [--json]` prints `loop_overhead_ratio` rows (ours over theirs in seconds, so
+1.01 is one per cent slower), with the A/A control's resolution: the same hand-written loop as a third arm.
 """
 
 from __future__ import annotations

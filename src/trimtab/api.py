@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop, silent
-from trimtab.calibrate.range_test import range_test
+from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
