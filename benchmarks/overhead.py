@@ -23,7 +23,7 @@ from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
-CASES = (("digits_resnet", 1, 600, 100), ("source_gpt", 1, 120, 12), ("source_gpt", 4, 120, 12))
+CASES = (("digits_resnet", 1, 1000, 100), ("source_gpt", 1, 100, 12), ("source_gpt", 4, 100, 12))
 
 
 def plain_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:

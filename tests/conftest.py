@@ -6,7 +6,10 @@ import os
 
 import pytest
 
-os.environ["TRIMTAB_OFFLINE"] = "1"  # before any import of trimtab, and inherited by every child process
+# Before any import of trimtab or torch, and inherited by every child process. One thread: the tests' models are tiny,
+# and on a busy machine a second thread waits longer than it works.
+os.environ["TRIMTAB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     from hypothesis import Phase, settings

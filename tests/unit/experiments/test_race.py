@@ -85,6 +85,18 @@ def test_interleaved_arms_end_where_a_lone_one_ends():
     assert metrics[0] == metrics[1]
 
 
+def test_arms_start_alike_whatever_generator_a_model_draws_from():
+    def make_model() -> torch.nn.Module:
+        model = task.make_model()
+        with torch.no_grad():
+            model[0].weight.mul_(random.random()).add_(numpy.random.rand())
+        return model
+
+    run(*(Entry(name, Watched, BATCH_ROWS) for name in ("a", "b")), its=replace(task, make_model=make_model))
+    first, second = Watched.made
+    assert torch.equal(first.start, second.start)
+
+
 class Noisy(Watched):
     """Draws from every generator and changes a global mode on the way."""
 
