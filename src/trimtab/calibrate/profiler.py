@@ -17,7 +17,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock
-from trimtab.runtime.layout import is_channels_last
+from trimtab.runtime.layout import channels_last_hazard, is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
 
 NUM_BLOCKS = 5
@@ -95,6 +95,7 @@ def _facts(subject: Subject) -> LoopFacts:
         supports_fused=supports_fused(optimizer),
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",
+        layout_hazard=channels_last_hazard(model),
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
     )
 

@@ -77,6 +77,7 @@ class LoopFacts:
         flops_per_step: counted forward and backward FLOP of one optimizer step, no recomputation; None: not counted.
         has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
         layout: "contiguous" or "channels_last", as the parameters lie now.
+        layout_hazard: why channels_last is not safe here, or "".
         can_retain: whether the host allocator can be told to keep freed memory.
     """
 
@@ -93,6 +94,7 @@ class LoopFacts:
     is_fused: bool
     layout: str
     can_retain: bool = False
+    layout_hazard: str = ""
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ def _untried(name: str, profile: Profile) -> str:
         if not profile.check.splittable:
             return "the user's batch: " + profile.check.reason
         return "the user's batch: it cannot be smaller"
+    if name == "memory_layout" and profile.loop.layout_hazard:
+        return "channels_last is not safe: " + profile.loop.layout_hazard
     if name == "memory_layout":
         return "already channels_last" if profile.loop.layout == "channels_last" else "the model has no convolutions"
     if name == "fused_optimizer":

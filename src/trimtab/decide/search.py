@@ -210,7 +210,8 @@ def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool, s
 
 def _precision_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
     precisions = [p for p in PRECISIONS if precision_refusal(profile.device, p) is None]
-    can_convert = profile.loop.has_convolutions and profile.loop.layout != "channels_last"
+    is_candidate = profile.loop.has_convolutions and profile.loop.layout != "channels_last"
+    can_convert = is_candidate and not profile.loop.layout_hazard
     layouts = ("keep", "channels_last") if can_convert else ("keep",)
     grid = [replace(incumbent, precision=p, memory_layout=layout) for p in precisions for layout in layouts]
     return (incumbent, *(candidate for candidate in grid if candidate != incumbent))

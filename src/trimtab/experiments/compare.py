@@ -145,9 +145,10 @@ def _entries(task: Task, data: TaskData, plans: Plans, settings: Settings) -> li
         rows = min(rows, max(4, int(_QUICK_RACE_S / 4 / step_s)) * task.batch_rows)
     control = min(rows, _CONTROL_STEPS * task.batch_rows) if not settings.quick else rows
     entries = [Entry("reference", ReferenceLoop, rows), Entry("self", ReferenceLoop, control)]
-    entries.append(Entry("plan_S", partial(PlanLoop, plan=plans.plans["S"]), rows))
+    entries.append(Entry("plan_S", partial(PlanLoop, plan=plans.plans["S"], total_samples=rows), rows))
     if "F" in plans.plans:
-        entries.append(Entry("plan_F", partial(PlanLoop, plan=plans.plans["F"]), rows, stop_at_target=True))
+        freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=rows)
+        entries.append(Entry("plan_F", freed, rows, stop_at_target=True))
     if settings.peers:
         entries.append(Entry("paper", PaperLoop, rows))
         if "strong" in plans.plans and task.strong is not None:

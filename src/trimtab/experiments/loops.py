@@ -16,11 +16,11 @@ from trimtab.tasks.task import Task
 class PlanLoop:
     """The task's model, optimizer and loss, trained by a run of the plan."""
 
-    def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
+    def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
         self._task = task
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
-        self._run = start(self.model, self.optimizer, plan, total_samples=task.budget_rows)
+        self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch as one window."""

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.core.errors import ModelError
 from trimtab.measure.snapshot import shares_rows
+
+_FEW_CHANNELS = 16
 
 
 def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -20,6 +23,10 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
 
     Until then `optimizer.state_dict()` holds the strides that will stand again: a checkpoint outlives its run.
     """
+    if hazard := channels_last_hazard(model):
+        raise ModelError(
+            "plan.memory_layout", given=f"channels_last, but {hazard}", expected="a safe layout", way_out='Use "keep".'
+        )
     changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
     for tensor, _ in changed:
         tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
@@ -36,6 +43,19 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
         align_state(optimizer)
 
     return undo
+
+
+def channels_last_hazard(model: nn.Module) -> str:
+    """Return why channels_last is not safe for a model on this device, or "".
+
+    oneDNN's backward pass of a strided 1x1 convolution over a few channels writes out of bounds on CPU (seen with
+    torch 2.13 from 2 to 6 input channels on AVX2): wrong gradients, or a crash of the process.
+    """
+    for name, module in model.named_modules():
+        few = isinstance(module, nn.Conv2d) and 1 < module.in_channels < _FEW_CHANNELS and module.kernel_size == (1, 1)
+        if few and max(module.stride) > 1 and module.weight.device.type == "cpu":
+            return f"{name} is a strided 1x1 convolution over {module.in_channels} channels, which oneDNN gets wrong"
+    return ""
 
 
 def is_channels_last(model: nn.Module) -> bool:

@@ -93,11 +93,16 @@ def words_for(row: RatioRow, comparison: Comparison) -> Words:
     """Return how a row's figures are written: a ratio, or a difference of the held-out metric."""
     if row.metric != "final_metric_difference":
         return ratio
-    return percent if is_perplexity(comparison) else points
+    return points if comparison.higher_is_better else relative
+
+
+def relative(value: float) -> str:
+    """Return a relative difference that is given in percent."""
+    return percent(value / 100)
 
 
 def is_perplexity(comparison: Comparison) -> bool:
-    """Whether the metric is compared relatively and drawn on a log axis."""
+    """Whether the metric is drawn on a log axis."""
     return "perplexity" in comparison.metric.lower()
 
 
