@@ -140,8 +140,6 @@ def compare(
     from trimtab.core.objective import Budget
     from trimtab.experiments.compare import Settings
     from trimtab.experiments.compare import compare as run_comparison
-    from trimtab.experiments.report import terminal_report, write_report
-    from trimtab.experiments.rows import benchmark_object
     from trimtab.tasks import load_task
 
     settings = Settings(pairs, quick, _adaptation(adapt) is not None, peers, cap)
@@ -150,12 +148,7 @@ def compare(
         found = run_comparison(
             load_task(task), folder, settings, command=_command(), budget=Budget(memory), progress=progress
         )
-    paths = write_report(found, folder)
-    if as_json:
-        _print_json(benchmark_object(found))
-        return
-    _print_rich(terminal_report(found))
-    typer.echo(f"report: {paths['html']}")
+    _write_and_show(found, folder, as_json=as_json)
 
 
 @app.command()
@@ -166,20 +159,13 @@ def report(
 ) -> None:
     """Write a comparison's report again (HTML, Markdown, JSON) and print it."""
     from trimtab.core.codec import read_json
-    from trimtab.experiments.report import terminal_report, write_report
     from trimtab.experiments.result import Comparison
-    from trimtab.experiments.rows import benchmark_object
 
     path = source / "report.json" if source.is_dir() else source
     found = read_json(Comparison, path)
     folder = out or path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    paths = write_report(found, folder)
-    if as_json:
-        _print_json(benchmark_object(found))
-        return
-    _print_rich(terminal_report(found))
-    typer.echo(f"report: {paths['html']}")
+    _write_and_show(found, folder, as_json=as_json)
 
 
 def main() -> None:
@@ -253,6 +239,18 @@ class _progress:
         self._redirect.__exit__(None, None, None)
         if self._live:
             sys.stderr.write("\r\033[2K")
+
+
+def _write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
+    from trimtab.experiments.report import terminal_report, write_report
+    from trimtab.experiments.rows import benchmark_object
+
+    paths = write_report(found, folder)
+    if as_json:
+        _print_json(benchmark_object(found))
+        return
+    _print_rich(terminal_report(found))
+    typer.echo(f"report: {paths['html']}")
 
 
 def _print_json(value: Any) -> None:

@@ -221,8 +221,3 @@ def _advice(profile: Profile) -> tuple[str, ...]:
         share = f"{100 * data / rest:.0f}%"
         return (f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",)
     return ()
-
-
-def rejected_trials(profile: Profile) -> tuple[Trial, ...]:
-    """Return the trials that could not run."""
-    return tuple(trial for trial in profile.trials if trial.error is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,9 @@ def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device
 
 
 def _phases(loop: Loop, batches: Iterator[Any], clock: PhaseClock, device: torch.device) -> dict[str, float]:
-    before = loop.optimizer.register_step_pre_hook(lambda *args: _enter(clock))
-    after = loop.optimizer.register_step_post_hook(lambda *args: _leave(clock))
+    step = contextlib.ExitStack()  # entered before the optimizer's step, closed after it
+    before = loop.optimizer.register_step_pre_hook(lambda *args: step.enter_context(clock.phase("optimizer")))
+    after = loop.optimizer.register_step_post_hook(lambda *args: step.close())
     clock.seconds.clear()
     total = time_call(lambda: loop.step(_timed_data(batches, clock)), device, _PHASE_STEPS)
     before.remove()
@@ -47,18 +49,6 @@ def _phases(loop: Loop, batches: Iterator[Any], clock: PhaseClock, device: torch
     phases["backward and rest"] = max(0.0, total - sum(phases.values()))
     order = ("data", "forward", "backward and rest", "optimizer")
     return {name: phases[name] for name in order if name in phases}
-
-
-_open: list[Any] = []
-
-
-def _enter(clock: PhaseClock) -> None:
-    _open.append(clock.phase("optimizer"))
-    _open[-1].__enter__()
-
-
-def _leave(clock: PhaseClock) -> None:
-    _open.pop().__exit__(None, None, None)
 
 
 def _timed(function: Callable[..., Any], clock: PhaseClock) -> Callable[..., Any]:

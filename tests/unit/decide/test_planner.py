@@ -13,7 +13,7 @@ from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check, Mark
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.planner import adapt_learning_rate, choose, rejected_trials
+from trimtab.decide.planner import adapt_learning_rate, choose
 
 REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}
@@ -148,7 +148,7 @@ def test_a_failed_trial_becomes_a_loser_with_its_reason():
     assert plan.changes == ("allocator",)
     assert reasons_against(plan, "precision")["bf16"] == "RuntimeError: no bf16 kernel"
     assert "not bf16: RuntimeError: no bf16 kernel" in str(plan)
-    assert {trial.candidate.precision for trial in rejected_trials(profile)} == {"bf16"}
+    assert {trial.candidate.precision for trial in profile.trials if trial.error} == {"bf16"}
 
 
 def test_a_loop_that_cannot_run_as_it_is_may_run_in_slices():
