@@ -46,11 +46,16 @@ def profile_loop(
         device = device_spec(subject.device)
         profile = Profile(device, facts, check, reference, environment=environment())
         while (stage := next_stage(profile, objective, budget)) is not None:
-            profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress))
+            profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
             snapshot.restore()
-        phases = measure_phases(subject, reference_candidate(profile), steps=_PHASE_STEPS)
+        phases = measure_phases(subject, reference_candidate(profile), steps=_phase_steps(profile))
     seconds = time.perf_counter() - start
     return Profile(device, facts, check, reference, profile.trials, phases, environment(), seconds)
+
+
+def _phase_steps(profile: Profile) -> int:
+    """Return fewer steps where one is long."""
+    return max(1, min(_PHASE_STEPS, round(1.0 / (profile.trials[0].step_s or 1.0))))
 
 
 def measure_phases(subject: Subject, candidate: Candidate, steps: int = _PHASE_STEPS) -> dict[str, float]:

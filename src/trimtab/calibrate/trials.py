@@ -1,14 +1,16 @@
 """Trials: candidates of a stage, run interleaved in blocks, forward and backward in turn (ABC CBA).
 
 A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index,
-so that a machine whose speed drifts moves all candidates alike.
+so that a machine whose speed drifts moves all candidates alike. Where a step takes a large part of a second planning
+must not take minutes: what is known from an earlier stage is not measured again, and a candidate that lost every one
+of its first blocks is not run further.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
-from trimtab.decide.search import Stage
+from trimtab.decide.search import MIN_BLOCKS, Stage
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
@@ -24,6 +26,7 @@ from trimtab.measure.timing import time_call
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
+_SLOW_S = 0.3  # a first step this long is not repeated to learn its time: what starts up once is small beside it
 
 
 @dataclass
@@ -36,8 +39,18 @@ class _Arm:
     block_s: list[float] = field(default_factory=list)
 
 
-def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callable[[str], None]) -> tuple[Trial, ...]:
-    """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace."""
+def run_stage(
+    subject: Subject,
+    stage: Stage,
+    num_blocks: int,
+    progress: Callable[[str], None],
+    known: Sequence[Trial] = (),
+) -> tuple[Trial, ...]:
+    """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
+
+    Args:
+        known: trials of earlier stages.
+    """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
@@ -45,10 +58,10 @@ def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callabl
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
-                continue
-            progress(f"{stage.name}: {arm.candidate.describe()}")
-            _warm_up(subject, arm, measure_memory=stage.name != "optimizer")
-            snapshot.restore()
+            elif not _recall(arm, stage, known):
+                progress(f"{stage.name}: {arm.candidate.describe()}")
+                _warm_up(subject, arm, measure_memory=stage.name != "optimizer")
+                snapshot.restore()
         incumbent_s = arms[0].first_s
         # A budget may need a setting however slow it is; only where nothing but speed is asked is one dropped early.
         slowest = math.inf if stage.name in ("micro_batch", "verify") else _FAR_SLOWER * incumbent_s
@@ -60,7 +73,26 @@ def run_stage(subject: Subject, stage: Stage, num_blocks: int, progress: Callabl
             for arm in running if block % 2 == 0 else reversed(running):
                 arm.block_s.append(_time_block(subject, stage, arm.candidate, steps))
                 snapshot.restore()
+            if block + 1 == MIN_BLOCKS and stage.name != "verify":
+                running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
     return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
+
+
+def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
+    """Take a candidate's step time and peak from an earlier stage; returns whether there were any."""
+    whole = [t for t in known if t.candidate == arm.candidate and t.stage != "optimizer" and not t.control]
+    found = next((t for t in reversed(whole) if t.step_s), None)
+    if found is None or (found.peak_bytes is None and stage.name != "optimizer"):
+        return False
+    arm.first_s, arm.peak_bytes = found.step_s or math.inf, found.peak_bytes
+    return True
+
+
+def _is_behind(arm: _Arm, incumbent: _Arm) -> bool:
+    """Return whether a rival lost every block so far: an equal one does so in 1 of 8 stages, and it would not win."""
+    if arm is incumbent or not incumbent.block_s:
+        return False
+    return all(ours > theirs for ours, theirs in zip(arm.block_s, incumbent.block_s, strict=True))
 
 
 def _affordable_blocks(num_blocks: int, block_s: float) -> int:
@@ -69,15 +101,16 @@ def _affordable_blocks(num_blocks: int, block_s: float) -> int:
 
 
 def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool) -> None:
-    """Run two steps, then one under the memory count; a failure becomes the arm's error."""
+    """Run a step, one more where it was short, then one under the memory count; a failure becomes the arm's error."""
     try:
         with subject.start(arm.candidate) as run:
 
             def step() -> None:
                 run.train_step(run.window(subject.batch), subject.loss_fn)
 
-            time_call(step, subject.device)
             arm.first_s = time_call(step, subject.device)
+            if arm.first_s < _SLOW_S:
+                arm.first_s = time_call(step, subject.device)
             if not bool(torch.isfinite(run.loss)):
                 arm.error = "its loss is not finite"
             if measure_memory and arm.error is None:
@@ -102,7 +135,7 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
         def step() -> None:
             run.train_step(run.window(subject.batch), subject.loss_fn)
 
-        if steps > 1:
+        if steps > 1 or candidate.allocator == "retain":  # memory that the block before handed back is asked for again
             step()
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)

@@ -12,6 +12,7 @@ import enum
 import functools
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -51,6 +52,14 @@ def from_json(cls: type[T], text: str) -> T:
     except (ValueError, RecursionError) as error:
         raise FormatError(cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object") from None
     return from_jsonable(cls, data)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text file so that it holds all of `text` or what it held before, even if the process is killed."""
+    path = Path(path)
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(beside, path)
 
 
 def read_json(cls: type[T], path: str | Path) -> T:

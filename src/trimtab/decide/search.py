@@ -65,9 +65,14 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             continue
         incumbent = winner_before(profile, name, objective, budget)
         candidates = _CANDIDATES[name](profile, incumbent, budget)
-        if len(candidates) > 1 or name == "precision":
+        if len(candidates) > 1 or (name == "precision" and not _has_rivals(profile, incumbent, budget)):
             return Stage(name, candidates, control=name in CONTROLLED)
     return None
+
+
+def _has_rivals(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
+    """Return whether the next stage runs the reference beside a control too; then none is needed for that alone."""
+    return len(_allocator_candidates(profile, incumbent, budget)) > 1
 
 
 def winner_before(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Candidate:
@@ -122,7 +127,7 @@ def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budg
 
 def control_interval(profile: Profile, stage: str) -> Interval | None:
     """Return an A/A control's ratio: a stage's incumbent against itself; the first stage's where it has none."""
-    stages = (profile.stage(stage), profile.stage("precision"))
+    stages = (profile.stage(stage), profile.stage("precision"), profile.stage("allocator"))
     trials = next((trials for trials in stages if any(trial.control for trial in trials)), ())
     control = next((trial for trial in trials if trial.control), None)
     if control is None or len(control.block_s) < 2:
@@ -166,7 +171,7 @@ def _score_ratio(profile: Profile, trial: Trial, incumbent: Trial, objective: Ob
     """Return C(incumbent) / C(trial), paired by block, in units of the reference's cost."""
     if stage == "optimizer" or objective.time == 1.0:
         return speed_ratio(trial, incumbent)
-    base = profile.stage("precision")[0]
+    base = profile.trials[0]
     reference = Cost(base.step_s or 0.0, base.peak_bytes)
     ratios = [
         objective.score(Cost(theirs, incumbent.peak_bytes), reference)

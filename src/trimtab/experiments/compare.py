@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from trimtab.core import checks
-from trimtab.core.codec import read_json, to_json
+from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.record import RunRecord, read_record, write_record
@@ -82,6 +82,7 @@ def compare(
     entries = _entries(task, data, plans, settings)
     facts = _facts(entries, task, data, device, out, progress)
     races = {}
+    entries = [entry for entry in entries if not facts[entry.name].error]
     for seed in range(settings.num_pairs):
         races[seed] = _race(entries, task, data, seed, device, out, settings, progress)
     return summarise(task, data, plans, races, facts, command=command, environment=environment())
@@ -95,7 +96,7 @@ def _claim(out: Path, task: Task, settings: Settings, budget: Budget, objective:
         same |= {"budget": to_json(budget), "objective": to_json(objective)}
     wanted = {"task": task.name, "torch": torch.__version__} | {k: str(v) for k, v in same.items()}
     if not path.exists():
-        path.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+        write_whole(path, json.dumps(wanted, indent=1))
     elif (found := _settings(path)) != wanted:
         different = sorted(k for k in wanted.keys() | found.keys() if found.get(k) != wanted.get(k))
         raise FormatError(
@@ -134,7 +135,7 @@ def _plans(
         objective=objective,
         progress=progress,
     )
-    path.write_text(to_json(plans, indent=1), encoding="utf-8")
+    write_whole(path, to_json(plans, indent=1))
     return plans
 
 
@@ -172,10 +173,19 @@ def _facts(
         path = out / f"arm-{entry.name}.json"
         if not path.exists():
             progress(f"memory and phases of {entry.name}")
-            peak, phases = measure_arm(entry.make, task, data, device)
-            path.write_text(to_json(ArmFacts(peak, phases), indent=1), encoding="utf-8")
+            write_whole(path, to_json(_measured(entry, task, data, device), indent=1))
         facts[entry.name] = read_json(ArmFacts, path)
     return facts
+
+
+def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
+    try:
+        return ArmFacts(*measure_arm(entry.make, task, data, device))
+    except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
+        if entry.name == "reference":
+            raise
+        lines = str(error).splitlines() or [""]
+        return ArmFacts(None, error=f"{type(error).__name__}: {lines[0][:200]}")
 
 
 def _race(

@@ -1,12 +1,15 @@
 """A race: arms trained in turn, block by block, in one process, each on its own clock.
 
-All arms of a race share seed, initial weights and data order. They advance in blocks of about a second, forwards and
-backwards in turn (A B C, C B A), so that a machine whose speed drifts slows all of them alike. Evaluations happen at
-the same sample counts and are kept off the clock. Each arm has its own random generators and global modes.
+All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps,
+forwards and backwards in turn (A B C, C B A), so that a machine whose speed drifts slows all of them alike.
+Evaluations happen at the same sample counts and are kept off the clock. Each arm has its own random generators and
+global modes. An arm that raises leaves the race with its error; only the first, which the others are held against,
+ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +25,8 @@ from trimtab.recipes.loop import Loop, MakeLoop
 from trimtab.tasks.task import Task, TaskData
 
 _BLOCK_S = 1.0
+# A block's first step finds caches and heap as another arm left them: it must not be the rule where steps are long.
+_BLOCK_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,6 @@ class Racer:
     def __init__(self, entry: Entry, task: Task, data: TaskData, seed: int, device: torch.device) -> None:
         self.entry, self._task, self._data, self._device = entry, task, data, device
         torch.manual_seed(seed)
-        self.loop: Loop = entry.make(task, device)
         self._batches: Iterator[Any] = data.batches(seed, task.batch_rows)
         self._state = ProcessState.capture()
         self.rows = 0
@@ -55,18 +59,41 @@ class Racer:
         self.blocks: list[tuple[int, float]] = []
         self.evaluations: list[Evaluation] = []
         self._beyond = 0
-        self.end = ""
+        self.end, self.error = "", ""
+        self._loop: Loop | None = None
+
+    def enter(self) -> None:
+        """Build the loop."""
+        self._loop = self.entry.make(self._task, self._device)
+        self._state = ProcessState.capture()
+
+    @property
+    def loop(self) -> Loop:
+        """The loop, once entered."""
+        assert self._loop is not None
+        return self._loop
+
+    def fail(self, error: Exception) -> None:
+        """Leave the race."""
+        lines = str(error).splitlines() or [""]
+        self.end, self.error = "error", f"{type(error).__name__}: {lines[0][:200]}"
+
+    def close(self) -> None:
+        """Undo what the loop changed."""
+        if self._loop is not None:
+            self._loop.close()
 
     def run_block(self, cap_s: float) -> None:
-        """Train for about a second, or to the next evaluation; evaluate when it is due."""
+        """Train for a second and a few steps, or to the next evaluation; evaluate when it is due."""
         self._state.restore()
         due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
         stop = min(due, self.entry.budget_rows)
-        rows = 0
+        rows = steps = 0
         synchronize(self._device)
         start = time.perf_counter()
-        while self.rows + rows < stop and time.perf_counter() - start < _BLOCK_S:
+        while self.rows + rows < stop and (steps < _BLOCK_STEPS or time.perf_counter() - start < _BLOCK_S):
             rows += self.loop.step(self._batches)
+            steps += 1
         synchronize(self._device)
         seconds = time.perf_counter() - start
         self.rows, self.train_s = self.rows + rows, self.train_s + seconds
@@ -98,7 +125,8 @@ class Racer:
         """Return what happened."""
         header = Header(self.entry.name, seed, None, environment, self.entry.detail)
         events = tuple(Event("block", i, {"rows": r, "seconds": s}) for i, (r, s) in enumerate(self.blocks))
-        end = End(self.end, {"rows": self.rows, "train_s": self.train_s})
+        why = {"error": self.error} if self.error else {}
+        end = End(self.end, {"rows": self.rows, "train_s": self.train_s} | why)
         return RunRecord(header, (), tuple(self.evaluations), events, end)
 
 
@@ -117,6 +145,9 @@ def race(
 
     Args:
         cap_s: training seconds after which an arm is stopped (censored).
+
+    Raises:
+        Exception: whatever the first entry's loop raises; another one's ends that arm alone.
     """
     outside = ProcessState.capture()
     racers: list[Racer] = []
@@ -124,17 +155,31 @@ def race(
         for entry in entries:
             outside.restore()
             racers.append(Racer(entry, task, data, seed, device))
+            with _leaving(racers[-1], last=racers[0]):
+                racers[-1].enter()
         lap = 0
         while running := [racer for racer in racers if not racer.end]:
             for racer in running if lap % 2 == 0 else reversed(running):
-                racer.run_block(cap_s)
+                with _leaving(racer, last=racers[0]):
+                    racer.run_block(cap_s)
             lap += 1
             progress(_standing(racers))
         return [racer.record(seed, environment or {}) for racer in racers]
     finally:
         for racer in racers:
-            racer.loop.close()
+            racer.close()
         outside.restore()
+
+
+@contextlib.contextmanager
+def _leaving(racer: Racer, last: Racer) -> Iterator[None]:
+    """Let an arm that raises leave the race; without the `last` there is none."""
+    try:
+        yield
+    except Exception as error:
+        if racer is last:
+            raise
+        racer.fail(error)
 
 
 def _standing(racers: Sequence[Racer]) -> str:

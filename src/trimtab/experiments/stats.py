@@ -29,8 +29,14 @@ def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
 
 
 def paired(races: Races, arm: str, against: str) -> list[tuple[RunRecord, RunRecord]]:
-    """Return (arm, against) of every race both took part in, by seed."""
-    return [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
+    """Return (arm, against) of every race both ran without an error, by seed."""
+    both = [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
+    return [(ours, theirs) for ours, theirs in both if not failed(ours) and not failed(theirs)]
+
+
+def failed(record: RunRecord) -> str:
+    """Return the error an arm left its race with, or ""."""
+    return str(record.end.detail.get("error", "")) if record.end and record.end.reason == "error" else ""
 
 
 def throughput_ratios(races: Races, arm: str, against: str) -> list[float]:

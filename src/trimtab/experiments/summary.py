@@ -19,10 +19,11 @@ from trimtab.tasks.task import Task, TaskData
 
 @dataclass(frozen=True)
 class ArmFacts:
-    """What was measured of one arm apart from the races."""
+    """What was measured of one arm apart from the races; with an error it takes no part in them."""
 
     peak_bytes: int | None
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
 
 
 _LABELS = {
@@ -48,6 +49,7 @@ def summarise(
 ) -> Comparison:
     """Return everything a report shows."""
     present = [name for name in _LABELS if any(name in race for race in races.values())]
+    failed = [name for name in _LABELS if name in facts and facts[name].error]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
@@ -62,7 +64,7 @@ def summarise(
         terms=task.terms,
         targets=task.targets,
         num_pairs=len(races),
-        arms=tuple(_arm(name, task, plans, races, facts) for name in present),
+        arms=tuple(_arm(name, task, plans, races, facts) for name in (*present, *failed)),
         ratios=tuple(ratios),
         target_rows=tuple(targets),
         resolution=None
@@ -91,7 +93,9 @@ def _control_ratios(races: stats.Races) -> list[float]:
 
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts]) -> Arm:
     label, tier, source = _LABELS[name]
-    records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
+    all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
+    errors = [text for record in all_records.values() if (text := stats.failed(record))]
+    records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
     step_s = tuple(stats.step_seconds(record, task.batch_rows) for record in records.values())
     terms = task.batch_rows * task.terms_per_row
     curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in records.items())
@@ -111,7 +115,12 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         final_rows=max((rows for rows, _, _ in finals), default=0),
         curves=curves,
         search_s=_charge(name, plans) or 0.0,
+        error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
     )
+
+
+def _error_in(errors: list[str], races: int) -> str | None:
+    return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
 
 
 def _mfu(name: str, task: Task, plans: Plans, step_s: tuple[float, ...]) -> float | None:

@@ -31,7 +31,7 @@ def profile_text(profile: Profile) -> str:
 
 
 def _utilisation(profile: Profile) -> list[str]:
-    first = profile.stage("precision")[0]
+    first = profile.trials[0]
     flops = profile.loop.flops_per_step
     if flops is None or first.step_s is None:
         return ["FLOP: not counted"]

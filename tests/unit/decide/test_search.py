@@ -300,3 +300,15 @@ def test_the_optimizers_step_is_judged_by_time_alone():
     outcome = decide_stage(profile, "optimizer", Objective(time=0, memory=1), Budget(time=0.01))
     assert outcome.winner == fused
     assert outcome.reasons[fused].startswith("the optimizer's step alone at 2x the speed")
+
+
+def test_the_reference_is_not_run_alone_where_the_next_stage_runs_it_too():
+    slow_halves = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e9, "fp16": 1e9})
+    machine = Machine()
+    profile = measured(machine, has_convolutions=False, device=slow_halves)
+    assert names(machine) == ["allocator", "optimizer", "micro_batch"]
+    assert machine.stages[0].candidates[0] == REFERENCE
+    assert control_interval(profile, "optimizer") == control_interval(profile, "allocator")
+    alone = Machine()
+    measured(alone, has_convolutions=False, can_retain=False, device=slow_halves)
+    assert names(alone) == ["precision", "optimizer", "micro_batch"]

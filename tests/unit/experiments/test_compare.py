@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def short(monkeypatch):
     """Blocks of a few steps, in trials and in races."""
     monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
     monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
 
 
 def run(out: Path, settings: Settings = QUICK, task=None, **options) -> Comparison:
@@ -53,6 +55,7 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
         monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+        monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
         return folder, run(folder, progress=lines.append), lines
 
 
@@ -78,6 +81,33 @@ def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
     }
     assert found.headline.kind == "no verdict"
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
+
+
+def _raise(*arguments, **options):
+    raise RuntimeError("this device cannot")
+
+
+@pytest.mark.parametrize("where", ["build", "step"])
+def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypatch, where):
+    broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
+    monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
+    if where == "step":  # the memory pass succeeds, the race does not
+        monkeypatch.setattr(compare_module, "measure_arm", lambda *_: (100, {}))
+    found = run(tmp_path / "out")
+    for name in ("plan_S", "plan_F"):
+        arm = found.arm(name)
+        assert arm.error.startswith("RuntimeError: this device cannot")
+        assert arm.step_s == ()
+    assert not [row for row in found.ratios if row.arm == "plan_S" and row.metric == "throughput"]
+    assert len(found.arm("reference").step_s) == 2
+    page = write_report(found, tmp_path / "report")["html"].read_text()
+    assert "this device cannot" in page
+
+
+def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_module, "ReferenceLoop", _raise)
+    with pytest.raises(RuntimeError, match="this device cannot"):
+        run(tmp_path / "out")
 
 
 def test_reference_and_control_train_alike_to_the_last_bit(finished):

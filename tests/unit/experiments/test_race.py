@@ -55,6 +55,7 @@ def weights(loop) -> Tensor:
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_S", 0.003)  # a few steps: many turns
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     Watched.made = []
 
 
@@ -146,7 +147,7 @@ def test_an_error_closes_every_arm_and_restores_the_process():
 
     before = state()
     with pytest.raises(ZeroDivisionError):
-        run(Entry("a", Noisy, BUDGET_ROWS), Entry("b", make, BUDGET_ROWS))
+        run(Entry("b", make, BUDGET_ROWS), Entry("a", Noisy, BUDGET_ROWS))
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
@@ -186,6 +187,7 @@ class Timed:
 def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(race_module, "_BLOCK_S", 1.0)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     monkeypatch.setattr(race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -223,6 +225,48 @@ def test_arms_run_forwards_and_backwards_in_turn(clock):
     entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=turns, name=n), 40) for n in "abc"]
     run(*entries, its=its)
     assert "".join(turns) == "abccbaabccba"
+
+
+def test_a_block_has_a_few_steps_however_long_they_are(clock, monkeypatch):
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 8)
+    its = scripted(clock, [0.1] * 3, every=100)
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 2.0), 200), its=its)
+    blocks = [(event.detail["rows"], event.detail["seconds"]) for event in found.events]
+    assert blocks == [(80, 16.0), (20, 4.0), (80, 16.0), (20, 4.0)]
+
+
+class Breaks(Watched):
+    """Raises in its third step."""
+
+    def step(self, batches: Iterator) -> int:
+        if len(self.seen) == 2:
+            raise RuntimeError("no room left\nwith details")
+        return super().step(batches)
+
+
+def test_an_arm_that_raises_leaves_and_the_others_go_on():
+    reference, broken, last = run(
+        *(Entry(n, m, BUDGET_ROWS) for n, m in (("a", Watched), ("b", Breaks), ("c", Watched)))
+    )
+    assert (broken.end.reason, broken.end.detail["error"]) == ("error", "RuntimeError: no room left")
+    assert reference.end.reason == last.end.reason == "budget"
+    assert reference.evaluations[-1].metrics == last.evaluations[-1].metrics
+    assert [loop.closed for loop in Watched.made] == [1, 1, 1]
+
+
+def test_an_arm_that_cannot_be_built_leaves_too():
+    def refuse(task, device):
+        raise ValueError("no such recipe")
+
+    reference, broken = run(Entry("a", Watched, BUDGET_ROWS), Entry("b", refuse, BUDGET_ROWS))
+    assert broken.end.detail == {"rows": 0, "train_s": 0.0, "error": "ValueError: no such recipe"}
+    assert reference.end.reason == "budget"
+
+
+def test_without_the_first_arm_there_is_no_race():
+    with pytest.raises(RuntimeError, match="no room left"):
+        run(Entry("a", Breaks, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
+    assert [loop.closed for loop in Watched.made] == [1, 1]
 
 
 def test_a_shorter_arm_stops_and_the_others_go_on(clock):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.core.codec import to_json
+from trimtab.core.codec import to_json, write_whole
 from trimtab.experiments.result import Comparison
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def write_report(comparison: Comparison, directory: Path) -> dict[str, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     paths = {kind: directory / f"report.{kind}" for kind in texts}
     for kind, path in paths.items():
-        path.write_text(texts[kind], encoding="utf-8", newline="\n")
+        write_whole(path, texts[kind])
     return paths
 
 
