@@ -128,6 +128,9 @@ def train(
 def compare(
     task: TaskName,
     pairs: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    whole: Annotated[
+        int | None, typer.Option(min=0, help="races that run to the end of the budget; the others time a few steps")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="short arms, no peers: a first look in minutes")] = False,
     adapt: Annotated[str | None, typer.Option(help="learning-rate (tier F beside tier S), or none")] = "learning-rate",
     peers: Annotated[bool, typer.Option(help="race the paper's and the strong recipe too")] = True,
@@ -142,7 +145,8 @@ def compare(
     from trimtab.experiments.compare import compare as run_comparison
     from trimtab.tasks import load_task
 
-    settings = Settings(pairs, quick, _adaptation(adapt) is not None, peers, cap)
+    wants = _adaptation(adapt) is not None
+    settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
     folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
     with _progress() as progress:
         found = run_comparison(

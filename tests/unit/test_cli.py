@@ -119,7 +119,8 @@ def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tm
     done = trimtab("profile", "tiny.py:task", "-o", "profile.json")
     assert (done.code, done.err) == (0, "")
     assert "32 rows and 32 rows per step" in done.out
-    assert "trials:\n  precision    fp32, micro-batch 32" in done.out
+    assert "trials:\n" in done.out
+    assert " fp32, micro-batch 32 " in done.out
     assert "(A/A control)" in done.out
     assert "splitting keeps the gradient: an unequal split" in done.out
     profile = read_json(Profile, tmp_path / "profile.json")

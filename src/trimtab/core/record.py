@@ -16,6 +16,8 @@ from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError
 
 RECORD_SCHEMA = 1
+# Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
+BRIEF = "brief"
 
 
 @dataclass(frozen=True)

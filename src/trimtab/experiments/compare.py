@@ -21,7 +21,7 @@ from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.planning import Plans, make_plans
@@ -29,13 +29,16 @@ from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import ArmFacts, summarise
 from trimtab.measure.machine import environment
+from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import Task, TaskData
 
 _QUICK_RACE_S = 36.0
-_CONTROL_STEPS = 60
+_FEW_STEPS = 60
+# Where the reference trains longer than this, the paper's recipe, which is no quicker, is only timed.
+_LONG_RACE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,15 @@ class Settings:
 
     Args:
         num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
+        whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
+            is enough for throughput and costs a tenth.
         quick: short arms for a first look: reference, its control, and our plans, about 36 s a race.
         adapt: whether to make and race a tier-F plan. peers: whether the paper's and the strong recipe take part.
         cap_s: training seconds after which an arm is censored.
     """
 
     num_pairs: int = 5
+    whole_pairs: int | None = None
     quick: bool = False
     adapt: bool = True
     peers: bool = True
@@ -57,6 +63,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
+        if self.whole_pairs is not None:
+            checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
         if not self.cap_s > 0:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
 
@@ -79,19 +87,20 @@ def compare(
     data = task.load_data()
     _claim(out, task, settings, budget or Budget(), objective or Objective())
     plans = _plans(task, data, device, out, settings, budget, objective, progress)
-    entries = _entries(task, data, plans, settings)
-    facts = _facts(entries, task, data, device, out, progress)
+    facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
     races = {}
-    entries = [entry for entry in entries if not facts[entry.name].error]
     for seed in range(settings.num_pairs):
-        races[seed] = _race(entries, task, data, seed, device, out, settings, progress)
+        brief = settings.whole_pairs is not None and seed >= settings.whole_pairs
+        entries = [e for e in _entries(task, plans, settings, brief=brief) if not facts[e.name].error]
+        folder = out / (f"brief-{seed}" if brief else f"race-{seed}")
+        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress)
     return summarise(task, data, plans, races, facts, command=command, environment=environment())
 
 
 def _claim(out: Path, task: Task, settings: Settings, budget: Budget, objective: Objective) -> None:
     """Refuse a folder that holds another comparison; more pairs of the same one are welcome."""
     path = out / "settings.json"
-    same = {key: value for key, value in asdict(settings).items() if key != "num_pairs"}
+    same = {key: value for key, value in asdict(settings).items() if key not in ("num_pairs", "whole_pairs")}
     if budget != Budget() or objective != Objective():
         same |= {"budget": to_json(budget), "objective": to_json(objective)}
     wanted = {"task": task.name, "torch": torch.__version__} | {k: str(v) for k, v in same.items()}
@@ -139,24 +148,31 @@ def _plans(
     return plans
 
 
-def _entries(task: Task, data: TaskData, plans: Plans, settings: Settings) -> list[Entry]:
+def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> list[Entry]:
     rows = task.budget_rows
+    step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
     if settings.quick:
-        step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
         rows = min(rows, max(4, int(_QUICK_RACE_S / 4 / step_s)) * task.batch_rows)
-    control = min(rows, _CONTROL_STEPS * task.batch_rows) if not settings.quick else rows
-    entries = [Entry("reference", ReferenceLoop, rows), Entry("self", ReferenceLoop, control)]
-    entries.append(Entry("plan_S", partial(PlanLoop, plan=plans.plans["S"], total_samples=rows), rows))
+    few = rows if settings.quick else min(rows, _FEW_STEPS * task.batch_rows)
+
+    def entry(name: str, make: MakeLoop, wanted: int, *, whole: bool = True, **options: bool) -> Entry:
+        """Return an arm of all its rows or of a few; only the first kind has a final metric."""
+        budget = wanted if whole and not brief else min(wanted, few)
+        return Entry(name, make, budget, detail={BRIEF: True} if budget < wanted else {}, **options)
+
+    same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
+    entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, whole=False)]
+    entries.append(entry("plan_S", same, rows))
     if "F" in plans.plans:
-        freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=rows)
-        entries.append(Entry("plan_F", freed, rows, stop_at_target=True))
+        horizon = rows if settings.quick else min(rows, task.adapted_rows or rows)
+        freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
+        entries.append(entry("plan_F", freed, horizon, stop_at_target=horizon == rows))
     if settings.peers:
-        entries.append(Entry("paper", PaperLoop, rows))
+        entries.append(entry("paper", PaperLoop, rows, whole=rows / task.batch_rows * step_s < _LONG_RACE_S))
         if "strong" in plans.plans and task.strong is not None:
-            strong_rows = min(rows, task.strong.budget_rows)
-            entries.append(Entry("strong", StrongLoop, strong_rows))
-            strong_plan = partial(StrongPlanLoop, plan=plans.plans["strong"])
-            entries.append(Entry("strong_plan", strong_plan, min(strong_rows, control)))
+            entries.append(entry("strong", StrongLoop, min(rows, task.strong.budget_rows)))
+            planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
+            entries.append(entry("strong_plan", planned, rows, whole=False))
     return entries
 
 
@@ -194,11 +210,10 @@ def _race(
     data: TaskData,
     seed: int,
     device: torch.device,
-    out: Path,
+    folder: Path,
     settings: Settings,
     progress: Callable[[str], None],
 ) -> dict[str, RunRecord]:
-    folder = out / f"race-{seed}"
     if folder.exists():
         return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
     records = race(

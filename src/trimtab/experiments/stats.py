@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from trimtab.core.record import RunRecord
+from trimtab.core.record import BRIEF, RunRecord
 from trimtab.decide.statistics import (
     MIN_PAIRS_FOR_VERDICT,
     Interval,
@@ -32,6 +32,16 @@ def paired(races: Races, arm: str, against: str) -> list[tuple[RunRecord, RunRec
     """Return (arm, against) of every race both ran without an error, by seed."""
     both = [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
     return [(ours, theirs) for ours, theirs in both if not failed(ours) and not failed(theirs)]
+
+
+def to_the_end(races: Races, arm: str, against: str) -> list[tuple[RunRecord, RunRecord]]:
+    """Return the pairs in which neither was only timed for a few steps."""
+    return [pair for pair in paired(races, arm, against) if not any(map(is_brief, pair))]
+
+
+def is_brief(record: RunRecord) -> bool:
+    """Return whether an arm was only timed for a few steps."""
+    return bool(record.header.detail.get(BRIEF))
 
 
 def failed(record: RunRecord) -> str:
@@ -109,10 +119,16 @@ def target_row(
     higher_is_better: bool,
     charge_s: float | None,
     control: Interval | None = None,
-) -> TargetRow:
-    """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given."""
+) -> TargetRow | None:
+    """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given.
+
+    None when the two never ran to the end in one race.
+    """
     ours, theirs, left = [], [], 0
-    for record, other in paired(races, arm, against):
+    pairs = to_the_end(races, arm, against)
+    if not pairs:
+        return None
+    for record, other in pairs:
         mine, mine_left = time_to_target(record, metric, target, higher_is_better)
         yours, yours_left = time_to_target(other, metric, target, higher_is_better)
         ours.append(mine + (charge_s or 0.0))
@@ -122,7 +138,7 @@ def target_row(
     censored = len(both) < len(ours)
     ratios = [b / a for a, b in both]
     ratio = None if censored or not ratios else as_ratio(ratio_interval(ratios), ratios)
-    bound = _bound(races, arm, against, ours, theirs) if censored else ""
+    bound = _bound([other for _, other in pairs], ours, theirs) if censored else ""
     reached = sum(map(math.isfinite, ours)), sum(map(math.isfinite, theirs))
     verdict = speed_verdict(ratio, control, arm, against) if ratio else Verdict("no verdict", bound or "never reached")
     charged = charge_s is not None
@@ -143,13 +159,13 @@ def target_row(
     )
 
 
-def _bound(races: Races, arm: str, against: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
+def _bound(others: Sequence[RunRecord], ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Say what censored pairs allow: how much faster the arm is at least, when only the other never got there."""
     if all(map(math.isinf, ours)):
         return "never reached" if not all(map(math.isinf, theirs)) else "never reached by either"
     if any(map(math.isinf, ours)):
         return "reached in some pairs only"
-    caps = [float(other.end.detail["train_s"]) if other.end else 0.0 for _, other in paired(races, arm, against)]
+    caps = [float(other.end.detail["train_s"]) if other.end else 0.0 for other in others]
     least = [min(cap, b) / a for cap, a, b in zip(caps, ours, theirs, strict=True)]
     return f">= {min(least):.2f}x"
 
@@ -187,20 +203,31 @@ def non_inferiority(ratio: Ratio) -> Verdict:
 def quality_row(
     races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool
 ) -> RatioRow | None:
-    """Return the difference of the held-out metric at equal samples: points for accuracy, else percent (better > 0)."""
+    """Return the difference of the held-out metric: points for accuracy, else percent (better > 0).
+
+    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both.
+    """
     differences = []
-    for ours, theirs in paired(races, arm, against):
+    for ours, theirs in to_the_end(races, arm, against):
         mine, yours = dict(_by_rows(ours, metric)), dict(_by_rows(theirs, metric))
         common = mine.keys() & yours.keys()
-        if common:
-            rows = max(common)
-            scale = 100.0 if higher_is_better else -100.0 / yours[rows]
-            differences.append(scale * (mine[rows] - yours[rows]))
+        if tier == "F" and mine and yours and _ran_out(ours):
+            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better))
+        elif tier != "F" and common:
+            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better))
     if not differences:
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, _quality_verdict(ratio, tier))
+
+
+def _difference(ours: float, theirs: float, higher_is_better: bool) -> float:
+    return (ours - theirs) * (100.0 if higher_is_better else -100.0 / theirs)
+
+
+def _ran_out(record: RunRecord) -> bool:
+    return record.end is not None and record.end.reason == "budget"
 
 
 def _by_rows(record: RunRecord, metric: str) -> list[tuple[int, float]]:

@@ -98,7 +98,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
     step_s = tuple(stats.step_seconds(record, task.batch_rows) for record in records.values())
     terms = task.batch_rows * task.terms_per_row
-    curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in records.items())
+    whole = {seed: record for seed, record in records.items() if not stats.is_brief(record)}
+    curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in whole.items())
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
     return Arm(
@@ -159,7 +160,7 @@ def _ratio_rows(
         rows.append(stats.throughput_row(races, name, "reference", tier, None if name == "self" else control))
         if name != "self":
             rows.append(_memory(facts, name, "reference", tier))
-        if name == "plan_S":
+        if name in ("plan_S", "plan_F"):
             rows.append(stats.quality_row(races, name, "reference", tier, task.metric.name, better))
     if "strong" in present:
         rows.append(stats.throughput_row(races, "plan_S", "strong", "S", control))
@@ -182,7 +183,7 @@ def _memory(facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) ->
 def _target_rows(
     task: Task, plans: Plans, races: stats.Races, present: list[str], control: Interval | None
 ) -> list[TargetRow]:
-    rows = []
+    rows: list[TargetRow | None] = []
     for target in task.targets:
         for name in ("plan_S", "plan_F"):
             if name not in present:
@@ -195,7 +196,7 @@ def _target_rows(
                 rows.append(stats.target_row(races, name, "paper", tier, *metric, None, control))
             if name == "plan_F" and "strong" in present:
                 rows.append(stats.target_row(races, name, "strong", tier, *metric, None, control))
-    return rows
+    return [row for row in rows if row is not None]
 
 
 def _headline(ratios: list[RatioRow], targets: list[TargetRow], plans: Plans) -> Verdict:

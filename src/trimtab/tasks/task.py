@@ -104,6 +104,7 @@ class Task:
         targets: ladder of metric values, easiest first.
         batch_rows: rows per optimizer step. terms_per_row: what a row holds (1 sample, or its tokens).
         budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
+        adapted_rows: rows a plan that may change learning rate and schedule trains on; None: as many as the reference.
         reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,
             which is then what is compared against.
     """
@@ -121,6 +122,7 @@ class Task:
     eval_every_rows: int
     terms: str = "samples"
     terms_per_row: int = 1
+    adapted_rows: int | None = None
     strong: StrongRecipe | None = None
     reference: Reference = ASSUMED_REFERENCE
     step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any] | None = None

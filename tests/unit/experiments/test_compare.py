@@ -83,6 +83,35 @@ def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
 
 
+def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
+    """Throughput from both pairs, targets and final metrics from the whole one; a longer second try keeps the first."""
+    monkeypatch.setattr(compare_module, "_FEW_STEPS", 6)
+    its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
+    folder = tmp_path / "out"
+    found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1"}
+    by_arm = {name: found.arm(name) for name in ("reference", "self", "plan_S", "plan_F", "strong", "strong_plan")}
+    assert {name: len(arm.step_s) for name, arm in by_arm.items()} == dict.fromkeys(by_arm, 2)
+    assert {name: len(arm.curves) for name, arm in by_arm.items()} == {
+        "reference": 1, "self": 0, "plan_S": 1, "plan_F": 1, "strong": 1, "strong_plan": 0
+    }  # fmt: skip
+    assert (by_arm["reference"].final_rows, by_arm["plan_F"].final_rows) == (BUDGET_ROWS, BUDGET_ROWS // 2)
+    few = read_record(folder / "brief-1" / "reference.jsonl")
+    assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_ROWS, {"brief": True})
+    assert {(row.n, row.ratio.n if row.ratio else 1) for row in found.target_rows} == {(1, 1)}
+    differences = {row.arm: row.ratio.n for row in found.ratios if row.metric == "final_metric_difference"}
+    assert differences == {"plan_S": 1, "plan_F": 1}
+    again = run(folder, Settings(num_pairs=2), its)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1", "race-1"}
+    assert len(again.arm("reference").curves) == 2
+
+
+@pytest.mark.parametrize("whole", [-1, 6, 2.5, "all"])
+def test_whole_pairs_are_among_the_pairs(whole):
+    with pytest.raises(ValueGivenError, match="whole"):
+        Settings(num_pairs=5, whole_pairs=whole)
+
+
 def _raise(*arguments, **options):
     raise RuntimeError("this device cannot")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from race_records import STEP_ROWS, climbing, record, timed
 from scipy import stats as scipy_stats
 
-from trimtab.core.record import Event, RunRecord
+from trimtab.core.record import BRIEF, End, Event, RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
 from trimtab.experiments.result import Ratio
@@ -324,6 +324,47 @@ def test_the_verdict_on_quality(differences, tier, kind):
     row = quality(*finals(differences), tier=tier)
     assert row is not None
     assert row.verdict.kind == kind
+
+
+def test_tier_f_is_judged_where_each_ends():
+    """It may train on fewer rows: what counts is the metric it ends with, against that of the whole reference."""
+    ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])
+    row = quality([ours], [theirs], tier="F")
+    assert row is not None
+    assert row.ratio.pairs == pytest.approx((0.3,))
+    stopped = replace(ours, end=replace(ours.end, reason="target"))
+    assert quality([stopped], [theirs], tier="F") is None
+
+
+# Pairs that were only timed.
+
+
+def brief(found: RunRecord) -> RunRecord:
+    return replace(found, header=replace(found.header, detail={BRIEF: True}))
+
+
+def test_a_brief_pair_counts_for_throughput_alone():
+    whole, short = climbing([1, 2, 3], [0.1, 0.6, 0.9]), brief(climbing([2, 4, 6], [0.1, 0.6, 0.9]))
+    found = races([whole, short], [climbing([2, 4, 6], [0.1, 0.6, 0.9])] * 2)
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0, 1.0])
+    row = stats.target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None)
+    assert row is not None
+    assert (row.n, row.reached_arm, row.arm_s) == (1, 1, pytest.approx((1.8,)))
+    difference = stats.quality_row(found, "ours", "theirs", "S", "accuracy", True)
+    assert difference is not None
+    assert difference.ratio.n == 1
+
+
+def test_without_a_whole_pair_there_is_no_rung():
+    found = races([brief(climbing([1, 2, 3], [0.1, 0.6, 0.9]))], [climbing([2, 4, 6], [0.1, 0.6, 0.9])])
+    assert stats.target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None) is None
+    assert stats.quality_row(found, "ours", "theirs", "S", "accuracy", True) is None
+
+
+def test_an_arm_that_failed_is_in_no_pair():
+    broken = replace(timed(1.0), end=End("error", {"rows": 10, "train_s": 1.0, "error": "RuntimeError: no"}))
+    found = races([broken, timed(1.0)], [timed(2.0), timed(2.0)])
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
 
 
 # What holds for any records.
