@@ -113,6 +113,7 @@ def train(
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
+    _require_new(record)
     if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
         chosen = read_json(Plan, plan_file)
@@ -223,6 +224,16 @@ def _require_folder(out: Path | None) -> None:
     """Raise before minutes of work, not after them."""
     if out is not None and not out.parent.is_dir():
         raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
+
+
+def _require_new(record: Path | None) -> None:
+    """Raise before minutes of planning, not after them."""
+    if record is not None and record.exists():
+        raise FormatError("--record", given=f"{record}, which exists", expected="a new file")
+    if record is not None and not record.parent.is_dir():
+        raise FormatError(
+            "--record", given=f"{record}, whose folder does not exist", expected="a file in one that does"
+        )
 
 
 class _progress:

@@ -276,7 +276,9 @@ ERRORS = [
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
     (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),
     (("compare", "tiny:task", "--out", "plan.json"), ("File exists", "plan.json")),
-    (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "can be written")),
+    (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "does not exist")),
+    (("train", "tiny:task", "--record", "plan.json"), ("--record: given plan.json, which exists", "a new file")),
+    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "at most 3")),
 ]
 
 

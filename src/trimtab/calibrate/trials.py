@@ -71,8 +71,9 @@ def run_stage(
         for block in range(blocks):
             progress(f"{stage.name}: block {block + 1} of {blocks}")
             for arm in running if block % 2 == 0 else reversed(running):
-                arm.block_s.append(_time_block(subject, stage, arm.candidate, steps))
+                _run_block(subject, stage, arm, steps)
                 snapshot.restore()
+            running = [arm for arm in running if arm.error is None]
             if block + 1 == MIN_BLOCKS and stage.name != "verify":
                 running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
     return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
@@ -125,6 +126,14 @@ def _describe(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return "out of memory"
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def _run_block(subject: Subject, stage: Stage, arm: _Arm, steps: int) -> None:
+    """Add one block; what ran once may still fail later, memory that grows short above all."""
+    try:
+        arm.block_s.append(_time_block(subject, stage, arm.candidate, steps))
+    except Exception as error:
+        arm.error, arm.block_s = _describe(error), []
 
 
 def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int) -> float:

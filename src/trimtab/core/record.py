@@ -140,9 +140,12 @@ def read_record(path: str | Path) -> RunRecord:
     """Read a run's record.
 
     Raises:
-        FormatError: no header, another schema, or a damaged line that is not the last.
+        FormatError: no such file, no header, another schema, or a damaged line that is not the last.
     """
-    lines = Path(path).read_bytes().split(b"\n")  # bytes: a torn line may end inside a character
+    try:
+        lines = Path(path).read_bytes().split(b"\n")  # bytes: a torn line may end inside a character
+    except OSError as error:
+        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
     torn = lines.pop()
     rows = [_parse(str(path), number, line) for number, line in enumerate(lines, 1)]
     if not rows or not isinstance(rows[0], Header):

@@ -21,6 +21,7 @@ class ReferenceLoop:
         self._task, self._device = task, device
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=task.reference.precision == "fp16")
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch."""
@@ -31,10 +32,12 @@ class ReferenceLoop:
         self.optimizer.zero_grad()
         with autocast(self._task.reference.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, batch))
-        loss.backward()
+        self._scaler.scale(loss).backward()
         if self._task.reference.clip_norm is not None:
+            self._scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._task.reference.clip_norm)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         return self._task.batch_rows
 
     def close(self) -> None:

@@ -113,3 +113,18 @@ def test_a_long_first_step_is_not_repeated(subject, monkeypatch):
     (trial,) = run(subject, Stage("precision", (WHOLE,)))
     assert steps == [1] * (1 + 5)
     assert trial.block_s == (0.9,) * 5
+
+
+def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, machine, monkeypatch):
+    blocks = iter([1.0] * 3 + [RuntimeError("CUDA out of memory")] + [1.0] * 9)
+
+    def time_block(subject, stage, candidate, steps):
+        found = next(blocks)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(trials, "_time_block", time_block)
+    incumbent, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))  # whole, half, half, whole: the fourth
+    assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
+    assert (rival.error, len(rival.block_s)) == (None, 5)

@@ -132,3 +132,8 @@ def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
     write_record(tmp_path / "ended.jsonl", ended)
     assert read_record(tmp_path / "ended.jsonl").end == ended.end
     assert read(tmp_path, written).end is None
+
+
+def test_a_record_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FormatError, match=r"absent\.jsonl"):
+        read_record(tmp_path / "absent.jsonl")

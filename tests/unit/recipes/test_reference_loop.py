@@ -53,6 +53,26 @@ def test_the_reference_is_the_plain_loop(kind, reference):
     assert torch.equal(by_recipe(task, 5), by_hand(task, 5))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_fp16_is_trained_under_a_loss_scale(clip_norm):
+    """As anyone trains it: without one small gradients are lost, and half of what is declared is not compared."""
+    task = make_task(reference=Reference("fp16", clip_norm=clip_norm))
+    torch.manual_seed(3)
+    model = task.make_model().train()
+    optimizer, scaler, data = task.make_optimizer(model), torch.amp.GradScaler("cpu"), batches(task)
+    for _ in range(5):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            result = task.loss_fn(model, next(data))
+        scaler.scale(result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        if clip_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(by_recipe(task, 5), weights(model))
+
+
 def test_what_the_reference_declares_makes_a_difference():
     plain, others = by_recipe(make_task(), 5), [Reference("bf16"), Reference("fp32", clip_norm=0.05)]
     for reference in others:
