@@ -278,7 +278,7 @@ ERRORS = [
     (("compare", "tiny:task", "--out", "plan.json"), ("File exists", "plan.json")),
     (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "does not exist")),
     (("train", "tiny:task", "--record", "plan.json"), ("--record: given plan.json, which exists", "a new file")),
-    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "at most 3")),
+    (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "from 0 to 3")),
 ]
 
 

@@ -85,9 +85,15 @@ def _state_reason(modules: Sequence[nn.Module]) -> str:
 
 
 def _difference(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequence[nn.Module]) -> float | None:
-    with _without_dropout(subject.model, stateful):
-        whole = _gradient(subject, [(subject.batch, subject.rows)])
-        split = _gradient(subject, pieces)
+    try:
+        with _without_dropout(subject.model, keep=stateful):
+            whole = _gradient(subject, [(subject.batch, subject.rows)])
+            split = _gradient(subject, pieces)
+    except Exception:  # such as a model that returns predictions, and no loss, in evaluation mode
+        keep = [module for module in subject.model.modules() if not _drops_out(module)]
+        with _without_dropout(subject.model, keep=keep):
+            whole = _gradient(subject, [(subject.batch, subject.rows)])
+            split = _gradient(subject, pieces)
     error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(whole, split, strict=True)))
     norm = math.sqrt(sum(float(a.double().square().sum()) for a in whole))
     return error / norm if norm > 0 and math.isfinite(error / norm) else None
@@ -105,11 +111,18 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tenso
     return [torch.zeros_like(p) if p.grad is None else p.grad * factor for p in parameters]
 
 
+def _drops_out(module: nn.Module) -> bool:
+    """Return whether a module on its own is one that drops values at random: torch's, or named like them."""
+    rate = getattr(module, "dropout", 0.0)
+    by_rate = isinstance(rate, float | int) and rate > 0 and not any(module.children())
+    return by_rate or "drop" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+
+
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module, stateful: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the model in evaluation mode, but for the modules that compute over the batch."""
+def _without_dropout(model: nn.Module, keep: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the model in evaluation mode, but for the modules to keep: those that compute over the batch, above all."""
     modes = [(module, module.training) for module in model.modules()]
-    training = {id(module) for module in stateful if module.training}
+    training = {id(module) for module in keep if module.training}
     for module, _ in modes:
         module.training = id(module) in training
     try:

@@ -186,3 +186,35 @@ def test_what_is_no_loss_is_an_error_and_no_verdict():
     with pytest.raises(LossError):
         check_splitting(tried)
     assert fingerprint(tried.model, tried.optimizer) == before
+
+
+class Detector(nn.Module):
+    """Gives its loss while training and predictions in evaluation mode, as detection models do."""
+
+    def __init__(self, dropout=nn.Identity, share=0.0):
+        super().__init__()
+        self.body = mlp(dropout())
+        self.share = share
+
+    def forward(self, batch):
+        out = nn.functional.dropout(self.body(batch[0]), self.share, self.training)
+        return nn.functional.cross_entropy(out, batch[1]) if self.training else {"scores": out}
+
+
+def own_loss(model, batch):
+    return model(batch)
+
+
+@pytest.mark.parametrize("dropout", [nn.Identity, nn.Dropout, nn.AlphaDropout])
+def test_a_model_without_a_loss_in_evaluation_mode_is_proved_in_training_mode(dropout):
+    model = Detector(dropout)
+    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert check.splittable, check.reason
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_randomness_that_cannot_be_switched_off_there_is_no_proof():
+    model = Detector(share=0.5)
+    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert not check.splittable
