@@ -8,9 +8,10 @@ of its first blocks is not run further.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +20,11 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.search import MIN_BLOCKS, Stage
+from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
+from trimtab.runtime.modes import retained_memory
 
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
@@ -54,7 +57,7 @@ def run_stage(
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
-    with Snapshot(subject.model, subject.optimizer) as snapshot:
+    with _shared_allocator(stage), Snapshot(subject.model, subject.optimizer) as snapshot:
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
@@ -74,8 +77,11 @@ def run_stage(
                 _run_block(subject, stage, arm, steps)
                 snapshot.restore()
             running = [arm for arm in running if arm.error is None]
-            if block + 1 == MIN_BLOCKS and stage.name != "verify":
-                running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
+            if block + 1 == MIN_BLOCKS:
+                if stage.name != "verify":
+                    running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
+                if incumbent_s >= _SLOW_S and _is_decided(arms, running):
+                    break
     return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
 
 
@@ -128,6 +134,30 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
+def _is_decided(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
+    """Return whether more blocks could change nothing: each rival left is clearly faster, or none is left."""
+    incumbent = arms[0]
+    if not incumbent.block_s or all(arm.control for arm in arms[1:]):
+        return False
+    control = next((arm for arm in running if arm.control), None)
+    resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s)) if control else None
+    rivals = [arm for arm in running if arm is not incumbent and not arm.control]
+    return all(is_gain(ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)), resolved) for arm in rivals)
+
+
+@contextlib.contextmanager
+def _shared_allocator(stage: Stage) -> Iterator[None]:
+    """Retain memory across the blocks of a stage all of whose candidates do, as one run would."""
+    if any(candidate.allocator != "retain" for candidate in stage.candidates):
+        yield
+        return
+    let_go = retained_memory.hold()
+    try:
+        yield
+    finally:
+        let_go()
+
+
 def _run_block(subject: Subject, stage: Stage, arm: _Arm, steps: int) -> None:
     """Add one block; what ran once may still fail later, memory that grows short above all."""
     try:
@@ -144,7 +174,8 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
         def step() -> None:
             run.train_step(run.window(subject.batch), subject.loss_fn)
 
-        if steps > 1 or candidate.allocator == "retain":  # memory that the block before handed back is asked for again
+        mixed = len({each.allocator for each in stage.candidates}) > 1
+        if steps > 1 or (mixed and candidate.allocator == "retain"):  # asks again for what another block handed back
             step()
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)

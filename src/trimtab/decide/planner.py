@@ -118,10 +118,18 @@ def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> No
         raise InfeasibleError(
             "plan", given=f"a loop that did not run ({reasons})", expected="at least one trial that runs"
         )
+    nearest = min(ran, key=lambda trial: _excess(trial, budget))
     chosen = [trial for trial in ran if trial.candidate == winner]
-    refusal = search.over_budget(profile, chosen[-1], "verify", budget) if chosen else "it did not run to the end"
+    if not chosen:
+        why = next((t.error for t in profile.trials if t.candidate == winner and t.error), "it was never tried")
+        raise InfeasibleError(
+            "plan",
+            given=f"{winner.describe()}, which failed in a trial ({why})",
+            expected="settings that run whenever they are tried",
+            way_out=f"{nearest.candidate.describe()} ran to the end.",
+        )
+    refusal = search.over_budget(profile, chosen[-1], "verify", budget)
     if refusal is not None:
-        nearest = min(ran, key=lambda trial: _excess(trial, budget))
         raise InfeasibleError(
             "budget",
             given=f"{winner.describe()}: {refusal}",

@@ -130,7 +130,7 @@ def control_interval(profile: Profile, stage: str) -> Interval | None:
     stages = (profile.stage(stage), profile.stage("precision"), profile.stage("allocator"))
     trials = next((trials for trials in stages if any(trial.control for trial in trials)), ())
     control = next((trial for trial in trials if trial.control), None)
-    if control is None or len(control.block_s) < 2:
+    if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
         return None
     return speed_ratio(control, trials[0])
 

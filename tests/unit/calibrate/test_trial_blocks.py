@@ -13,9 +13,10 @@ from trimtab.calibrate import trials
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.decide.search import MIN_BLOCKS, Stage
+from trimtab.measure import allocator
 
 WHOLE = Candidate("fp32", "keep", False, 8)
-HALF = replace(WHOLE, micro_batch=4)
+HALF, QUARTER = replace(WHOLE, micro_batch=4), replace(WHOLE, micro_batch=2)
 
 
 @pytest.fixture
@@ -51,19 +52,55 @@ def run(subject, stage, known=()):
 
 
 def test_a_rival_that_lost_its_first_blocks_is_not_run_further(subject, machine):
-    machine.blocks = {WHOLE: [1.0] * 10, HALF: [1.1, 1.2, 1.01]}
-    incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    machine.blocks = {WHOLE: [1.0] * 10, HALF: [1.1, 1.2, 1.01], QUARTER: [0.9, 1.1, 1.0, 1.0, 1.0]}
+    incumbent, rival, other, control = run(subject, Stage("micro_batch", (WHOLE, HALF, QUARTER), control=True))
     assert rival.block_s == (1.1, 1.2, 1.01)
     assert len(rival.block_s) == MIN_BLOCKS
-    assert len(incumbent.block_s) == len(control.block_s) == 5
+    assert len(incumbent.block_s) == len(control.block_s) == len(other.block_s) == 5
     assert rival.error is None
 
 
-@pytest.mark.parametrize("blocks", [[1.1, 1.2, 0.99], [1.0, 1.2, 1.2], [0.5, 0.5, 0.5]])
+@pytest.mark.parametrize("blocks", [[1.1, 1.2, 0.99], [1.0, 1.2, 1.2], [0.5, 0.9, 1.1]])
 def test_one_that_won_or_tied_a_block_goes_on(subject, machine, blocks):
     machine.blocks = {WHOLE: [1.0] * 5, HALF: [*blocks, 1.0, 1.0]}
     _, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))
     assert len(rival.block_s) == 5
+
+
+@pytest.mark.parametrize(("stage", "blocks"), [("micro_batch", [1.1] * 3), ("verify", [0.5, 0.5, 0.51])])
+def test_a_stage_of_long_steps_ends_once_it_is_decided(subject, machine, stage, blocks):
+    """Every rival lost all its blocks, or is clear of 1 and of what the control resolves."""
+    machine.blocks = {WHOLE: [1.0] * 6, HALF: blocks}
+    incumbent, rival, control = run(subject, Stage(stage, (WHOLE, HALF), control=True))
+    assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s) == 3
+
+
+def test_a_gain_below_what_the_control_resolves_is_not_decided(subject, machine):
+    machine.blocks = {WHOLE: [1.0, 1.2, 1.0, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], HALF: [0.9] * 5}
+    incumbent, rival, _ = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    assert len(incumbent.block_s) == len(rival.block_s) == 5
+
+
+def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
+    def warm_up(subject, arm, *, measure_memory):
+        arm.first_s = 0.1
+
+    monkeypatch.setattr(trials, "_warm_up", warm_up)
+    machine.blocks = {WHOLE: [0.1] * 15, HALF: [0.05] * 15}
+    _, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))
+    assert len(rival.block_s) == 15  # three times as many as of long ones
+
+
+@pytest.mark.parametrize(("allocators", "modes"), [(("retain", "retain"), {"retain"}), (("keep", "retain"), {"keep"})])
+def test_memory_is_retained_across_a_stage_all_of_which_retains_it(subject, monkeypatch, allocators, modes):
+    if not allocator.can_retain():
+        pytest.skip("needs glibc")
+    before, seen = allocator.mode(), set()
+    monkeypatch.setattr(trials, "_time_block", lambda *_: seen.add(allocator.mode()) or 1.0)
+    candidates = tuple(replace(c, allocator=a) for c, a in zip((WHOLE, HALF), allocators, strict=True))
+    run(subject, Stage("allocator", candidates))
+    assert seen == modes
+    assert allocator.mode() == before
 
 
 def test_the_verification_runs_to_its_end(subject, machine):

@@ -171,6 +171,9 @@ def test_the_control_is_the_reference_against_itself():
     assert found is not None
     assert found.low < 1 < found.high
     assert control_interval(profile_of(control=(1.0,)), "precision") is None
+    failed = Trial("allocator", REFERENCE, error="out of memory")
+    again = Trial("allocator", REFERENCE, (1.0,) * 5, control=True)
+    assert control_interval(profile_of(failed, again), "allocator") is None
     assert control_interval(Profile(CPU, LOOP, SPLITTABLE), "precision") is None
 
 
