@@ -71,7 +71,7 @@ def trimtab(monkeypatch, capsys, tmp_path):
 def as_process(*arguments: object, **options) -> Done:
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-c", "from trimtab.cli import main; main()", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, **options)
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -376,7 +376,7 @@ def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     decided = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
     )
     assert from_json(Plan, decided.stdout).batch_rows == 32
     assert decided.stderr == "False False\n"  # a profile is decided without torch
@@ -390,7 +390,9 @@ def test_an_interrupt_ends_it_quietly(tmp_path):
         "def load_data() -> TaskData:\n",
         "def load_data() -> TaskData:\n    import time\n    open('begun', 'w').close()\n    time.sleep(60)\n",
     )
-    command = [sys.executable, "-c", "from trimtab.cli import main; main()", "plan", name]
+    # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}; from trimtab.cli import main; main()", "plan", name]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -400,6 +402,6 @@ def test_an_interrupt_ends_it_quietly(tmp_path):
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import socket
 import threading
 import urllib.request
 from pathlib import Path
@@ -42,9 +43,18 @@ def server(monkeypatch):
         thread.start()
         running.base = f"http://127.0.0.1:{running.server_port}"
         running.answers, running.asked = answers, asked
+        _require_loopback(running.server_port)
         yield running
         running.shutdown()
         thread.join()
+
+
+def _require_loopback(port: int) -> None:
+    """Skip where the network is off to the last interface."""
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError as error:
+        pytest.skip(f"no loopback interface ({error})")
 
 
 @pytest.fixture
