@@ -56,11 +56,12 @@ TASK = Task(
     loss_fn=mean_cross_entropy,
     load_data=load_data,
     metric=ACCURACY,
-    targets=(0.40, 0.50, 0.60, 0.70),
+    targets=(0.40, 0.45, 0.50, 0.55, 0.60),
     batch_rows=BATCH_ROWS,
     budget_rows=BUDGET_ROWS,
     eval_every_rows=EVAL_EVERY_ROWS,
     terms="images",
+    adapted_rows=5 * EVAL_EVERY_ROWS,
     strong=strong_resnet(5 * EVAL_EVERY_ROWS),
     reference=PAPER_REFERENCE,
 )

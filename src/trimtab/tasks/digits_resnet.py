@@ -60,6 +60,7 @@ TASK = Task(
     budget_rows=BUDGET_ROWS,
     eval_every_rows=EVAL_EVERY_ROWS,
     terms="images",
+    adapted_rows=6 * EVAL_EVERY_ROWS,
     strong=strong_resnet(6 * EVAL_EVERY_ROWS),
     reference=PAPER_REFERENCE,
 )

@@ -131,6 +131,8 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
             checks.integer(f"task.{name}", getattr(self, name))
+        if self.adapted_rows is not None:
+            checks.integer("task.adapted_rows", self.adapted_rows)
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")

@@ -61,6 +61,7 @@ TASK = Task(
     eval_every_rows=EVAL_EVERY_ROWS,
     terms="tokens",
     terms_per_row=CONTEXT,
+    adapted_rows=4 * EVAL_EVERY_ROWS,
     strong=strong_gpt(4 * EVAL_EVERY_ROWS),
     reference=PAPER_REFERENCE,
 )

@@ -62,7 +62,8 @@ def test_a_built_in_task_is_whole(name):
     assert task.strong is not None
     assert task.strong.precision in PRECISIONS
     assert task.strong.budget_rows % task.eval_every_rows == 0
-    assert 2.5 < task.budget_rows / task.strong.budget_rows <= 4
+    assert 2 <= task.budget_rows / task.strong.budget_rows <= 4
+    assert task.adapted_rows == task.strong.budget_rows  # the adapted plan and the peer have the same horizon
 
 
 def test_the_reference_is_the_papers_baseline():
