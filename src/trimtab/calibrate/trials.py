@@ -20,7 +20,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.search import MIN_BLOCKS, Stage
-from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
+from trimtab.decide.statistics import Interval, is_gain, paired_ratios, ratio_interval
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
@@ -29,6 +29,8 @@ from trimtab.runtime.modes import retained_memory
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
+_MOST = 3  # times the asked number of blocks, at the most
+_WORTH_A_LOOK = 1.05
 _SLOW_S = 0.3  # a first step this long is not repeated to learn its time: what starts up once is small beside it
 
 
@@ -70,19 +72,36 @@ def run_stage(
         slowest = math.inf if stage.name in ("micro_batch", "verify") else _FAR_SLOWER * incumbent_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= slowest]
         steps = max(1, round(_BLOCK_S / max(incumbent_s, 1e-6))) if math.isfinite(incumbent_s) else 1
-        blocks = _affordable_blocks(num_blocks, steps * incumbent_s)
-        for block in range(blocks):
-            progress(f"{stage.name}: block {block + 1} of {blocks}")
-            for arm in running if block % 2 == 0 else reversed(running):
-                _run_block(subject, stage, arm, steps)
-                snapshot.restore()
-            running = [arm for arm in running if arm.error is None]
-            if block + 1 == MIN_BLOCKS:
-                if stage.name != "verify":
-                    running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
-                if incumbent_s >= _SLOW_S and _is_decided(arms, running):
-                    break
+        _run_blocks(subject, stage, arms, running, steps, num_blocks, snapshot, progress)
     return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
+
+
+def _run_blocks(
+    subject: Subject,
+    stage: Stage,
+    arms: Sequence[_Arm],
+    running: Sequence[_Arm],
+    steps: int,
+    num_blocks: int,
+    snapshot: Snapshot,
+    progress: Callable[[str], None],
+) -> None:
+    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, more while a likely gain is in the noise."""
+    incumbent_s = arms[0].first_s
+    enough = _affordable_blocks(num_blocks, steps * incumbent_s)
+    for block in range(max(enough, _MOST * num_blocks)):
+        if block >= enough and not (stage.control and _is_promising(arms, running)):
+            break
+        progress(f"{stage.name}: block {block + 1} of {max(enough, block + 1)}")
+        for arm in running if block % 2 == 0 else reversed(running):
+            _run_block(subject, stage, arm, steps)
+            snapshot.restore()
+        running = [arm for arm in running if arm.error is None]
+        if block + 1 == MIN_BLOCKS:
+            if stage.name != "verify":
+                running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
+            if incumbent_s >= _SLOW_S and _is_decided(arms, running):
+                break
 
 
 def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
@@ -104,7 +123,7 @@ def _is_behind(arm: _Arm, incumbent: _Arm) -> bool:
 
 def _affordable_blocks(num_blocks: int, block_s: float) -> int:
     """Return more blocks where blocks are short: a single disturbed one then weighs less."""
-    return num_blocks if block_s <= 0 else max(num_blocks, min(3 * num_blocks, round(_STAGE_S / block_s)))
+    return num_blocks if block_s <= 0 else max(num_blocks, min(_MOST * num_blocks, round(_STAGE_S / block_s)))
 
 
 def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool) -> None:
@@ -136,13 +155,24 @@ def _describe(error: Exception) -> str:
 
 def _is_decided(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
     """Return whether more blocks could change nothing: each rival left is clearly faster, or none is left."""
-    incumbent = arms[0]
-    if not incumbent.block_s or all(arm.control for arm in arms[1:]):
+    if not arms[0].block_s or all(arm.control for arm in arms[1:]):
         return False
+    return all(is_gain(ratio, resolved) for ratio, resolved in _ratios(arms[0], running))
+
+
+def _is_promising(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
+    """Return whether a rival looks faster by what would be worth having, and is not yet clear of the noise."""
+    return any(r.mean > _WORTH_A_LOOK and not is_gain(r, resolved) for r, resolved in _ratios(arms[0], running))
+
+
+def _ratios(incumbent: _Arm, running: Sequence[_Arm]) -> list[tuple[Interval, Interval | None]]:
+    """Return (speed over the incumbent, the control's) of each rival still running."""
+    if not incumbent.block_s:
+        return []
     control = next((arm for arm in running if arm.control), None)
     resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s)) if control else None
     rivals = [arm for arm in running if arm is not incumbent and not arm.control]
-    return all(is_gain(ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)), resolved) for arm in rivals)
+    return [(ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)), resolved) for arm in rivals]
 
 
 @contextlib.contextmanager

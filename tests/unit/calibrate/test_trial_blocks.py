@@ -75,10 +75,22 @@ def test_a_stage_of_long_steps_ends_once_it_is_decided(subject, machine, stage, 
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s) == 3
 
 
-def test_a_gain_below_what_the_control_resolves_is_not_decided(subject, machine):
-    machine.blocks = {WHOLE: [1.0, 1.2, 1.0, 0.8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], HALF: [0.9] * 5}
-    incumbent, rival, _ = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
-    assert len(incumbent.block_s) == len(rival.block_s) == 5
+WILD = [1.0, 1.2, 1.0, 0.8, 1.0, 1.0] + [1.0] * 24  # of the incumbent and its control, in turn
+
+
+@pytest.mark.parametrize(("rival_s", "goes_on"), [(0.9, True), (0.97, False)])
+def test_a_likely_gain_in_the_noise_gets_more_blocks(subject, machine, rival_s, goes_on):
+    """1.11x when the control resolves more: some more blocks settle it. 1.03x would not be worth the time."""
+    machine.blocks = {WHOLE: list(WILD), HALF: [rival_s] * 15}
+    incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s)
+    assert (5 < len(rival.block_s) < 15) if goes_on else len(rival.block_s) == 5
+
+
+def test_there_is_an_end_to_more_blocks(subject, machine):
+    machine.blocks = {WHOLE: [1.0, 1.5] * 15, HALF: [1.0] * 15}
+    _, rival, _ = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    assert len(rival.block_s) == 15
 
 
 def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
