@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format gpu-check clean
+.PHONY: help install demo test check format figures gpu-check clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -53,6 +53,9 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
+
+figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
+	@$(BIN)/python benchmarks/figures.py
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair
 	@$(BIN)/ruff format

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+def load(name: str, folder: str = "examples") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,3 +46,11 @@ def test_the_readme_python_block_runs() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 500
+
+
+def test_the_figures_shown_are_those_measured() -> None:
+    """README.md and docs/RESULTS.md hold what benchmarks/figures.py makes of benchmarks/results."""
+    figures = load("figures", "benchmarks")
+    for path, text in figures.pages(ROOT).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
+        assert "x (" in text

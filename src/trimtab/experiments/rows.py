@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 from trimtab.core.codec import to_jsonable
@@ -54,6 +56,8 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         "reached": row.reached_arm,
         "reached_against": row.reached_against,
         "n": row.n,
+        "median_s": _median(row.arm_s),
+        "median_against_s": _median(row.against_s),
     }
     if row.ratio is None:
         return head | {"bound": row.bound}
@@ -61,6 +65,12 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
     low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
     interval = {"mean": 1 / ratio.mean, "low": low, "high": high}
     return head | interval | _resolution(comparison) | {"verdict": row.verdict.kind}
+
+
+def _median(seconds: tuple[float, ...]) -> float | None:
+    """Return the median over the pairs, or None where it was never reached."""
+    middle = statistics.median(seconds)
+    return middle if math.isfinite(middle) else None
 
 
 def _interval(ratio: Ratio) -> dict[str, Any]:

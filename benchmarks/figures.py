@@ -1,0 +1,184 @@
+"""Rebuild the figures in README.md and docs/RESULTS.md from the files in benchmarks/results.
+
+    python benchmarks/figures.py            # write both
+    python benchmarks/figures.py --check    # change nothing; fail where they are not what the results give
+
+Ratios of time and memory are ours over theirs in the results; here time is shown as a speed (above 1 is faster).
+README takes only what 8 pairs or more stand behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- figures: made by `make figures` -->", "<!-- end of figures -->"
+MIN_CLAIM = 8
+
+Row = dict[str, Any]
+NAMES = {
+    "reference": "P0 reference",
+    "self": "P0 again (A/A control)",
+    "paper": "P1 paper, literal",
+    "strong": "P2 strong",
+    "plan_S": "trimtab S",
+    "plan_F": "trimtab F",
+    "strong_plan": "plan made for P2",
+}
+
+
+def main() -> None:
+    """Write, or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
+    check = parser.parse_args().check
+    stale = {path: text for path, text in pages(ROOT).items() if path.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    sys.exit(1 if check and stale else 0)
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Return what README.md and docs/RESULTS.md should hold."""
+    results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
+    comparisons = [found for found in results if found["name"] == "compare"]
+    readme, page = root / "README.md", root / "docs" / "RESULTS.md"
+    return {
+        readme: _between(readme.read_text(encoding="utf-8"), "\n".join(_claims(comparisons))),
+        page: _between(page.read_text(encoding="utf-8"), "\n".join(_sections(results))),
+    }
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted((root / "benchmarks" / "results").glob("*.json"))
+
+
+def _between(text: str, figures: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+
+
+# README: one line per task.
+
+
+def _claims(comparisons: list[Row]) -> Iterator[str]:
+    yield "| task | same maths, throughput | A/A control | rate freed, time to target | search charged |"
+    yield "|---|---|---|---|---|"
+    for found in comparisons:
+        rows = [row for row in found["rows"] if row.get("n", 0) >= MIN_CLAIM]
+        same = next((r for r in rows if _is(r, "throughput_ratio", "plan_S", "reference")), None)
+        control = next((r for r in rows if _is(r, "throughput_ratio", "self", "self")), None)
+        if same is None or control is None:
+            continue
+        free, charged = (_hardest(rows, charged=c) for c in (False, True))
+        task = f"[{same['task']}](benchmarks/results/{found['file']})"
+        yield f"| {task} | {_ratio(same)} | {_ratio(control)} | {_speed(free)} | {_speed(charged)} |"
+
+
+def _hardest(rows: list[Row], *, charged: bool) -> Row | None:
+    """Return tier F's last rung of the ladder that every pair reached."""
+    rungs = [r for r in rows if _is(r, "time_to_target_ratio", "plan_F", "reference") and not r["censored"]]
+    return next((row for row in reversed(rungs) if row["charged"] is charged), None)
+
+
+def _is(row: Row, metric: str, arm: str, against: str) -> bool:
+    return row["metric"] == metric and row.get("arm") == arm and row.get("against") == against
+
+
+def _speed(row: Row | None) -> str:
+    return "not shown" if row is None else f"{_inverse(row)} to {row['target']:g}"
+
+
+# docs/RESULTS.md: everything.
+
+
+def _sections(results: list[Row]) -> Iterator[str]:
+    for found in results:
+        environment = found["environment"]
+        yield f"## {found['file'].removesuffix('.json')}"
+        yield ""
+        machine = ", ".join(environment[key] for key in ("cpu", "gpu") if key in environment)
+        yield f"{machine}, {environment['threads']} threads, torch {environment['torch']}."
+        yield ""
+        kinds = {"compare": _comparison, "overhead": _overhead, "strong_sweep": _sweep}
+        yield from kinds[found["name"]](found["rows"])
+        yield ""
+
+
+def _comparison(rows: list[Row]) -> Iterator[str]:
+    yield "| figure | arm | against | value (95%) | n | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        if row["metric"] == "planning_s":
+            yield f"| planning, seconds | | | {row['planning_s']:.1f} | 1 | |"
+        elif row["metric"] == "time_to_target_ratio":
+            yield _rung(row)
+        else:
+            value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row, pairs=False)
+            yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
+
+
+def _rung(row: Row) -> str:
+    charge = "search charged" if row["charged"] else "uncharged"
+    value = row["bound"] if row["censored"] else _inverse(row, pairs=False)
+    seconds = row.get("median_s"), row.get("median_against_s")
+    if all(seconds):
+        value += f"; {seconds[0]:.0f} s against {seconds[1]:.0f} s"
+    reached = f", reached {row['reached']} and {row['reached_against']}" if row["censored"] else ""
+    return _line(f"speed to {row['target']:g}, {charge}", row, value + reached)
+
+
+def _line(figure: str, row: Row, value: str) -> str:
+    arm, against = NAMES[row["arm"]], NAMES["reference" if row["against"] == "self" else row["against"]]
+    return f"| {figure} | {arm} | {against} | {value} | {row['n']} | {row.get('verdict', '')} |"
+
+
+def _overhead(rows: list[Row]) -> Iterator[str]:
+    yield "| task | micro-batches | our loop over a plain one (95%) | n | 1% and the A/A half-width |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        bar = 1.01 + row["control_half_width"]
+        interval = f"{row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f})"
+        yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} |"
+
+
+def _sweep(rows: list[Row]) -> Iterator[str]:
+    yield f"| peak rate | {rows[0]['of']} after {rows[0]['rows']:,} rows |"
+    yield "|---|---|"
+    for row in rows:
+        yield f"| {row['lr']:g} | {row['value']:.4g} |"
+
+
+# How a figure is written.
+
+
+def _ratio(row: Row, *, pairs: bool = True) -> str:
+    return _interval(row["mean"], row["low"], row["high"], row["n"] if pairs else None)
+
+
+def _inverse(row: Row, *, pairs: bool = True) -> str:
+    low, high = (None, None) if row["low"] is None else (1 / row["high"], 1 / row["low"])
+    return _interval(1 / row["mean"], low, high, row["n"] if pairs else None)
+
+
+def _interval(mean: float, low: float | None, high: float | None, n: int | None) -> str:
+    inside = [] if low is None or high is None else [f"{low:.2f} to {high:.2f}"]
+    inside += [] if n is None else [f"n={n}"]
+    return f"{mean:.2f}x" + (f" ({', '.join(inside)})" if inside else "")
+
+
+def _difference(row: Row) -> str:
+    inside = "" if row["low"] is None else f" ({row['low']:+.2f} to {row['high']:+.2f})"
+    return f"{row['mean']:+.2f}{inside}"
+
+
+if __name__ == "__main__":
+    main()
