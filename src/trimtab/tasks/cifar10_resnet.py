@@ -1,4 +1,4 @@
-"""CIFAR-10 with a thin ResNet-18 (paper section IV at a size for two cores): five and a half minutes of training."""
+"""CIFAR-10 with a thin ResNet-18 (paper section IV at a size for two cores): six minutes of training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trimtab.tasks.task import Task, TaskData
 BATCH_ROWS = 128
 EVALUATED_IMAGES = 2_000
 EVALUATION_BATCH = 200
-# 0.42 s a step (AdamW, fp32, two idle AVX2 cores): 784 steps are 330 s, and 2,000 images take 1.8 s to judge.
+# 0.32 s a step (AdamW, fp32, two idle AVX2 cores): 1,120 steps are 360 s, and 2,000 images take 1.8 s to judge.
 EVAL_EVERY_ROWS = 56 * BATCH_ROWS
-BUDGET_ROWS = 14 * EVAL_EVERY_ROWS
+BUDGET_ROWS = 20 * EVAL_EVERY_ROWS
 
 normalise = normaliser(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
@@ -56,7 +56,7 @@ TASK = Task(
     loss_fn=mean_cross_entropy,
     load_data=load_data,
     metric=ACCURACY,
-    targets=(0.40, 0.45, 0.50, 0.55, 0.60),
+    targets=(0.35, 0.40, 0.43, 0.46, 0.48),
     batch_rows=BATCH_ROWS,
     budget_rows=BUDGET_ROWS,
     eval_every_rows=EVAL_EVERY_ROWS,
