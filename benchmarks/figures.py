@@ -84,8 +84,8 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
 
 
 def _hardest(rows: list[Row], *, charged: bool) -> Row | None:
-    """Return tier F's last rung of the ladder that every pair reached."""
-    rungs = [r for r in rows if _is(r, "time_to_target_ratio", "plan_F", "reference") and not r["censored"]]
+    """Return tier F's last rung of the ladder that the reference climbed in any pair, whether tier F did or not."""
+    rungs = [r for r in rows if _is(r, "time_to_target_ratio", "plan_F", "reference") and r["reached_against"] > 0]
     return next((row for row in reversed(rungs) if row["charged"] is charged), None)
 
 
@@ -94,7 +94,10 @@ def _is(row: Row, metric: str, arm: str, against: str) -> bool:
 
 
 def _speed(row: Row | None) -> str:
-    return "not shown" if row is None else f"{_inverse(row)} to {row['target']:g}"
+    if row is None:
+        return "not measured"
+    value = f"{row['bound']} (n={row['n']})" if row["censored"] else _inverse(row)
+    return f"{value} to {row['target']:g}"
 
 
 # docs/RESULTS.md: everything.
@@ -106,11 +109,22 @@ def _sections(results: list[Row]) -> Iterator[str]:
         yield f"## {found['file'].removesuffix('.json')}"
         yield ""
         machine = ", ".join(environment[key] for key in ("cpu", "gpu") if key in environment)
-        yield f"{machine}, {environment['threads']} threads, torch {environment['torch']}."
+        yield f"{machine}, {environment['threads']} threads, torch {environment['torch']}.{_how(found)}"
         yield ""
         kinds = {"compare": _comparison, "overhead": _overhead, "strong_sweep": _sweep}
         yield from kinds[found["name"]](found["rows"])
         yield ""
+
+
+def _how(found: Row) -> str:
+    """Return what else a reader of a comparison must know: its command, and tier F's horizon."""
+    said = [f"`{found['command']}`" if found.get("command") else ""]
+    said += ["short arms (--quick)" if found.get("quick") else ""]
+    horizon = next((row for row in found["rows"] if row.get("arm") == "plan_F" and "arm_rows" in row), None)
+    if horizon is not None:
+        said.append(f"tier F trained on {horizon['arm_rows']:,} of the reference's {horizon['against_rows']:,} rows")
+    said = [text for text in said if text]
+    return f" {'; '.join(said)}." if said else ""
 
 
 def _comparison(rows: list[Row]) -> Iterator[str]:

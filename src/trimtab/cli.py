@@ -185,6 +185,12 @@ def main() -> None:
             raise
         typer.echo(f"trimtab: {error}", err=True)
         sys.exit(1)
+    except Exception as error:  # a task's own code, mostly
+        if os.environ.get("TRIMTAB_TRACEBACK"):
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        typer.echo(f"trimtab: {type(error).__name__}: {first} (TRIMTAB_TRACEBACK=1 shows where)", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

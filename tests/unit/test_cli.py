@@ -291,6 +291,13 @@ def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, arguments, 
     explained(trimtab(*arguments), *words)
 
 
+def test_what_a_tasks_own_code_raises_is_one_line_too(trimtab, tmp_path):
+    name = changed(
+        tmp_path, "odd", "    points, labels = batch\n", "    raise ArithmeticError('no loss today\\nnor ever')\n"
+    )
+    explained(trimtab("plan", name), "ArithmeticError: no loss today", "TRIMTAB_TRACEBACK=1")
+
+
 def test_a_traceback_is_shown_on_request(trimtab, monkeypatch):
     monkeypatch.setenv("TRIMTAB_TRACEBACK", "1")
     with pytest.raises(ValueError, match="nonsense"):

@@ -10,6 +10,10 @@ from types import ModuleType
 
 import pytest
 
+import trimtab
+from trimtab.experiments.train import train_task
+from trimtab.tasks import load_task
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,6 +38,15 @@ def test_the_two_examples_are_a_handful_of_lines_apart() -> None:
     body = [line for line in difflib.ndiff(plain[1:], trimmed[1:]) if line[0] in "+-" and line[1:].strip()]
     assert len([line for line in body if line.startswith("+")]) <= 8
     assert len([line for line in body if line.startswith("-")]) <= 5
+
+
+def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
+    task = load_task(f"{ROOT / 'examples' / 'my_task.py'}:task")
+    data = task.load_data()
+    assert data.num_rows >= task.batch_rows
+    plan = trimtab.Plan.fixed(task.batch_rows)
+    found = train_task(task, plan, steps=200, seed=0, record=None, progress=lambda text: None)
+    assert found["accuracy"] > task.targets[0]
 
 
 def test_the_readme_python_block_runs() -> None:

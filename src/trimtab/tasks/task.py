@@ -136,3 +136,14 @@ class Task:
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")
+        for name, kind in (("metric", Metric), ("reference", Reference), ("strong", StrongRecipe)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "strong" and value is None):
+                raise ValueGivenError(f"task.{name}", given=repr(value), expected=f"a {kind.__name__}")
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        targets = tuple(checks.number("task.targets", target) for target in self.targets)
+        if list(targets) != sorted(set(targets), reverse=not self.metric.higher_is_better):
+            order = "rising" if self.metric.higher_is_better else "falling"
+            raise ValueGivenError("task.targets", given=f"{targets}", expected=f"{order} values, the easiest first")

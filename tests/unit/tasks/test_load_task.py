@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,33 @@ def test_importing_tasks_loads_no_optional_package():
     env = os.environ | {"PYTHONPATH": str(source)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# What a task may hold.
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"targets": (0.9, 0.8)}, "task.targets"),  # hardest first
+        ({"targets": (0.8, 0.8)}, "task.targets"),
+        ({"targets": (0.8, float("nan"))}, "task.targets"),
+        ({"targets": ("0.8",)}, "task.targets"),
+        ({"metric": max}, "task.metric"),
+        ({"reference": "bf16"}, "task.reference"),
+        ({"strong": "sgd"}, "task.strong"),
+        ({"adapted_rows": 0}, "task.adapted_rows"),
+        ({"batch_rows": 2.5}, "task.batch_rows"),
+        ({"loss_fn": None}, "task.loss_fn"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_at_once(changes, field):
+    with pytest.raises(ValueGivenError, match=field):
+        replace(load_task("digits_resnet"), **changes)
+
+
+def test_a_metric_that_should_fall_has_falling_targets():
+    its = load_task("source_gpt")
+    assert not its.metric.higher_is_better
+    with pytest.raises(ValueGivenError, match="falling values"):
+        replace(its, targets=tuple(reversed(its.targets)))
