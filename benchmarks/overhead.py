@@ -62,7 +62,7 @@ def trimtab_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
 
 
 def alternate(task: Task, num_micro_batches: int, pairs: int) -> tuple[Interval, Interval]:
-    """Return (ours over theirs, the control over theirs) from `pairs` rounds of one step each, in all six orders in turn."""
+    """Return (ours over theirs, the control over theirs): rounds of one step each, in all six orders in turn."""
     arms = [
         plain_step(task, num_micro_batches),
         trimtab_step(task, num_micro_batches),

@@ -1,7 +1,7 @@
 """A task of your own: everything `trimtab` needs to plan, train, compare and report a workload of yours.
 
-    trimtab plan examples/my_task.py:task
-    trimtab compare examples/my_task.py:task --quick
+trimtab plan examples/my_task.py:task
+trimtab compare examples/my_task.py:task --quick
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def profile(
     objective: Objective | None = None,
     reference: Reference | None = None,
     longest_batch: Any = None,
+    data: Iterable[Any] | None = None,
     num_blocks: int = NUM_BLOCKS,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
@@ -49,7 +50,9 @@ def profile(
         budget, objective: limits and weights; they decide which settings are tried.
         reference: what the user's loop does today; undeclared, "assumed fp32 eager".
         longest_batch: the longest batch the data holds, if lengths vary: everything is measured on it.
-        num_blocks: interleaved blocks per candidate, at least 3.
+        data: the loop's loader; a few batches are drawn from it, to see how long the loop waits for them. An iterator
+            is that much further on afterwards.
+        num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
         progress: called with a line of text as work goes on.
 
     Raises:
@@ -62,7 +65,7 @@ def profile(
     batch = example_batch if longest_batch is None else longest_batch
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
     blocks = checks.integer("num_blocks", num_blocks, low=3)
-    return profile_loop(subject, reference, objective, budget, num_blocks=blocks, progress=progress)
+    return profile_loop(subject, reference, objective, budget, data=data, num_blocks=blocks, progress=progress)
 
 
 def plan(
@@ -85,7 +88,7 @@ def plan(
     Args:
         adapt: None keeps the user's maths (tier S); "learning_rate" also finds a peak learning rate by a range test
             and a schedule (tier F); its cost is in `plan.search_s`.
-        data: training batches for the range test; needed with `adapt`.
+        data: training batches, as in `profile`, and for the range test; needed with `adapt`.
         The rest as in `profile`.
 
     Raises:
@@ -108,6 +111,7 @@ def plan(
         objective=objective,
         reference=reference,
         longest_batch=longest_batch,
+        data=None if adapt is not None and isinstance(data, Iterator) else data,  # whole for the range test
         num_blocks=num_blocks,
         progress=progress,
     )

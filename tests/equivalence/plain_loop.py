@@ -74,7 +74,7 @@ def mean_of(result: Any) -> Tensor:
     if not isinstance(result, tuple):
         return result
     loss_sum, count = result
-    return loss_sum / max(int(count), 1)
+    return loss_sum / (float(count) or 1.0)
 
 
 def train_plain(case: Case, clip_norm: float | None = None, scheduler: Any = None) -> Trained:

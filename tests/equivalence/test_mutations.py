@@ -13,6 +13,8 @@ from test_layouts import plain as plain_layout
 from test_layouts import plan as layout_plan
 from test_rates_and_gradients import SCHEDULERS, SIZES, TOTAL, ByHand, sgd_twice_as_fast
 from test_same_split import overflowing_case
+from test_splits import normalised
+from test_token_losses import weighted_sum
 from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_case, token_case
 
 import trimtab
@@ -21,7 +23,7 @@ from trimtab.runtime import engine, gradients, layout, optimizers, window
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
 from trimtab.runtime.order import LoopOrder
-from trimtab.runtime.schedule import warmup_cosine
+from trimtab.runtime.schedule import rate_factor
 
 # The checks, as the suite makes them.
 
@@ -77,6 +79,16 @@ def schedule_by_progress():
     case = class_case(batches=class_batches(SIZES))
     ours = train_ours(case, Plan.fixed(ROWS, 5, schedule="warmup_cosine"), total_samples=TOTAL)
     assert_same_training(ours, train_plain(case, scheduler=ByHand), 1e-12)
+
+
+def fractional_counts():
+    case = token_case(kept=(1, 0, 2, 1), loss_fn=weighted_sum)
+    assert_same_training(train_ours(case, Plan.fixed(4, 3)), train_plain(case), 1e-12)
+
+
+def larger_batch():
+    case = class_case(model=normalised, batches=class_batches((12, 20)))
+    assert_same_training(train_ours(case, Plan.fixed(ROWS)), train_plain(case), 0)
 
 
 def dropout():
@@ -166,7 +178,12 @@ def no_correction(patch):
 
 def no_floor_of_one(patch):
     """Divide by a count of zero."""
-    patch.setattr("trimtab.runtime.accumulation._at_least_one", lambda count: count)
+    patch.setattr("trimtab.runtime.accumulation._or_one", lambda count: count)
+
+
+def floor_of_one(patch):
+    """Divide by one where weights sum to less."""
+    patch.setattr("trimtab.runtime.accumulation._or_one", lambda count: count.clamp(min=1))
 
 
 def correction_in_float32(patch):
@@ -200,7 +217,12 @@ def leaking_rates(patch):
 
 
 def progress_counted_before_the_window(patch):
-    patch.setattr(engine, "warmup_cosine", lambda progress: warmup_cosine(progress - ROWS / TOTAL))
+    patch.setattr(engine, "rate_factor", lambda plan, consumed, total: rate_factor(plan, consumed - ROWS, total))
+
+
+def whole_batch_cut(patch):
+    """Cut a larger batch at the planned rows, though the plan does not split."""
+    patch.setattr(Plan, "micro_batch_of", lambda plan, rows: plan.micro_batch.value)
 
 
 def last_slice_dropped(patch):
@@ -264,12 +286,14 @@ FAULTS = [
     (mean_of_token_means, unequal_counts),
     (no_correction, unequal_counts),
     (no_floor_of_one, ignored_window),
+    (floor_of_one, fractional_counts),
     (correction_in_float32, unequal_counts),
     (clip_before_correction, clipped_counts),
     (correction_twice, unscaled_counts),
     (leaking_rates, scheduler_of_the_user),
     (leaking_rates, schedule_by_progress),
     (progress_counted_before_the_window, schedule_by_progress),
+    (whole_batch_cut, larger_batch),
     (last_slice_dropped, unequal_split),
     (slices_in_reverse, dropout),
     (one_pass, dropout),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_same_training, train_ours, train_plain
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import ROWS, Words, class_batches, class_case, class_mean, mlp, token_batches
 
 import trimtab
-from trimtab.core.plan import Plan
+from trimtab.core.plan import Check, Plan
 
 DTYPES = [torch.float64, torch.float32]
 # k = 1, 2, 3, 4, 6, 12 equal slices; 12 = 5 + 5 + 2 = 7 + 5 = 11 + 1 = 8 + 4 unequal ones; 40 is more than there is.
@@ -48,6 +50,36 @@ def test_a_short_last_batch_of_a_loader_is_weighted_by_its_own_rows(micro_batch,
 def test_batches_of_other_sizes_than_planned_train_as_they_are(micro_batch):
     case = class_case(batches=class_batches((1, 20, 12, 3, 13)))
     assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), 1e-12)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+
+REFUSED = Check(False, "BatchNorm1d computes over the batch")
+
+
+@pytest.mark.parametrize("check", [None, REFUSED], ids=["no check", "a check that refused"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_plan_that_does_not_split_takes_a_larger_batch_whole(check, dtype):
+    """Under batch statistics a batch cut at the planned rows would have other statistics, and update them twice."""
+    case = class_case(dtype, model=normalised, batches=class_batches((12, 20, 13, 5), dtype))
+    plan = replace(Plan.fixed(ROWS), check=check)
+    assert_same_training(train_ours(case, plan), train_plain(case), 0)
+
+
+def test_a_larger_batch_is_cut_at_the_planned_rows_where_splitting_was_proved():
+    case = class_case(batches=class_batches((12, 20, 13, 5)))
+    seen = []
+
+    def noting(model, batch):
+        seen.append(len(batch[0]))
+        return class_mean(model, batch)
+
+    plan = replace(Plan.fixed(ROWS), check=Check(True, "an unequal split agrees"))
+    ours = train_ours(case.having(loss_fn=noting), plan)
+    assert seen == [12, 12, 8, 12, 1, 5]
+    assert_same_training(ours, train_plain(case), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -40,6 +40,36 @@ def test_clipping_sees_the_mean_over_tokens(clip_norm, loss_fn):
     assert_same_training(ours, train_plain(case, clip_norm), 1e-12)
 
 
+# Loss weights per target, each half of the one before: a window's weights sum to less than one.
+WEIGHTS = 0.25 * 0.5 ** torch.arange(11.0, dtype=torch.float64)
+
+
+def weighted_sum(model, batch):
+    """Return the weighted loss sum, and the sum of the weights as a tensor: a fraction."""
+    tokens, targets = batch
+    logits, labels = model(tokens).flatten(0, 1), targets.flatten()
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+    weights = torch.where(labels == -100, 0.0, WEIGHTS[labels.clamp(min=0)]).to(losses.dtype)
+    return (losses * weights).sum(), weights.sum()
+
+
+def weighted_sum_float(model, batch):
+    loss_sum, count = weighted_sum(model, batch)
+    return loss_sum, float(count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("loss_fn", [weighted_sum, weighted_sum_float])
+@pytest.mark.parametrize("micro_batch", [4, 3, 2, 1])
+@pytest.mark.parametrize("kept", [(1, 0, 2, 1), (0, 0, 1, 0)], ids=str)
+def test_counts_below_one_are_divided_by_as_they_are(kept, micro_batch, loss_fn, dtype):
+    case = token_case(dtype, kept=kept, loss_fn=loss_fn)
+    total = [float(weighted_sum(case.build()[0], batch)[1]) for batch in case.batches]
+    assert all(0 < count < 1 for count in total), total
+    ours = train_ours(case, Plan.fixed(len(kept), micro_batch))
+    assert_same_training(ours, train_plain(case), TOLERANCE[dtype])
+
+
 IGNORED = {"first": (0, 0, 5, 9), "middle": (4, 9, 0, 0, 1, 1), "last": (3, 9, 0, 0)}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.measure.memory import peak_bytes
-from trimtab.measure.snapshot import fingerprint
+from trimtab.measure.snapshot import Snapshot, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -71,6 +71,34 @@ def test_planning_leaves_no_trace_and_tries_half_precision() -> None:
     assert fingerprint(model, optimizer) == before
     tried = {loser.value for loser in plan.precision.losers} | {plan.precision.value}
     assert {"fp32", "tf32", "bf16", "fp16"} <= tried
+
+
+def test_a_snapshot_takes_no_memory_of_the_device() -> None:
+    model, optimizer, batch = make()
+    loss_fn(model, [t.cuda() for t in batch]).backward()
+    optimizer.step()
+    model.held = [torch.ones(2**20, device="cuda")]
+    before, weights = fingerprint(model, optimizer), torch.cuda.memory_allocated()
+    with Snapshot(model, optimizer):
+        assert torch.cuda.memory_allocated() == weights
+        optimizer.step()
+        model.held[0].mul_(2)
+        assert fingerprint(model, optimizer) != before
+    assert fingerprint(model, optimizer) == before
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_count_may_lie_on_either_device(where: str) -> None:
+    model, optimizer, batch = make()
+
+    def summed(model: nn.Module, batch: Any) -> Any:
+        rows = torch.tensor(len(batch[0]), device=where)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), rows
+
+    with trimtab.start(model, optimizer, Plan.fixed(24, micro_batch=7), clip_norm=1.0) as run:
+        loss = run.train_step(run.window(batch), summed)
+        assert run.applied_steps == 1
+        assert torch.isfinite(loss)
 
 
 def test_peak_memory_counts_what_the_step_allocates() -> None:

@@ -1,8 +1,9 @@
 """The gradient-equivalence proof: does splitting the user's batch keep the user's maths? (math: section 2)
 
 In fp32, on the user's own model and batch: the gradient of the whole batch against that of an unequal split weighted
-as the run weighs it. Dropout is off for the comparison (a split draws other masks from the same distribution); batch
-statistics stay on, because they are what splitting would change.
+as the run weighs it. In training mode, because that is what trains: a balancing loss or a centring may exist in no
+other. Only dropout is off (a split draws other masks from the same distribution). A model whose gradient is random
+even so, or that does not run so, is proved in evaluation mode, its batch statistics kept on, and the verdict says it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.calibrate.failures import describe, is_out_of_memory
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
@@ -25,35 +28,66 @@ from trimtab.runtime.batches import slices
 TOLERANCE = 1e-4
 
 
-def check_splitting(subject: Subject) -> Check:
+def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
     """Return whether micro-batches smaller than the batch compute the same gradient. Leaves no trace.
+
+    Where the whole batch does not fit in memory, the proof is on as many of its first rows as do.
+
+    Args:
+        precision: the loop's own. It runs once so, to be seen to work; the proof is in fp32.
 
     Raises:
         LossError: the loss function's result is not a loss.
     """
-    with Snapshot(subject.model, subject.optimizer):
-        subject.loss()
-        if subject.rows < 2:
-            return Check(False, "the batch has one row")
+    rows = subject.rows
+    while True:
+        part = subject if rows == subject.rows else _leading(subject, rows)
         try:
-            pieces = list(_unequal_split(subject.batch, subject.rows))
-        except BatchError as error:
-            return Check(False, f"the batch cannot be split: {error.given}")
-        stateful = _modules_with_batch_state(subject)
-        try:
-            difference = _difference(subject, pieces, stateful)
-        except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
-            lines = str(error).splitlines() or [""]
-            failure = f"a part of the batch does not run alone: {type(error).__name__}: {lines[0][:200]}"
-            return Check(False, _state_reason(stateful) if stateful else failure)
+            with Snapshot(subject.model, subject.optimizer):
+                check = _check(part, precision)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            fewer = f"; on the first {rows} of {subject.rows} rows, as more do not fit in memory"
+            return check if part is subject else replace(check, reason=check.reason + fewer)
+        rows //= 2  # out of the handler, whose error would hold on to what did not fit
+        if rows < 2 or not _can_split(subject):
+            return Check(False, "the batch runs out of memory in fp32: nothing can be proved")
+
+
+def _leading(subject: Subject, rows: int) -> Subject:
+    return replace(subject, batch=next(slices(subject.batch, subject.rows, rows))[0])
+
+
+def _can_split(subject: Subject) -> bool:
+    try:
+        next(slices(subject.batch, subject.rows, 1))
+    except BatchError:
+        return False
+    return True
+
+
+def _check(subject: Subject, precision: str) -> Check:
+    stateful = _modules_with_batch_state(subject, precision)
+    if subject.rows < 2:
+        return Check(False, "the batch has one row")
+    try:
+        pieces = list(_unequal_split(subject.batch, subject.rows))
+    except BatchError as error:
+        return Check(False, f"the batch cannot be split: {error.given}")
+    proof = _proof(subject, pieces, stateful)
     if stateful:
-        return Check(False, _state_reason(stateful), difference)
-    if difference is None:
-        return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved")
-    if difference > TOLERANCE:
-        return Check(False, f"the gradient of an unequal split differs by {difference:.2g}, relative", difference)
-    reason = f"an unequal split changes the gradient by {difference:.1e}, relative (limit {TOLERANCE:g})"
-    return Check(True, reason, difference)
+        return Check(False, _state_reason(stateful), proof.difference)
+    if proof.failure is not None:
+        return Check(False, proof.failure + proof.mode)
+    if proof.difference is None:
+        return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved" + proof.mode)
+    if proof.difference > TOLERANCE:
+        reason = f"the gradient of an unequal split differs by {proof.difference:.2g}, relative"
+        return Check(False, reason + proof.mode, proof.difference)
+    reason = f"an unequal split changes the gradient by {proof.difference:.1e}, relative (limit {TOLERANCE:g})"
+    return Check(True, reason + proof.mode, proof.difference)
 
 
 def _unequal_split(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
@@ -64,12 +98,14 @@ def _unequal_split(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
         yield from slices(piece, size, max(1, round(size * 0.667)))
 
 
-def _modules_with_batch_state(subject: Subject) -> tuple[nn.Module, ...]:
-    """Return modules whose own buffers a training forward changes: batch statistics, counters, power iterations."""
+def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Module, ...]:
+    """Return modules whose own buffers a training forward changes: batch statistics, counters, power iterations.
+
+    The forward is the loop's own, gradients and precision included: its failure is the loop's, and is passed on.
+    """
     model = subject.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad(), contextlib.suppress(Exception):
-        subject.loss_fn(model, subject.batch)
+    subject.loss(precision=precision)
     changed = {name for name, buffer in model.named_buffers() if not _same(buffer, before.get(name))}
     owners = {name.rpartition(".")[0] for name in changed}
     return tuple(module for name, module in model.named_modules() if name in owners)
@@ -84,19 +120,58 @@ def _state_reason(modules: Sequence[nn.Module]) -> str:
     return f"{kinds} computes over the batch: smaller micro-batches would change its statistics"
 
 
-def _difference(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequence[nn.Module]) -> float | None:
+@dataclass(frozen=True)
+class _Proof:
+    """Relative difference of the gradients (None: the whole batch's is zero or not finite), or why there is none.
+
+    `mode` says in which mode it was proved, where that is not the one that trains.
+    """
+
+    difference: float | None = None
+    failure: str | None = None
+    mode: str = ""
+
+
+def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequence[nn.Module]) -> _Proof:
+    trains = [module for module in subject.model.modules() if not _drops_out(module)]
+    try:
+        with _without_dropout(subject.model, keep=trains):
+            whole = _gradient(subject, [(subject.batch, subject.rows)])
+            again = _relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
+            if again is None or again <= TOLERANCE:
+                return _compared(subject, whole, pieces)
+        why = "in training mode its gradient is random"
+    except Exception as error:
+        _pass_on_memory(error)
+        why = f"in training mode without dropout it fails ({describe(error)})"
+    mode = f"; proved in evaluation mode: {why}"
     try:
         with _without_dropout(subject.model, keep=stateful):
-            whole = _gradient(subject, [(subject.batch, subject.rows)])
-            split = _gradient(subject, pieces)
-    except Exception:  # such as a model that returns predictions, and no loss, in evaluation mode
-        keep = [module for module in subject.model.modules() if not _drops_out(module)]
-        with _without_dropout(subject.model, keep=keep):
-            whole = _gradient(subject, [(subject.batch, subject.rows)])
-            split = _gradient(subject, pieces)
-    error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(whole, split, strict=True)))
+            return replace(_compared(subject, _gradient(subject, [(subject.batch, subject.rows)]), pieces), mode=mode)
+    except Exception as error:  # such as a model that returns predictions, and no loss, in evaluation mode
+        _pass_on_memory(error)
+        return _Proof(failure=f"nothing can be proved: {why}, and in evaluation mode it fails ({describe(error)})")
+
+
+def _compared(subject: Subject, whole: list[Tensor], pieces: Sequence[tuple[Any, int]]) -> _Proof:
+    try:
+        split = _gradient(subject, pieces)
+    except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
+        _pass_on_memory(error)
+        return _Proof(failure=f"a part of the batch does not run alone: {describe(error)}")
+    return _Proof(_relative(whole, split))
+
+
+def _relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+    """Return |whole - other| / |whole| over all parameters; None where it is not a finite number."""
+    error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(whole, other, strict=True)))
     norm = math.sqrt(sum(float(a.double().square().sum()) for a in whole))
     return error / norm if norm > 0 and math.isfinite(error / norm) else None
+
+
+def _pass_on_memory(error: Exception) -> None:
+    if is_out_of_memory(error):
+        raise error
 
 
 def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tensor]:
@@ -114,13 +189,14 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tenso
 def _drops_out(module: nn.Module) -> bool:
     """Return whether a module on its own is one that drops values at random: torch's, or named like them."""
     rate = getattr(module, "dropout", 0.0)
-    by_rate = isinstance(rate, float | int) and rate > 0 and not any(module.children())
-    return by_rate or "drop" in type(module).__name__.lower() or isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+    whole = not any(module.children()) or isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+    by_rate = isinstance(rate, float | int) and rate > 0 and whole
+    return by_rate or "drop" in type(module).__name__.lower()
 
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module, keep: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the model in evaluation mode, but for the modules to keep: those that compute over the batch, above all."""
+    """Run the model in evaluation mode, but for the modules to keep in the mode they are in."""
     modes = [(module, module.training) for module in model.modules()]
     training = {id(module) for module in keep if module.training}
     for module, _ in modes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from trimtab.calibrate.equivalence import check_splitting
+from trimtab.calibrate.failures import is_out_of_memory
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
@@ -16,12 +18,14 @@ from trimtab.measure import allocator
 from trimtab.measure.flops import count_flops
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
-from trimtab.measure.timing import PhaseClock
+from trimtab.measure.timing import PhaseClock, time_call
+from trimtab.runtime.batches import iterate
 from trimtab.runtime.layout import channels_last_hazard, is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
 
 NUM_BLOCKS = 5
 _PHASE_STEPS = 3
+_DATA_BATCHES = 8
 
 
 def silent(text: str) -> None:
@@ -34,23 +38,57 @@ def profile_loop(
     objective: Objective,
     budget: Budget,
     *,
+    data: Iterable[Any] | None = None,
     num_blocks: int = NUM_BLOCKS,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
     start = time.perf_counter()
     with Snapshot(subject.model, subject.optimizer) as snapshot:
+        drawing_s = None if data is None else seconds_per_batch(subject, data)
         progress("checking that splitting keeps the gradient")
-        check = check_splitting(subject)
-        facts = _facts(subject)
+        check = check_splitting(subject, reference.precision)
+        facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         profile = Profile(device, facts, check, reference, environment=environment())
         while (stage := next_stage(profile, objective, budget)) is not None:
             profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
             snapshot.restore()
-        phases = measure_phases(subject, reference_candidate(profile), steps=_phase_steps(profile))
+        phases = _phases_or_none(subject, reference_candidate(profile), _phase_steps(profile))
+    if drawing_s is not None and phases:
+        phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
     seconds = time.perf_counter() - start
     return Profile(device, facts, check, reference, profile.trials, phases, environment(), seconds)
+
+
+def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
+    """Return seconds that drawing one batch takes, of a few drawn in a row; None where there are not even two.
+
+    The first is drawn before the clock starts: it opens files and starts workers.
+
+    Raises:
+        BatchError: there is nothing to iterate over.
+    """
+    batches = islice(iterate("data", data), 1 + _DATA_BATCHES)
+    next(batches, None)
+    drawn: list[int] = []
+    seconds = time_call(lambda: drawn.extend(1 for _ in batches), subject.device)
+    return seconds / len(drawn) if drawn else None
+
+
+def _waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:
+    """Return seconds per step that a loop waits for its data: workers of a loader draw while the step runs."""
+    num_workers = getattr(data, "num_workers", 0)
+    at_once = isinstance(num_workers, int) and num_workers > 0
+    return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s
+
+
+def _phases_or_none(subject: Subject, candidate: Candidate, steps: int) -> dict[str, float]:
+    """Return the phases of a candidate; none where it cannot run, which its trials have told already."""
+    try:
+        return measure_phases(subject, candidate, steps)
+    except Exception:
+        return {}
 
 
 def _phase_steps(profile: Profile) -> int:
@@ -59,7 +97,10 @@ def _phase_steps(profile: Profile) -> int:
 
 
 def measure_phases(subject: Subject, candidate: Candidate, steps: int = _PHASE_STEPS) -> dict[str, float]:
-    """Return seconds per step by phase (forward, backward, optimizer, other) of a candidate. Leaves no trace."""
+    """Return seconds per step by phase of a candidate: slicing, forward, backward, optimizer. Leaves no trace.
+
+    "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart.
+    """
     with Snapshot(subject.model, subject.optimizer), subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
         clock = PhaseClock(subject.device)
@@ -71,7 +112,7 @@ def measure_phases(subject: Subject, candidate: Candidate, steps: int = _PHASE_S
 def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
     micros = iter(run.window(subject.batch))
     while True:
-        with clock.phase("data"):
+        with clock.phase("slicing"):
             micro = next(micros, None)
         if micro is None:
             break
@@ -83,10 +124,10 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
         run.step()
 
 
-def _facts(subject: Subject) -> LoopFacts:
+def _facts(subject: Subject, precision: str) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     parameters = list(model.parameters())
-    flops, terms, kind = _count_step(subject)
+    flops, terms, kind = _count_step(subject, precision)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -105,19 +146,26 @@ def _facts(subject: Subject) -> LoopFacts:
     )
 
 
-def _count_step(subject: Subject) -> tuple[float | None, float, str]:
-    """Return (FLOP of forward and backward, terms, "rows" or "tokens") of the example batch."""
+def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str]:
+    """Return (FLOP of forward and backward, terms, "rows" or "tokens") of the example batch, in the loop's precision.
+
+    FLOP are None where they cannot be counted; terms are rows where the loss was never seen.
+    """
     terms: list[Any] = []
 
     def forward_backward() -> None:
-        loss, count = subject.loss()
+        loss, count = subject.loss(precision=precision)
         terms.append(count)
         loss.backward()
 
+    flops: float | None = None
     with Snapshot(subject.model, subject.optimizer):
         try:
-            flops: float | None = count_flops(forward_backward)
+            flops = count_flops(forward_backward)
         except NotImplementedError:  # an operator that does not run under the counter's dispatch mode
-            flops = None
+            pass
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
     count = terms[0] if terms else None
     return flops, float(subject.rows if count is None else count), "rows" if count is None else "tokens"

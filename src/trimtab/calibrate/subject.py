@@ -16,6 +16,7 @@ from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import check_ownership
+from trimtab.runtime.precision import autocast
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,16 @@ class Subject:
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
         return Run(self.model, self.optimizer, replace(plan, clip_norm=clip))
 
-    def loss(self, batch: Any | None = None) -> tuple[Tensor, Count | None]:
-        """Return (loss, count or None) of one batch, on the model's device.
+    def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
+        """Return (loss, count or None) of one batch, on the model's device, its forward under a precision's autocast.
 
         Raises:
             LossError: the loss function raised, or its result is not a loss.
         """
         batch = to_device(self.batch if batch is None else batch, self.device)
         try:
-            result = self.loss_fn(self.model, batch)
+            with autocast(precision, self.device):
+                result = self.loss_fn(self.model, batch)
         except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise LossError(
                 "loss_fn",

@@ -1,9 +1,12 @@
 """Trials: candidates of a stage, run interleaved in blocks, forward and backward in turn (ABC CBA).
 
 A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index,
-so that a machine whose speed drifts moves all candidates alike. Where a step takes a large part of a second planning
-must not take minutes: what is known from an earlier stage is not measured again, and a candidate that lost every one
-of its first blocks is not run further.
+so that a machine whose speed drifts moves all candidates alike, and every block begins alike: from one state, in which
+the optimizer has its moments. Where a step takes a large part of a second planning must not take minutes: what is known
+from an earlier stage is not measured again, and a candidate that lost every one of its first blocks is not run further.
+
+The number of blocks does not depend on who is winning, or an equal candidate would win by patience: the first blocks
+may only drop losers, and a likely gain inside the noise is looked at once more, at a number fixed in advance.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.search import MIN_BLOCKS, Stage
-from trimtab.decide.statistics import Interval, is_gain, paired_ratios, ratio_interval
+from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
+from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
 _BLOCK_S = 0.15
@@ -31,7 +36,8 @@ _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
 _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
-_SLOW_S = 0.3  # a first step this long is not repeated to learn its time: what starts up once is small beside it
+_SLOW_S = 0.3  # on CPU a first step this long is repeated only if it would drop its candidate: little else starts up
+_MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
 
 
 @dataclass
@@ -42,6 +48,37 @@ class _Arm:
     peak_bytes: int | None = None
     error: str | None = None
     block_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How a stage's blocks are run.
+
+    Args:
+        steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
+        num_blocks: blocks asked for. start: the state that every block begins with.
+        progress: called with a line of text.
+    """
+
+    subject: Subject
+    stage: Stage
+    steps: int
+    step_s: float
+    num_blocks: int
+    start: Snapshot
+    progress: Callable[[str], None]
+
+    @property
+    def enough(self) -> int:
+        """Blocks to run, more of short ones: a single disturbed one then weighs less."""
+        block_s = self.steps * self.step_s
+        affordable = 0 if block_s <= 0 else min(self.most, round(_STAGE_S / block_s))
+        return max(self.num_blocks, affordable)
+
+    @property
+    def most(self) -> int:
+        """Blocks to run while a likely gain is in the noise."""
+        return _MOST * self.num_blocks
 
 
 def run_stage(
@@ -65,43 +102,55 @@ def run_stage(
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
-                _warm_up(subject, arm, measure_memory=stage.name != "optimizer")
+                slowest = _slowest(stage, arms[0].first_s)
+                _warm_up(subject, arm, measure_memory=stage.name != "optimizer", slowest=slowest)
                 snapshot.restore()
-        incumbent_s = arms[0].first_s
-        # A budget may need a setting however slow it is; only where nothing but speed is asked is one dropped early.
-        slowest = math.inf if stage.name in ("micro_batch", "verify") else _FAR_SLOWER * incumbent_s
-        running = [arm for arm in arms if arm.error is None and arm.first_s <= slowest]
-        steps = max(1, round(_BLOCK_S / max(incumbent_s, 1e-6))) if math.isfinite(incumbent_s) else 1
-        _run_blocks(subject, stage, arms, running, steps, num_blocks, snapshot, progress)
-    return tuple(_trial(stage, arm, incumbent_s) for arm in arms)
+        step_s = arms[0].first_s
+        running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
+        steps = max(1, round(_BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
+        start = _with_optimizer_state(subject, running, snapshot)
+        _run_blocks(_Blocks(subject, stage, steps, step_s, num_blocks, start, progress), arms, running)
+    return tuple(_trial(stage, arm, step_s) for arm in arms)
 
 
-def _run_blocks(
-    subject: Subject,
-    stage: Stage,
-    arms: Sequence[_Arm],
-    running: Sequence[_Arm],
-    steps: int,
-    num_blocks: int,
-    snapshot: Snapshot,
-    progress: Callable[[str], None],
-) -> None:
-    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, more while a likely gain is in the noise."""
-    incumbent_s = arms[0].first_s
-    enough = _affordable_blocks(num_blocks, steps * incumbent_s)
-    for block in range(max(enough, _MOST * num_blocks)):
-        if block >= enough and not (stage.control and _is_promising(arms, running)):
-            break
-        progress(f"{stage.name}: block {block + 1} of {max(enough, block + 1)}")
-        for arm in running if block % 2 == 0 else reversed(running):
-            _run_block(subject, stage, arm, steps)
-            snapshot.restore()
+def _slowest(stage: Stage, step_s: float) -> float:
+    """Return above which time per step a candidate gets no blocks: a budget may need one however slow it is."""
+    return math.inf if stage.name in ("micro_batch", "verify") else _FAR_SLOWER * step_s
+
+
+def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapshot) -> Snapshot:
+    """Return a state after a step of the first arm that can take one, the incumbent above all; else the one before.
+
+    A block that began without optimizer state would pay for making it, in its timed step where it has but one.
+    """
+    for arm in arms:
+        before.restore()
+        try:
+            with subject.start(arm.candidate) as run:
+                _step_until_applied(run, subject)
+            return Snapshot(subject.model, subject.optimizer)
+        except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
+            continue
+    return before
+
+
+def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
+    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise."""
+    stage, slow = blocks.stage, blocks.step_s >= _SLOW_S
+    done, last = 0, blocks.enough
+    while done < last:
+        blocks.progress(f"{stage.name}: block {done + 1} of {last}")
+        for arm in running if done % 2 == 0 else reversed(running):
+            blocks.start.restore()
+            _run_block(blocks, arm)
         running = [arm for arm in running if arm.error is None]
-        if block + 1 == MIN_BLOCKS:
-            if stage.name != "verify":
-                running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
-            if incumbent_s >= _SLOW_S and _is_decided(arms, running):
+        done += 1
+        if done == MIN_BLOCKS and stage.name != "verify":
+            running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
+            if slow and _has_lost_its_rivals(arms, running):
                 break
+        if done == blocks.enough and stage.control and _is_promising(arms, running):
+            last = blocks.most
 
 
 def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
@@ -121,58 +170,71 @@ def _is_behind(arm: _Arm, incumbent: _Arm) -> bool:
     return all(ours > theirs for ours, theirs in zip(arm.block_s, incumbent.block_s, strict=True))
 
 
-def _affordable_blocks(num_blocks: int, block_s: float) -> int:
-    """Return more blocks where blocks are short: a single disturbed one then weighs less."""
-    return num_blocks if block_s <= 0 else max(num_blocks, min(_MOST * num_blocks, round(_STAGE_S / block_s)))
+def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float) -> None:
+    """Run a step, one more unless it says enough, then one under the memory count; a failure becomes the arm's error.
 
-
-def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool) -> None:
-    """Run a step, one more where it was short, then one under the memory count; a failure becomes the arm's error."""
+    A first step may hold what happens once: kernels compiled, or chosen by trying them. So a figure that would drop the
+    candidate (above `slowest`) is not believed before a second one, and on CUDA none is.
+    """
     try:
         with subject.start(arm.candidate) as run:
-
-            def step() -> None:
-                run.train_step(run.window(subject.batch), subject.loss_fn)
-
-            arm.first_s = time_call(step, subject.device)
-            if arm.first_s < _SLOW_S:
-                arm.first_s = time_call(step, subject.device)
-            if not bool(torch.isfinite(run.loss)):
-                arm.error = "its loss is not finite"
-            if measure_memory and arm.error is None:
-                arm.peak_bytes = peak_bytes(step, subject.device, subject.live_tensors)
+            arm.first_s = time_call(lambda: _step(run, subject), subject.device)
+            _step_until_applied(run, subject)
+            if subject.device.type == "cuda" or arm.first_s < _SLOW_S or arm.first_s > slowest:
+                arm.first_s = time_call(lambda: _step(run, subject), subject.device)
+            _require_finite(run)
+            if measure_memory:
+                arm.peak_bytes = peak_bytes(lambda: _step(run, subject), subject.device, subject.live_tensors)
+    except _Unusable as error:
+        arm.error = str(error)
     except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
-        arm.error = _describe(error)
+        arm.error = describe(error)
 
 
-def _describe(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        return "out of memory"
-    return f"{type(error).__name__}: {text[:200]}"
+class _Unusable(Exception):
+    """A candidate that runs, and does not train."""
 
 
-def _is_decided(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
-    """Return whether more blocks could change nothing: each rival left is clearly faster, or none is left."""
+def _step(run: Run, subject: Subject) -> None:
+    run.train_step(run.window(subject.batch), subject.loss_fn)
+
+
+def _step_until_applied(run: Run, subject: Subject) -> None:
+    """Step until the optimizer has stepped: at once, but for fp16, whose loss scale has to be found first.
+
+    Raises:
+        _Unusable: its loss is no number, or it overflows at every scale.
+    """
+    for _ in range(_MOST_SCALES):
+        if run.applied_steps > 0:
+            return
+        _step(run, subject)
+        _require_finite(run)
+    if run.applied_steps == 0:
+        raise _Unusable("its gradients overflow at every loss scale tried")
+
+
+def _require_finite(run: Run) -> None:
+    if not bool(torch.isfinite(run.loss)):
+        raise _Unusable("its loss is not finite")
+
+
+def _has_lost_its_rivals(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
+    """Return whether there were rivals and none is left, so that more blocks could change nothing."""
     if not arms[0].block_s or all(arm.control for arm in arms[1:]):
         return False
-    return all(is_gain(ratio, resolved) for ratio, resolved in _ratios(arms[0], running))
+    return all(arm is arms[0] or arm.control for arm in running)
 
 
 def _is_promising(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
     """Return whether a rival looks faster by what would be worth having, and is not yet clear of the noise."""
-    return any(r.mean > _WORTH_A_LOOK and not is_gain(r, resolved) for r, resolved in _ratios(arms[0], running))
-
-
-def _ratios(incumbent: _Arm, running: Sequence[_Arm]) -> list[tuple[Interval, Interval | None]]:
-    """Return (speed over the incumbent, the control's) of each rival still running."""
-    if not incumbent.block_s:
-        return []
-    control = next((arm for arm in running if arm.control), None)
-    resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s)) if control else None
+    incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
+    if control is None or not incumbent.block_s:  # nothing can be resolved, however many blocks there are
+        return False
+    resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s))
     rivals = [arm for arm in running if arm is not incumbent and not arm.control]
-    return [(ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)), resolved) for arm in rivals]
+    ratios = [ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
+    return any(ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved) for ratio in ratios)
 
 
 @contextlib.contextmanager
@@ -188,28 +250,39 @@ def _shared_allocator(stage: Stage) -> Iterator[None]:
         let_go()
 
 
-def _run_block(subject: Subject, stage: Stage, arm: _Arm, steps: int) -> None:
+def _run_block(blocks: _Blocks, arm: _Arm) -> None:
     """Add one block; what ran once may still fail later, memory that grows short above all."""
     try:
-        arm.block_s.append(_time_block(subject, stage, arm.candidate, steps))
+        arm.block_s.append(_time_block(blocks.subject, blocks.stage, arm.candidate, blocks.steps))
+    except _Unusable as error:
+        arm.error, arm.block_s = str(error), []
     except Exception as error:
-        arm.error, arm.block_s = _describe(error), []
+        arm.error, arm.block_s = describe(error), []
 
 
 def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
         if stage.name == "optimizer":
             return _time_optimizer(subject, steps)
+        if steps > 1 or _needs_a_lead(stage):
+            _step_until_applied(run, subject)
 
         def step() -> None:
-            run.train_step(run.window(subject.batch), subject.loss_fn)
+            _step(run, subject)
 
-        mixed = len({each.allocator for each in stage.candidates}) > 1
-        if steps > 1 or (mixed and candidate.allocator == "retain"):  # asks again for what another block handed back
-            step()
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)
         return statistics.median(time_call(step, subject.device) for _ in range(steps))
+
+
+def _needs_a_lead(stage: Stage) -> bool:
+    """Return whether each arm's block begins with a step that is not timed, whichever arm it is for.
+
+    One that retains memory asks again for what another block handed back; one in fp16 steps only once it found its
+    loss scale. An arm that was warmed for it against others that were not would win by the first step alone.
+    """
+    allocators = {candidate.allocator for candidate in stage.candidates}
+    return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
 
 
 def _time_optimizer(subject: Subject, steps: int) -> float:

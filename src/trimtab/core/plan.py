@@ -147,6 +147,8 @@ class Plan:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
         if not isinstance(self.fused_optimizer.value, bool):
             raise FormatError("plan.fused_optimizer", given=repr(self.fused_optimizer.value), expected="true or false")
+        if self._splits and self.check is not None and not self.check.splittable:
+            object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 
     @classmethod
     def fixed(cls, batch_rows: int, micro_batch: int | None = None, **values: Scalar) -> Plan:
@@ -172,7 +174,7 @@ class Plan:
 
     @classmethod
     def marks(cls) -> dict[str, Mark]:
-        """Return each choice's mark; the micro-batch is exact unless a check says otherwise."""
+        """Return each choice's mark. A plan that splits a batch its check refused marks its micro-batch dynamics."""
         named = {f.name: f.default for f in fields(cls) if isinstance(f.default, Choice)}
         return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
 
@@ -187,6 +189,19 @@ class Plan:
     def num_micro_batches(self) -> int:
         """k: micro-batches in a full window."""
         return math.ceil(self.batch_rows / int(self.micro_batch.value or 1))
+
+    def micro_batch_of(self, rows: int) -> int:
+        """Return rows per micro-batch in a window of `rows` rows.
+
+        A plan that does not split hands a larger batch out whole too, unless its check proved that splitting keeps
+        the maths: cut where batch statistics are computed, it would train otherwise than the user's loop.
+        """
+        proved = self.check is not None and self.check.splittable
+        return int(self.micro_batch.value or 1) if self._splits or proved else max(rows, 1)
+
+    @property
+    def _splits(self) -> bool:
+        return int(self.micro_batch.value or 1) < self.batch_rows
 
     @property
     def changes(self) -> tuple[str, ...]:

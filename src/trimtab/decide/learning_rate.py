@@ -5,7 +5,9 @@ Source: Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), se
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,9 @@ from trimtab.core.plan import Rejected
 SAFETY = 1 / 3
 SMOOTHING = 0.8
 DIVERGED = 1.5
+# A loss fell when it did by this many standard deviations of what the comparison makes of noise alone.
+NOISE = 3.0
+_FIRST = 5
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,10 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     """Return a third of the rate at which the smoothed loss was lowest, never below the user's own.
 
-    A test whose loss is lowest at the user's own rate, or that never fell, keeps it.
+    A test whose loss is lowest at the user's own rate, or did not fall by more than its noise, keeps it.
     """
     finite = [point for point in points if math.isfinite(point.loss)]
-    if len(finite) < 5:
+    if len(finite) < _FIRST:
         return RateChoice(1.0, "the range test diverged at once: the user's rate is kept")
     smooth = smoothed([point.loss for point in finite])
     lowest = min(range(len(smooth)), key=smooth.__getitem__)
@@ -58,8 +63,31 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     scale = float(f"{max(1.0, edge * SAFETY):.2g}")
     if scale == 1.0:
         return RateChoice(1.0, f"the loss was lowest at {edge:.3g}x: no higher rate is safe")
-    reason = f"a third of {edge:.3g}x, where the loss of the range test was lowest ({len(points)} steps)"
+    fall, least = _fall([point.loss for point in finite], lowest)
+    if not fall > least:
+        figures = f"by {fall:.2g}, and {least:.2g} would be clear of its noise"
+        return RateChoice(1.0, f"the loss of the range test did not fall clearly ({figures}): the user's rate is kept")
+    where = "where the loss of the range test was lowest"
+    if lowest == len(points) - 1:
+        where = "the test's limit: the loss still fell there"
+    reason = f"a third of {edge:.3g}x, {where} ({len(points)} steps)"
     return RateChoice(scale, reason, (Rejected(1.0, "the loss still fell at higher rates"),))
+
+
+def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
+    """Return (how far the smoothed loss fell to its lowest, how far noise alone could have taken it).
+
+    The fall is from the mean of the first losses. A smoothed loss has the share (1 - s) / (1 + s) of the variance of
+    one step, a mean of n steps 1 / n of it; NOISE deviations of their difference is the bound. The deviation of one
+    step is that of its change to the next, by sqrt(2): a loss that falls evenly has none.
+    """
+    until = losses[: max(lowest + 1, _FIRST)]
+    changes = [after - before for before, after in itertools.pairwise(until)]
+    step = statistics.stdev(changes) / math.sqrt(2)
+    spread = step * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING) + 1 / _FIRST)
+    fall = math.fsum(losses[:_FIRST]) / _FIRST - smoothed(losses)[lowest]
+    rounding = 1e-9 * max(map(abs, until))
+    return fall, max(NOISE * spread, rounding)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

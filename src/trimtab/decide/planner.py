@@ -13,9 +13,11 @@ from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide import search
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.search import Outcome
-from trimtab.decide.statistics import resolution
+from trimtab.decide.statistics import is_gain, resolution
 
 _MARKS = Plan.marks()
+# Of a step's time, the share that waiting for data takes before a word is said of it.
+WORTH_ADVICE = 0.05
 
 
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
@@ -59,7 +61,7 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
         "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
         Mark.DYNAMICS,
         changed=True,
-        losers=(Rejected("user", "a constant rate at the peak the range test found is not safe from the first step"),),
+        losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
     total = plan.planning_s + search_s
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
@@ -78,6 +80,9 @@ def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective,
         return reference
     if candidate not in outcomes["verify"].ratios:
         return reference
+    if candidate.differences(reference) == ("fused_optimizer",):
+        # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown in noise.
+        return reference if outcomes["verify"].ratios[candidate].high < 1 else candidate
     # Each change already had its own clear gain: the verification has to agree with it, not to prove it once more.
     found = outcomes["verify"].ratios[candidate]
     floor = search.FREE_SPEED if _saves_memory(profile, candidate, reference) else 1.0
@@ -185,9 +190,16 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
     if all(getattr(candidate, name) == value for candidate in outcome.reasons):
         return _untried(name, profile)
     control = search.control_interval(profile, _STAGE_OF[name])
-    return (
-        f"as the loop has it: nothing tried gains more than the {100 * resolution(control):.2g}% that can be resolved"
-    )
+    resolved = resolution(control)
+    if not math.isfinite(resolved):
+        return f"as the loop has it: {search.resolves(control)}"
+    tried = [ratio for candidate, ratio in outcome.ratios.items() if getattr(candidate, name) != value]
+    above = [ratio for ratio in tried if ratio.mean - 1 > resolved]
+    if not above:
+        return f"as the loop has it: nothing tried gains more than the {100 * resolved:.2g}% that can be resolved"
+    if not any(is_gain(ratio, control) for ratio in above):
+        return "as the loop has it: nothing tried is clear of the noise"
+    return "as the loop has it: no gain tried is large enough to be worth a change"
 
 
 def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected, ...]:
@@ -224,8 +236,8 @@ def _untried(name: str, profile: Profile) -> str:
 
 def _advice(profile: Profile) -> tuple[str, ...]:
     """Return what would help but is the user's to change."""
-    data, rest = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
-    if rest and data / rest > 0.05:
-        share = f"{100 * data / rest:.0f}%"
+    data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
+    if whole > 0 and data / whole > WORTH_ADVICE:
+        share = f"{100 * data / whole:.0f}%"
         return (f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",)
     return ()

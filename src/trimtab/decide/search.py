@@ -12,6 +12,7 @@ profile gives the same stages and the same winner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Cost, Objective
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolution
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, ratio_interval, resolution
 
 # A smaller micro-batch is taken for its memory alone only if it costs at most this much speed (interval's lower end)
 # and saves at least this share of the peak.
@@ -27,6 +28,7 @@ FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 # The optimizer's step is a small share of the whole: it has to get this much faster to be worth a change.
 WORTH_FUSING = 1.1
+# After this many blocks a stage may drop who lost each of them; what it accepts takes as many as any verdict.
 MIN_BLOCKS = 3
 # Below this share of fp32's matrix-product speed a precision is not tried.
 SCREEN = 0.5
@@ -126,13 +128,29 @@ def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budg
 
 
 def control_interval(profile: Profile, stage: str) -> Interval | None:
-    """Return an A/A control's ratio: a stage's incumbent against itself; the first stage's where it has none."""
-    stages = (profile.stage(stage), profile.stage("precision"), profile.stage("allocator"))
-    trials = next((trials for trials in stages if any(trial.control for trial in trials)), ())
+    """Return an A/A control's ratio: a stage's incumbent against itself, or None where the control failed.
+
+    A stage that runs none takes the first of another stage that can be read: the machine is the same.
+    """
+    own = profile.stage(stage)
+    if any(trial.control for trial in own):
+        return _control_of(own)
+    others = (_control_of(profile.stage(name)) for name in CONTROLLED)
+    return next((interval for interval in others if interval is not None), None)
+
+
+def _control_of(trials: tuple[Trial, ...]) -> Interval | None:
     control = next((trial for trial in trials if trial.control), None)
     if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
         return None
     return speed_ratio(control, trials[0])
+
+
+def resolves(control: Interval | None) -> str:
+    """Return in words what an A/A control resolves."""
+    if not math.isfinite(resolution(control)):
+        return "without an A/A control nothing can be resolved"
+    return f"the A/A control resolves {100 * resolution(control):.2g}%"
 
 
 def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
@@ -168,10 +186,13 @@ def over_budget(profile: Profile, trial: Trial, stage: str, budget: Budget) -> s
 
 
 def _score_ratio(profile: Profile, trial: Trial, incumbent: Trial, objective: Objective, stage: str) -> Interval:
-    """Return C(incumbent) / C(trial), paired by block, in units of the reference's cost."""
+    """Return C(incumbent) / C(trial), paired by block, in units of the reference's cost.
+
+    A reference that did not run has no cost: then in units of the incumbent's.
+    """
     if stage == "optimizer" or objective.time == 1.0:
         return speed_ratio(trial, incumbent)
-    base = profile.trials[0]
+    base = profile.trials[0] if profile.trials[0].block_s else incumbent
     reference = Cost(base.step_s or 0.0, base.peak_bytes)
     ratios = [
         objective.score(Cost(theirs, incumbent.peak_bytes), reference)
@@ -193,7 +214,8 @@ def _is_worth(score: Interval, control: Interval | None, stage: str) -> bool:
 def _free_memory(trial: Trial, incumbent: Trial, speed: Interval, stage: str) -> bool:
     if stage != "micro_batch" or trial.peak_bytes is None or incumbent.peak_bytes is None:
         return False
-    return speed.low >= FREE_SPEED and _saved(trial, incumbent) >= WORTH_SAVING
+    is_known = speed.n >= MIN_PAIRS_FOR_VERDICT and speed.low >= FREE_SPEED
+    return is_known and _saved(trial, incumbent) >= WORTH_SAVING
 
 
 def _saved(trial: Trial, incumbent: Trial) -> float:
@@ -210,7 +232,9 @@ def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool, s
         return f"{100 * saved:.0f}% less peak memory at {figures}"
     if speed.mean < 1 and speed.high < 1:
         return f"slower: {figures}"
-    return f"no gain: {figures}; the A/A control resolves {100 * resolution(control):.2g}%"
+    if speed.n < MIN_PAIRS_FOR_VERDICT:
+        return f"no gain: {figures}; it takes {MIN_PAIRS_FOR_VERDICT} blocks to tell one"
+    return f"no gain: {figures}; {resolves(control)}"
 
 
 def _precision_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
@@ -257,8 +281,12 @@ def _micro_batch_candidates(profile: Profile, incumbent: Candidate, budget: Budg
 
 
 def _needs_less(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
-    """Return whether the incumbent's peak, is over the budget or unknown."""
-    alike = [t for t in profile.trials if set(t.candidate.differences(incumbent)) <= {"fused_optimizer", "allocator"}]
+    """Return whether the incumbent has to shrink: it failed, or its peak is over the budget or unknown under one."""
+    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    own = [t for t in whole if set(t.candidate.differences(incumbent)) <= {"fused_optimizer"}]
+    if own and own[-1].error is not None:
+        return True
+    alike = [t for t in whole if set(t.candidate.differences(incumbent)) <= {"fused_optimizer", "allocator"}]
     peak = next((trial.peak_bytes for trial in reversed(alike) if trial.peak_bytes), None)
     return budget.memory_bytes is not None and (peak is None or peak > budget.memory_bytes)
 

@@ -48,15 +48,18 @@ def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float
 
 
 def is_gain(effect: Interval, control: Interval | None) -> bool:
-    """Return whether a ratio (above 1 is better) is clear of 1 and above the A/A control's resolution."""
-    return effect.low > 1 and effect.mean - 1 > resolution(control)
+    """Return whether a ratio (above 1 is better), of 5 pairs at least, is clear of 1 and above what can be resolved."""
+    return effect.n >= MIN_PAIRS_FOR_VERDICT and effect.low > 1 and effect.mean - 1 > resolution(control)
 
 
 def resolution(control: Interval | None) -> float:
-    """Return the smallest relative effect the A/A control can tell from nothing: its farther interval end from 1."""
-    if control is None:
-        return 0.0
-    return max(control.high, 1 / control.low) - 1 if control.low > 0 else math.inf
+    """Return the smallest relative effect the A/A control can tell from nothing: its farther interval end from 1.
+
+    Without a control, because there was none or it failed, nothing can be told from nothing: infinity.
+    """
+    if control is None or control.low <= 0:
+        return math.inf
+    return max(control.high, 1 / control.low) - 1
 
 
 @functools.cache

@@ -8,9 +8,8 @@ was cut off.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,15 @@ import torch
 
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
+from trimtab.experiments.claim import claim
+from trimtab.experiments.failures import blame_reference, in_words
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
+from trimtab.experiments.notes import WHY_TIMED
+from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
@@ -36,9 +39,12 @@ from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import Task, TaskData
 
 _QUICK_RACE_S = 36.0
+# What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS = 60
-# Where the reference trains longer than this, the paper's recipe, which is no quicker, is only timed.
+_FEW_S = 10.0
+# Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
 _LONG_RACE_S = 120.0
+_TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -85,40 +91,36 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     progress(f"reading {task.name}")
     data = task.load_data()
-    _claim(out, task, settings, budget or Budget(), objective or Objective())
+    claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective())
+    seeds = range(settings.num_pairs)
+    done = sum(_folder(out, settings, seed).exists() for seed in seeds)
+    if done:
+        progress(f"going on with {done} races from {out}")
+    if done < len(seeds):
+        check_step(task, data, device)
     plans = _plans(task, data, device, out, settings, budget, objective, progress)
     facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
     races = {}
-    for seed in range(settings.num_pairs):
-        brief = settings.whole_pairs is not None and seed >= settings.whole_pairs
-        entries = [e for e in _entries(task, plans, settings, brief=brief) if not facts[e.name].error]
-        folder = out / (f"brief-{seed}" if brief else f"race-{seed}")
-        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress)
-    return summarise(task, data, plans, races, facts, command=command, environment=environment())
+    for seed in seeds:
+        entries = _entries(task, plans, settings, brief=_is_brief(settings, seed))
+        entries = [e for e in entries if not facts[e.name].error]
+        races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
+    raced_in = _environment(races)
+    return summarise(task, data, plans, races, facts, command=command, environment=raced_in, quick=settings.quick)
 
 
-def _claim(out: Path, task: Task, settings: Settings, budget: Budget, objective: Objective) -> None:
-    """Refuse a folder that holds another comparison; more pairs of the same one are welcome."""
-    path = out / "settings.json"
-    same = {key: value for key, value in asdict(settings).items() if key not in ("num_pairs", "whole_pairs")}
-    if budget != Budget() or objective != Objective():
-        same |= {"budget": to_json(budget), "objective": to_json(objective)}
-    wanted = {"task": task.name, "torch": torch.__version__} | {k: str(v) for k, v in same.items()}
-    if not path.exists():
-        write_whole(path, json.dumps(wanted, indent=1))
-    elif (found := _settings(path)) != wanted:
-        different = sorted(k for k in wanted.keys() | found.keys() if found.get(k) != wanted.get(k))
-        raise FormatError(
-            str(out), given=f"a comparison with another {', '.join(different)}", expected="the same settings",
-            way_out="Name another folder with --out."
-        )  # fmt: skip
+def _environment(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
+    """Return where the races ran, which may have been another day than today."""
+    headers = [record.header for race in races.values() for record in race.values()]
+    return next((header.environment for header in headers if header.environment), environment())
 
 
-def _settings(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None
+def _folder(out: Path, settings: Settings, seed: int) -> Path:
+    return out / (f"brief-{seed}" if _is_brief(settings, seed) else f"race-{seed}")
+
+
+def _is_brief(settings: Settings, seed: int) -> bool:
+    return settings.whole_pairs is not None and seed >= settings.whole_pairs
 
 
 def _plans(
@@ -153,12 +155,14 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
     step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
     if settings.quick:
         rows = min(rows, max(4, int(_QUICK_RACE_S / 4 / step_s)) * task.batch_rows)
-    few = rows if settings.quick else min(rows, _FEW_STEPS * task.batch_rows)
+    few = rows if settings.quick else min(rows, max(_FEW_STEPS, math.ceil(_FEW_S / step_s)) * task.batch_rows)
+    too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
-    def entry(name: str, make: MakeLoop, wanted: int, *, whole: bool = True, **options: bool) -> Entry:
+    def entry(name: str, make: MakeLoop, wanted: int, *, whole: bool = True, why: str = "", **options: bool) -> Entry:
         """Return an arm of all its rows or of a few; only the first kind has a final metric."""
         budget = wanted if whole and not brief else min(wanted, few)
-        return Entry(name, make, budget, detail={BRIEF: True} if budget < wanted else {}, **options)
+        detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
+        return Entry(name, make, budget, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
     entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, whole=False)]
@@ -168,7 +172,7 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
         entries.append(entry("plan_F", freed, horizon, stop_at_target=horizon == rows))
     if settings.peers:
-        entries.append(entry("paper", PaperLoop, rows, whole=rows / task.batch_rows * step_s < _LONG_RACE_S))
+        entries.append(entry("paper", PaperLoop, rows, whole=not too_long, why=too_long))
         if "strong" in plans.plans and task.strong is not None:
             entries.append(entry("strong", StrongLoop, min(rows, task.strong.budget_rows)))
             planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
@@ -199,9 +203,8 @@ def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device) ->
         return ArmFacts(*measure_arm(entry.make, task, data, device))
     except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
         if entry.name == "reference":
-            raise
-        lines = str(error).splitlines() or [""]
-        return ArmFacts(None, error=f"{type(error).__name__}: {lines[0][:200]}")
+            blame_reference(error)
+        return ArmFacts(None, error=in_words(error))
 
 
 def _race(

@@ -47,3 +47,4 @@ class StrongPlanLoop(StrongLoop):
     def close(self) -> None:
         """Close the run."""
         self._run.close()
+        super().close()

@@ -54,6 +54,7 @@ def make_plans(
         budget=budget,
         objective=objective,
         reference=task.reference,
+        data=data.batches(PLANNING_SEED, task.batch_rows),
         progress=progress,
     )
     plans = {"S": choose(found, objective, budget)}

@@ -1,7 +1,7 @@
 """A race: arms trained in turn, block by block, in one process, each on its own clock.
 
-All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps,
-forwards and backwards in turn (A B C, C B A), so that a machine whose speed drifts slows all of them alike.
+All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps, in
+an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
 Evaluations happen at the same sample counts and are kept off the clock. Each arm has its own random generators and
 global modes. An arm that raises leaves the race with its error; only the first, which the others are held against,
 ends it.
@@ -13,12 +13,15 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
+from trimtab.experiments.failures import blame_reference, in_words
+from trimtab.experiments.stats import GIVEN_ROWS
+from trimtab.experiments.turns import turns
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -27,6 +30,15 @@ from trimtab.tasks.task import Task, TaskData
 _BLOCK_S = 1.0
 # A block's first step finds caches and heap as another arm left them: it must not be the rule where steps are long.
 _BLOCK_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Block:
+    """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process."""
+
+    rows: int
+    seconds: float
+    cpu_s: float
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Racer:
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0
-        self.blocks: list[tuple[int, float]] = []
+        self.blocks: list[Block] = []
         self.evaluations: list[Evaluation] = []
         self._beyond = 0
         self.end, self.error = "", ""
@@ -75,8 +87,7 @@ class Racer:
 
     def fail(self, error: Exception) -> None:
         """Leave the race."""
-        lines = str(error).splitlines() or [""]
-        self.end, self.error = "error", f"{type(error).__name__}: {lines[0][:200]}"
+        self.end, self.error = "error", in_words(error)
 
     def close(self) -> None:
         """Undo what the loop changed."""
@@ -90,14 +101,14 @@ class Racer:
         stop = min(due, self.entry.budget_rows)
         rows = steps = 0
         synchronize(self._device)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         while self.rows + rows < stop and (steps < _BLOCK_STEPS or time.perf_counter() - start < _BLOCK_S):
             rows += self.loop.step(self._batches)
             steps += 1
         synchronize(self._device)
-        seconds = time.perf_counter() - start
-        self.rows, self.train_s = self.rows + rows, self.train_s + seconds
-        self.blocks.append((rows, seconds))
+        block = Block(rows, time.perf_counter() - start, time.process_time() - cpu_start)
+        self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
+        self.blocks.append(block)
         if self.rows >= due or self.rows >= self.entry.budget_rows:
             self._evaluate()
         self._finish_if_due(cap_s)
@@ -123,8 +134,9 @@ class Racer:
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
         """Return what happened."""
-        header = Header(self.entry.name, seed, None, environment, self.entry.detail)
-        events = tuple(Event("block", i, {"rows": r, "seconds": s}) for i, (r, s) in enumerate(self.blocks))
+        detail = self.entry.detail | {GIVEN_ROWS: self.entry.budget_rows}
+        header = Header(self.entry.name, seed, None, environment, detail)
+        events = tuple(Event("block", i, asdict(block)) for i, block in enumerate(self.blocks))
         why = {"error": self.error} if self.error else {}
         end = End(self.end, {"rows": self.rows, "train_s": self.train_s} | why)
         return RunRecord(header, (), tuple(self.evaluations), events, end)
@@ -147,7 +159,7 @@ def race(
         cap_s: training seconds after which an arm is stopped (censored).
 
     Raises:
-        Exception: whatever the first entry's loop raises; another one's ends that arm alone.
+        LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
     """
     outside = ProcessState.capture()
     racers: list[Racer] = []
@@ -157,11 +169,12 @@ def race(
             racers.append(Racer(entry, task, data, seed, device))
             with _leaving(racers[-1], last=racers[0]):
                 racers[-1].enter()
-        lap = 0
+        lap, before = 0, None
         while running := [racer for racer in racers if not racer.end]:
-            for racer in running if lap % 2 == 0 else reversed(running):
+            for racer in turns(running, lap, seed, before):
                 with _leaving(racer, last=racers[0]):
                     racer.run_block(cap_s)
+                before = racer
             lap += 1
             progress(_standing(racers))
         return [racer.record(seed, environment or {}) for racer in racers]
@@ -178,7 +191,7 @@ def _leaving(racer: Racer, last: Racer) -> Iterator[None]:
         yield
     except Exception as error:
         if racer is last:
-            raise
+            blame_reference(error)
         racer.fail(error)
 
 

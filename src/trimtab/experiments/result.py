@@ -82,6 +82,7 @@ class RatioRow:
     """One comparison of an arm against another: metric is throughput, peak_memory or final_metric_difference.
 
     For final_metric_difference `ratio` holds differences (points, or relative for perplexity) rather than ratios.
+    `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
     """
 
     metric: str
@@ -90,6 +91,7 @@ class RatioRow:
     tier: str
     ratio: Ratio
     verdict: Verdict
+    cpu: Ratio | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class TargetRow:
         bound: when an arm was censored in some pair: a sentence such as ">= 3.1x" (no interval then).
         reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
         arm_s, against_s: seconds to target per pair (inf: never).
+        arm_rows, against_rows: rows each was to train on (0: not recorded).
     """
 
     target: float
@@ -117,6 +120,8 @@ class TargetRow:
     arm_s: tuple[float, ...]
     against_s: tuple[float, ...]
     verdict: Verdict
+    arm_rows: int = 0
+    against_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ class Comparison:
         plans: tier -> plan. trials: every planning trial, infeasible ones too.
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
+        quick: whether the arms were too short to say anything of targets and of the final metric.
     """
 
     task: str
@@ -152,6 +158,7 @@ class Comparison:
     peak_source: str = "unknown"
     notes: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
+    quick: bool = False
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from trimtab.core.codec import to_jsonable
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.result import Comparison, Ratio, RatioRow, TargetRow
 
 ROWS_SCHEMA = 1
@@ -21,11 +22,19 @@ _TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
-    """Return `{"schema", "name", "environment", "rows"}`; a row is flat, ratios are ours over theirs."""
+    """Return the object of every benchmark, with what was run on what; a row is flat, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
     rows.append({"metric": "planning_s", "task": comparison.task, "planning_s": comparison.planning_s})
-    found = {"schema": ROWS_SCHEMA, "name": "compare", "environment": dict(comparison.environment), "rows": rows}
+    found = {
+        "schema": ROWS_SCHEMA,
+        "name": "compare",
+        "command": comparison.command,
+        "quick": comparison.quick,
+        "data_sha256": comparison.data_source.get("sha256"),
+        "environment": dict(comparison.environment),
+        "rows": rows,
+    }
     return dict(to_jsonable(found))
 
 
@@ -39,7 +48,8 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
         "against": against,
     }
     resolved = _resolution(comparison) if row.metric in _TIMED else {}
-    return head | _interval(row.ratio) | resolved | {"verdict": row.verdict.kind}
+    cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
+    return head | _interval(row.ratio) | cpu | resolved | {"verdict": row.verdict.kind}
 
 
 def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
@@ -56,11 +66,14 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         "reached": row.reached_arm,
         "reached_against": row.reached_against,
         "n": row.n,
+        "left_censored": row.left_censored,
+        "arm_rows": row.arm_rows,
+        "against_rows": row.against_rows,
         "median_s": _median(row.arm_s),
         "median_against_s": _median(row.against_s),
     }
     if row.ratio is None:
-        return head | {"bound": row.bound}
+        return head | {"bound": row.bound, "verdict": row.verdict.kind}
     ratio = row.ratio
     low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
     interval = {"mean": 1 / ratio.mean, "low": low, "high": high}
@@ -77,8 +90,16 @@ def _interval(ratio: Ratio) -> dict[str, Any]:
     return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n}
 
 
+def _cpu(ratio: Ratio | None) -> dict[str, Any]:
+    """Return throughput per second of processor time, beside that on the wall clock."""
+    if ratio is None:
+        return {"cpu_mean": None, "cpu_low": None, "cpu_high": None}
+    return {"cpu_mean": ratio.mean, "cpu_low": ratio.low, "cpu_high": ratio.high}
+
+
 def _resolution(comparison: Comparison) -> dict[str, Any]:
+    """Return the smallest effect the A/A control can tell from nothing; None below the pairs a verdict needs."""
     control = comparison.resolution
-    if control is None or control.low is None or control.high is None:
+    if control is None or control.n < MIN_PAIRS_FOR_VERDICT or control.low is None or control.high is None:
         return {"resolution": None}
     return {"resolution": max(control.high, 1 / control.low) - 1}

@@ -5,16 +5,21 @@ from __future__ import annotations
 import datetime
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from trimtab.core.plan import Plan
-from trimtab.core.record import RunRecord
-from trimtab.core.units import format_seconds
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
+from trimtab.experiments.headline import headline
+from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
-from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.ratio_rows import memory_row, quality_row, throughput_row
+from trimtab.experiments.result import Arm, ArmCurve, Comparison, RatioRow, TargetRow, Verdict
+from trimtab.experiments.target_rows import target_row
+from trimtab.experiments.verdicts import non_inferiority
 from trimtab.tasks.task import Task, TaskData
+
+Row = TypeVar("Row", RatioRow, TargetRow)
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,23 @@ def summarise(
     *,
     command: str,
     environment: Mapping[str, str],
+    quick: bool = False,
 ) -> Comparison:
-    """Return everything a report shows."""
+    """Return everything a report shows; of a `quick` comparison there are verdicts on throughput and memory only."""
     present = [name for name in _LABELS if any(name in race for race in races.values())]
     failed = [name for name in _LABELS if name in facts and facts[name].error]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
+    if quick:
+        ratios = [_short(row) if row.metric == "final_metric_difference" else row for row in ratios]
+        targets = [_short(row) for row in targets]
     source = data.source
     profile = plans.profiles["S"]
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=_headline(ratios, targets, plans),
+        headline=headline(ratios, targets, plans.plans["S"], quick=quick),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         terms=task.terms,
@@ -78,17 +87,19 @@ def summarise(
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=profile.device.source,
-        notes=tuple(_notes(plans, targets, races)),
+        notes=tuple(notes(plans, targets, races)),
+        quick=quick,
     )
 
 
+def _short(row: Row) -> Row:
+    """Return a row without its verdict: arms this short say nothing of where they would end."""
+    return replace(row, verdict=Verdict("no verdict", "short arms"))
+
+
 def _control(races: stats.Races) -> Interval | None:
-    ratios = _control_ratios(races)
+    ratios = stats.throughput_ratios(races, "self", "reference")
     return ratio_interval(ratios) if len(ratios) > 1 else None
-
-
-def _control_ratios(races: stats.Races) -> list[float]:
-    return stats.throughput_ratios(races, "self", "reference")
 
 
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts]) -> Arm:
@@ -157,18 +168,18 @@ def _ratio_rows(
         if name in ("reference", "strong_plan"):
             continue
         tier = _LABELS[name][1]
-        rows.append(stats.throughput_row(races, name, "reference", tier, None if name == "self" else control))
+        rows.append(throughput_row(races, name, "reference", tier, control))
         if name != "self":
             rows.append(_memory(facts, name, "reference", tier))
         if name in ("plan_S", "plan_F"):
-            rows.append(stats.quality_row(races, name, "reference", tier, task.metric.name, better))
+            rows.append(quality_row(races, name, "reference", tier, task.metric.name, better))
     if "strong" in present:
-        rows.append(stats.throughput_row(races, "plan_S", "strong", "S", control))
+        rows.append(throughput_row(races, "plan_S", "strong", "S", control))
         rows.append(_memory(facts, "plan_S", "strong", "S"))
     if "strong_plan" in present:
-        row = stats.throughput_row(races, "strong_plan", "strong", "S", control)
+        row = throughput_row(races, "strong_plan", "strong", "S", control)
         if row is not None:
-            verdict = stats.non_inferiority(row.ratio)
+            verdict = non_inferiority(row.ratio)
             rows.append(RatioRow("do_no_harm", row.arm, row.against, row.tier, row.ratio, verdict))
     return [row for row in rows if row is not None]
 
@@ -177,7 +188,7 @@ def _memory(facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) ->
     ours, theirs = facts.get(arm), facts.get(against)
     if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:
         return None
-    return stats.memory_row(arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
+    return memory_row(arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
 
 
 def _target_rows(
@@ -191,82 +202,9 @@ def _target_rows(
             tier = _LABELS[name][1]
             metric = (target, task.metric.name, task.metric.higher_is_better)
             for charge in (None, _charge(name, plans)):
-                rows.append(stats.target_row(races, name, "reference", tier, *metric, charge, control))
+                rows.append(target_row(races, name, "reference", tier, *metric, charge, control))
             if "paper" in present:
-                rows.append(stats.target_row(races, name, "paper", tier, *metric, None, control))
+                rows.append(target_row(races, name, "paper", tier, *metric, None, control))
             if name == "plan_F" and "strong" in present:
-                rows.append(stats.target_row(races, name, "strong", tier, *metric, None, control))
+                rows.append(target_row(races, name, "strong", tier, *metric, None, control))
     return [row for row in rows if row is not None]
-
-
-def _headline(ratios: list[RatioRow], targets: list[TargetRow], plans: Plans) -> Verdict:
-    """Return the first sentence: tier S by throughput, then tier F by the hardest charged target both reached."""
-    same = next(
-        (r for r in ratios if r.arm == "plan_S" and r.metric == "throughput" and r.against == "reference"), None
-    )
-    parts = []
-    kind = "no verdict"
-    if same is not None:
-        kind = same.verdict.kind
-        parts.append(_same_maths(same, plans.plans["S"]))
-    charged = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
-    decided = [row for row in charged if row.ratio is not None and row.verdict.kind != "no verdict"]
-    if decided:
-        row = decided[-1]
-        ratio = row.ratio
-        assert ratio is not None
-        parts.append(
-            f"With the learning rate freed, target {row.target:g} is reached {ratio.mean:.2f}x as fast, "
-            f"search included (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})."
-        )
-        if kind != "harm" and row.verdict.kind == "gain":
-            kind = "gain"
-    return Verdict(kind, " ".join(parts) or "Nothing was measured.")
-
-
-def _same_maths(row: RatioRow, plan: Plan) -> str:
-    figures = _figures(row.ratio)
-    if row.verdict.kind == "gain":
-        return f"Same maths, {figures} the throughput of the reference."
-    if row.verdict.kind == "harm":
-        return f"Same maths, but slower: {figures} the throughput of the reference."
-    if row.verdict.kind == "no verdict":
-        return f"No verdict on throughput: {row.verdict.sentence}."
-    advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
-    return f"No gain from settings that keep the maths ({figures}): {advice}."
-
-
-def _figures(ratio: Ratio) -> str:
-    if ratio.low is None or ratio.high is None:
-        return f"{ratio.mean:.2f}x"
-    return f"{ratio.mean:.2f}x (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
-
-
-def _notes(plans: Plans, targets: list[TargetRow], races: stats.Races) -> list[str]:
-    notes = [f"{name}: {reason}" for name, reason in _ends(races).items()]
-    if any(row.left_censored for row in targets):
-        notes.append(
-            "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
-        )
-    if "F" in plans.plans:
-        search = format_seconds(plans.plans["F"].search_s)
-        notes.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
-    return notes
-
-
-def _ends(races: stats.Races) -> dict[str, str]:
-    """Return how arms ended that did not run to their budget."""
-    ends: dict[str, list[str]] = {}
-    for race in races.values():
-        for name, record in race.items():
-            ends.setdefault(name, []).append(_end(record))
-    words = {"target": "stopped after the hardest target", "cap": "stopped at the time cap", "diverged": "diverged"}
-    return {
-        name: ", ".join(f"{words[e]} in {found.count(e)} of {len(found)} races" for e in words if e in found)
-        for name, found in ends.items()
-        if any(e in words for e in found)
-    }
-
-
-def _end(record: RunRecord) -> str:
-    return record.end.reason if record.end else "cut off"

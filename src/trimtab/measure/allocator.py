@@ -12,12 +12,21 @@ import functools
 import platform
 from typing import Any
 
+from trimtab.core.errors import ValueGivenError
+
 MODES = ("keep", "retain")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+Settings = dict[int, int]
 # glibc's own thresholds grow with the blocks that are freed, up to these; a training loop reaches them in its first
-# step. Setting a threshold ends that growth for good, so "keep" after "retain" stands at the values it had reached.
-_GROWN = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20}
-_RETAINED = {_M_MMAP_THRESHOLD: 2**30, _M_TRIM_THRESHOLD: 2**31 - 1}
+# step. Setting any of these ends that growth for good, so "keep" after "retain" stands at the values it had reached.
+_GROWN: Settings = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20}
+_NEVER_TRIM: Settings = {_M_TRIM_THRESHOLD: 2**31 - 1}
+# (retain, keep) in the order they are tried. An older glibc refuses a threshold above 32 MiB: there no block is mapped
+# at all, and "keep" allows glibc's own 65536 again.
+_WAYS: tuple[tuple[Settings, Settings], ...] = (
+    (_NEVER_TRIM | {_M_MMAP_THRESHOLD: 2**30}, _GROWN),
+    (_NEVER_TRIM | {_M_MMAP_MAX: 0}, _GROWN | {_M_MMAP_MAX: 65536}),
+)
 _mode = MODES[0]
 
 
@@ -28,9 +37,27 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
+@functools.cache
+def _way() -> tuple[Settings, Settings] | None:
+    """Return the settings of "retain" and "keep" that the C library takes, found by trying; None when it takes none."""
+    if not hasattr(_libc(), "mallopt"):
+        return None
+    for retain, keep in _WAYS:
+        taken = _set(retain)
+        _set(keep)
+        if taken:
+            return retain, keep
+    return None
+
+
+def _set(settings: Settings) -> bool:
+    """Set each parameter, also after one is refused; returns whether all were taken (`mallopt` returns 1)."""
+    return [_libc().mallopt(*setting) for setting in settings.items()] == [1] * len(settings)
+
+
 def can_retain() -> bool:
     """Return whether this process's C library lets the mode be set (glibc)."""
-    return hasattr(_libc(), "mallopt")
+    return _way() is not None
 
 
 def mode() -> str:
@@ -39,10 +66,18 @@ def mode() -> str:
 
 
 def set_mode(wanted: str) -> None:
-    """Set the mode; nothing happens when it is already so."""
+    """Set the mode; nothing happens when it is already so.
+
+    Raises:
+        ValueGivenError: the C library does not let it be set; nothing was changed.
+    """
     global _mode
     if wanted == _mode:
         return
-    for parameter, value in (_RETAINED if wanted == "retain" else _GROWN).items():
-        _libc().mallopt(parameter, value)
+    way = _way()
+    if way is None:
+        given, expected = f"{wanted} on a C library that refuses it", "glibc with mallopt"
+        raise ValueGivenError("allocator", given=given, expected=expected, way_out="Use keep.")
+    retain, keep = way
+    _set(retain if wanted == "retain" else keep)
     _mode = wanted

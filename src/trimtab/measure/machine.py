@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import platform
+import sys
 from pathlib import Path
 
 import numpy
@@ -20,6 +22,7 @@ _LONGEST_MATMUL_S = 0.03
 def environment() -> dict[str, str]:
     """Return versions and settings that a figure depends on; nothing that names a person, host or path."""
     found = {
+        "trimtab": _own_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
@@ -31,6 +34,14 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return found
+
+
+def _own_version() -> str:
+    """Return the installed version, or that of the sources where they are run without being installed."""
+    try:
+        return importlib.metadata.version("trimtab")
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get("trimtab"), "__version__", "unknown"))
 
 
 def cpu_name() -> str:

@@ -37,8 +37,22 @@ def mean_loss(result: Any) -> Tensor:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return torch's own autocast, switched off for fp32."""
+    """Return torch's own autocast, switched off for fp32 and tf32."""
     return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES)
+
+
+def hold_tf32(precision: str) -> Callable[[], None]:
+    """Let CUDA matmuls and convolutions run in TF32 for a "tf32" recipe; returns what puts the global modes back."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if precision == "tf32" else ()
+    before = [place.fp32_precision for place in places]
+
+    def put_back() -> None:
+        for place, mode in zip(places, before, strict=True):
+            place.fp32_precision = mode
+
+    for place in places:
+        place.fp32_precision = "tf32"
+    return put_back
 
 
 def move(batch: Any, device: torch.device) -> Any:

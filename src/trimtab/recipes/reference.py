@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
 from trimtab.tasks.task import Task
 
 
@@ -22,6 +22,7 @@ class ReferenceLoop:
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
         self._scaler = torch.amp.GradScaler(device.type, enabled=task.reference.precision == "fp16")
+        self._put_back = hold_tf32(task.reference.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch."""
@@ -41,7 +42,8 @@ class ReferenceLoop:
         return self._task.batch_rows
 
     def close(self) -> None:
-        """Nothing was changed outside the model."""
+        """Put the global fp32 modes back."""
+        self._put_back()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.recipes.loop import autocast, mean_loss, move
+from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
 from trimtab.tasks.task import StrongRecipe, Task
 
 
@@ -30,6 +30,8 @@ class StrongLoop:
         self.optimizer = self.recipe.make_optimizer(self.model)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._rows = 0
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.recipe.precision == "fp16")
+        self._put_back = hold_tf32(self.recipe.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch at the schedule's rate."""
@@ -45,13 +47,16 @@ class StrongLoop:
         self.optimizer.zero_grad()
         with autocast(self.recipe.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, batch))
-        loss.backward()
+        self._scaler.scale(loss).backward()
         if self.recipe.clip_norm is not None:
+            self._scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
 
     def close(self) -> None:
-        """Nothing was changed outside the model."""
+        """Put the global fp32 modes back."""
+        self._put_back()
 
 
 def warmup_linear(progress: float, warmup: float) -> float:

@@ -10,6 +10,7 @@ count instead. No device synchronisation, but for one when the first count of a 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from trimtab.core.errors import LossError
 
 Count = Tensor | int | float
+_LARGEST = sys.float_info.max
 
 
 def as_loss(result: Any) -> tuple[Tensor, Count | None]:
@@ -37,18 +39,26 @@ def as_loss(result: Any) -> tuple[Tensor, Count | None]:
             "a loss that does not depend on any trainable parameter",
             "Compute it from run.model's output, without detach(), item() or no_grad().",
         )
-    return loss.reshape(()), None if count is None else _checked_count(count)
+    return loss.reshape(()), None if count is None else _beside(loss, _checked_count(count))
+
+
+def _beside(loss: Tensor, count: Count) -> Count:
+    """Return a count on the loss's device: the window's gradients are multiplied there, without a synchronisation."""
+    return count.to(loss.device, non_blocking=loss.is_cuda) if isinstance(count, Tensor) else count
 
 
 def _checked_count(count: Any) -> Count:
+    """Return a count that can be one, by what is known without reading a device tensor's value."""
     if isinstance(count, Tensor):
-        if count.numel() == 1 and not count.requires_grad and not count.is_complex():
+        is_number = not count.is_complex() and count.dtype is not torch.bool
+        if count.numel() == 1 and is_number and not count.requires_grad:
             return count.detach().reshape(())
         given = f"a tensor of shape {tuple(count.shape)}" + (" that requires grad" if count.requires_grad else "")
-    elif isinstance(count, int | float) and not isinstance(count, bool) and math.isfinite(count) and count >= 0:
+        given += "" if is_number else f" and type {count.dtype}"
+    elif isinstance(count, int | float) and not isinstance(count, bool) and 0 <= count <= _LARGEST:
         return count
     else:
-        given = repr(count)
+        given = f"{count!r:.80}"
     raise LossError("loss count", given=given, expected="a finite number of terms >= 0, or a scalar tensor of one")
 
 
@@ -101,7 +111,7 @@ class WindowWeights:
         self._add(loss.detach())
         self._count = count if self._num_micro_batches == 1 else self._count + count
         if self._num_micro_batches == 1 or self._reference_count is None:
-            return loss / _at_least_one(count)
+            return loss / _or_one(count)
         return loss * (1.0 / self._reference_count)
 
     def _add(self, value: Tensor) -> None:
@@ -112,7 +122,7 @@ class WindowWeights:
         """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
         if not self._is_sum or self._num_micro_batches == 1 or self._reference_count is None:
             return 1.0
-        count = _at_least_one(self._count)  # in double: an integer tensor would divide in float32
+        count = _or_one(self._count)  # in double: an integer tensor would divide in float32
         return self._reference_count / (count.double() if isinstance(count, Tensor) else count)
 
     @property
@@ -120,7 +130,7 @@ class WindowWeights:
         """Mean loss per term over what the window has seen; a detached scalar on the model's device."""
         if self._loss is None:
             return torch.tensor(math.nan)
-        return self._loss / _at_least_one(self._count) if self._is_sum else self._loss
+        return self._loss / _or_one(self._count) if self._is_sum else self._loss
 
     @property
     def terms(self) -> Count:
@@ -128,5 +138,6 @@ class WindowWeights:
         return self._count if self._is_sum else self._rows
 
 
-def _at_least_one(count: Count) -> Count:
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+def _or_one(count: Count) -> Count:
+    """Return a count to divide by: itself, a fraction too (weights that sum to 0.25), and 1 only in place of 0."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1

@@ -8,7 +8,6 @@ Each verb raises when it is called out of this order, before anything is changed
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,17 +17,16 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.runtime import gradients, layout, optimizers, precision
+from trimtab.runtime import gradients, optimizers, precision
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
+from trimtab.runtime.applied import apply_plan, require_free
 from trimtab.runtime.batches import count_rows, iterate
-from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.recorder import Recorder
-from trimtab.runtime.schedule import scaled_rates, warmup_cosine
+from trimtab.runtime.schedule import rate_factor, scaled_rates
 from trimtab.runtime.window import Window, check_call
 
 LossFn = Callable[[nn.Module, Any], Any]
-_active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Run:
@@ -57,8 +55,7 @@ class Run:
         self._device = next(model.parameters()).device
         self._precision = str(plan.precision.value)
         precision.check_available(self._precision, self._device)
-        if model in _active:
-            raise LoopError("model", given="a model with an active run", expected="one run", way_out="Close it first.")
+        require_free(model)
         self.model, self.plan = model, plan
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
@@ -69,35 +66,21 @@ class Run:
         self._scaler = precision.loss_scaler(self._precision, self._device)
         self._order = LoopOrder()
         self._closed = False
-        self._undo = contextlib.ExitStack()
-        self._apply()
-
-    def _apply(self) -> None:
-        with contextlib.ExitStack() as undo:  # a failure half-way undoes what was done
-            _active.add(self.model)
-            undo.callback(_active.discard, self.model)
-            if self.plan.fused_optimizer.value and not optimizers.is_fused(self._optimizer):
-                undo.callback(optimizers.use_fused(self._optimizer))  # may refuse: before anything is moved
-            if self.plan.memory_layout.value == "channels_last":
-                undo.callback(layout.use_channels_last(self.model, self._optimizer))
-            if self._precision == "tf32":
-                undo.callback(precision.tf32.hold())
-            if self.plan.allocator.value == "retain":
-                undo.callback(retained_memory.hold())
-            undo.callback(self._order.forward.watch(self.model))
-            undo.callback(self._optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
-            layout.align_state(self._optimizer)
-            self._optimizer.zero_grad(set_to_none=True)
-            self._undo = undo.pop_all()
+        self._undo = apply_plan(model, optimizer, plan, self._order.forward.watch)
 
     # The loop's verbs, in the order they are called.
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """Yield one window per batch of the loader: one optimizer step each."""
+        """Yield one window per batch of the loader: one optimizer step each.
+
+        Raises:
+            LoopError: a window was opened and neither stepped nor discarded; the last one too.
+        """
         for batch in iterate("loader", loader):
             self._require_open()
             self._order.require_idle("run.windows")
             yield self.window(batch)
+        self._order.require_stepped("run.windows")
 
     def window(self, batch: Any) -> Window:
         """Return one batch as a window.
@@ -106,8 +89,8 @@ class Run:
             BatchError: rows cannot be counted, or the batch cannot be split.
         """
         self._require_open()
-        micro_batch = int(self.plan.micro_batch.value or 1)
-        return Window(self, batch, count_rows(batch), micro_batch, self._device)
+        rows = count_rows(batch)
+        return Window(self, batch, rows, self.plan.micro_batch_of(rows), self._device)
 
     @property
     def loss_scale(self) -> float | None:
@@ -148,7 +131,8 @@ class Run:
     def step(self) -> bool:
         """Unscale, clip, set the learning rate, step the optimizer, record; returns whether the optimizer stepped.
 
-        It does not step when an fp16 gradient overflowed: the window is voided and the scale lowered.
+        It does not step when an fp16 gradient overflowed: the window is voided and the scale lowered. Where the
+        optimizer raises, the window stays open and uncounted: step again, or discard it.
 
         Raises:
             LoopError: the window's last micro-batch was not seen, or there is no window.
@@ -159,24 +143,36 @@ class Run:
             self.unscale()
         remaining: float | Tensor = 1.0 if self._order.unscaled else self._weights.correction
         self.grad_norm = gradients.finish(self._optimizer, remaining, self._clip_norm)
+        self._order.unscaled = True  # a second try, after an optimizer that raised, must not multiply again
         self.loss = self._weights.mean_loss
-        self.consumed_rows += window.rows
-        factor = self._rate_factor()
+        consumed = self.consumed_rows + window.rows
+        factor = rate_factor(self.plan, consumed, self._total_samples)
         with scaled_rates(self._optimizer, factor):
-            applied = self._step_optimizer()
+            applied = precision.step(self._scaler, self._optimizer)
+        self.consumed_rows, self.applied_steps = consumed, self.applied_steps + applied
         self._optimizer.zero_grad(set_to_none=True)
-        self.applied_steps += applied
+        self._order.reset()
         if self._recorder is not None:
             rate = factor * self._optimizer.param_groups[0]["lr"]
             terms = self._weights.terms
             self._recorder.step(window.rows, terms, self.loss, rate, applied, self.grad_norm, self.loss_scale)
-        self._order.reset()
         return applied
+
+    def discard(self) -> None:
+        """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
+
+        For a loop whose body raised and goes on. What forwards changed (batch statistics, random generators) stays.
+        Nothing happens when no window is open.
+        """
+        self._require_open()
+        self._abandon()
 
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
         """Run one whole window; returns its mean loss as a detached scalar on the device.
 
-        An error on the way gives the window up whole: nothing was applied, and the next one can be trained on.
+        An error on the way gives the window up, as `discard` does, and the next one can be trained on. Nothing of it
+        is counted, but not all is undone: forwards may have moved buffers (batch statistics) and random generators,
+        and an optimizer that raised may have stepped some of its parameters.
         """
         check_call(self, window, loss_fn)
         try:
@@ -195,8 +191,7 @@ class Run:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned."""
         if self._closed:
             return
-        if self._order.window is not None:
-            self._abandon()
+        self._abandon()
         self._closed = True
         self._undo.close()
         if self._recorder is not None:
@@ -237,14 +232,15 @@ class Run:
         self._order.open(window)
         self._weights.open(window.rows, window.num_micro_batches)
 
-    def begin_micro_batch(self, rows: int, *, last: bool) -> None:
+    def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
         """Called by the window before each micro-batch."""
-        self._order.begin_micro_batch(rows, last=last)
+        self._require_open()
+        self._order.begin_micro_batch(window, rows, last=last)
 
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, window: Window) -> None:
         """Called by the window after the loop's body for each micro-batch."""
         try:
-            self._order.end_micro_batch()
+            self._order.end_micro_batch(window)
         except LoopError:
             self._abandon()
             raise
@@ -252,28 +248,16 @@ class Run:
     # Inside.
 
     def _abandon(self) -> None:
+        if self._order.window is None:
+            return
+        if self._scaler is not None and self._order.unscaled:
+            self._scaler = precision.renewed(self._scaler, self._device)
         self._optimizer.zero_grad(set_to_none=True)
         self._order.reset()
 
     def _require_open(self) -> None:
         if self._closed:
             raise LoopError("run", given="a closed run", expected="an open one", way_out="Call trimtab.start again.")
-
-    def _rate_factor(self) -> float:
-        factor = float(self.plan.learning_rate_scale.value or 1.0)
-        if self.plan.schedule.value == "user":
-            return factor
-        assert self._total_samples is not None
-        return factor * warmup_cosine(self.consumed_rows / self._total_samples)
-
-    def _step_optimizer(self) -> bool:
-        if self._scaler is None:
-            self._optimizer.step()
-            return True
-        before = self._scaler.get_scale()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return self._scaler.get_scale() >= before
 
 
 def _resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.errors import ModelError
-from trimtab.measure.snapshot import shares_rows
+from trimtab.measure.held import shares_rows
 
 _FEW_CHANNELS = 16
 
@@ -28,20 +28,24 @@ def use_channels_last(model: nn.Module, optimizer: torch.optim.Optimizer) -> Cal
             "plan.memory_layout", given=f"channels_last, but {hazard}", expected="a safe layout", way_out='Use "keep".'
         )
     changed = [(tensor, tensor.stride()) for tensor in _tensors(model) if tensor.dim() == 4 and not shares_rows(tensor)]
-    for tensor, _ in changed:
-        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
-        _drop_mismatched_grad(tensor)
-    align_state(optimizer)
     strides = {id(tensor): before for tensor, before in changed}
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _restride(optimizer, saved, strides))
 
     def undo() -> None:
         saving.remove()
-        for tensor, strides in changed:
-            tensor.data = _with_strides(tensor.data, strides)
-            _drop_mismatched_grad(tensor)
+        for tensor, before in changed:
+            tensor.data = _with_strides(tensor.data, before)
+            _align_grad(tensor)
         align_state(optimizer)
 
+    try:
+        for tensor, _ in changed:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            _align_grad(tensor)
+        align_state(optimizer)
+    except BaseException:  # out of memory, or Ctrl-C, with half of the weights laid out
+        undo()
+        raise
     return undo
 
 
@@ -102,6 +106,6 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _drop_mismatched_grad(tensor: Tensor) -> None:
+def _align_grad(tensor: Tensor) -> None:
     if tensor.grad is not None:
         tensor.grad = _with_strides(tensor.grad, tensor.stride())

@@ -33,7 +33,7 @@ class SharedMode:
 def _retain_memory() -> Undo:
     if not allocator.can_retain():
         raise ValueGivenError(
-            "plan.allocator", given="retain on a C library without mallopt", expected="glibc", way_out="Use keep."
+            "plan.allocator", given="retain on a C library that refuses it", expected="glibc", way_out="Use keep."
         )
     before = allocator.mode()
     allocator.set_mode("retain")

@@ -90,7 +90,6 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     # A loaded state brings flags of its own; a saved one must not carry the plan's beyond the run.
     loading = optimizer.register_load_state_dict_post_hook(switch)
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
-    switch(optimizer)
 
     def undo() -> None:
         loading.remove()
@@ -99,6 +98,11 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             group["fused"], group["foreach"] = fused, foreach
             _move_steps(optimizer, group, on_device=fused is True)
 
+    try:
+        switch(optimizer)
+    except BaseException:  # out of memory, or Ctrl-C, with half of the state moved
+        undo()
+        raise
     return undo
 
 

@@ -15,6 +15,7 @@ from trimtab.core.errors import LoopError
 from trimtab.runtime.window import Window
 
 _WAY_OUT = "Call run.backward(loss) once for every micro-batch, inside the loop over the window."
+_GIVE_UP = "Finish it, or give it up with run.discard()."
 
 
 class LoopOrder:
@@ -36,14 +37,21 @@ class LoopOrder:
         self.require_idle("window")
         self.window = window
 
-    def begin_micro_batch(self, rows: int, *, last: bool) -> None:
+    def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
         """A micro-batch is handed out."""
+        if self.window is not window:
+            raise LoopError(
+                "window",
+                given="the next micro-batch of a window that was given up",
+                expected="one of the open window",
+                way_out="Leave the loop over it (break), and take the next window.",
+            )
         self.micro_rows, self._last = rows, last
         self._awaiting_backward, self.forward.seen = True, False
 
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, window: Window) -> None:
         """The loop's body for a micro-batch has run."""
-        if self._awaiting_backward:
+        if self.window is window and self._awaiting_backward:
             raise LoopError(
                 "window",
                 given="the next micro-batch before run.backward",
@@ -72,7 +80,22 @@ class LoopOrder:
     def require_idle(self, verb: str) -> None:
         """No window is open."""
         if self.window is not None:
-            raise LoopError(verb, given="a new window before run.step()", expected="run.step() first", way_out=_WAY_OUT)
+            raise LoopError(
+                verb,
+                given="a new window before run.step()",
+                expected="run.step() for the window that is open",
+                way_out=_GIVE_UP,
+            )
+
+    def require_stepped(self, verb: str) -> None:
+        """No window is left open where the loop ends."""
+        if self.window is not None:
+            raise LoopError(
+                verb,
+                given="the loader's end with a window open",
+                expected="run.step() after each window's last micro-batch",
+                way_out=_GIVE_UP,
+            )
 
     def require_complete(self, verb: str) -> Window:
         """Every micro-batch of the window had its backward; returns the window."""
@@ -83,7 +106,7 @@ class LoopOrder:
                 verb,
                 given="a window whose last micro-batch was not seen",
                 expected="run.backward for every micro-batch",
-                way_out="Do not leave the loop over a window early.",
+                way_out="Do not leave the loop over a window early, or give the window up with run.discard().",
             )
         return self.window
 

@@ -34,6 +34,24 @@ def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | 
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
+def step(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> bool:
+    """Step the optimizer, through the loss scaler where there is one; returns whether it stepped (no overflow)."""
+    if scaler is None:
+        optimizer.step()
+        return True
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= before
+
+
+def renewed(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """Return a loss scaler at the same scale that has not unscaled yet: torch's own allows it once between updates."""
+    made = torch.amp.GradScaler(device.type)
+    made.load_state_dict(scaler.state_dict())
+    return made
+
+
 def load_scaler(scaler: torch.amp.GradScaler | None, state: Any, precision: str) -> None:
     """Load a loss scaler's state; raises `ValueGivenError` when it does not fit, and changes nothing then."""
     if (state is None) != (scaler is None):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from trimtab.core.plan import Plan
+
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
 
@@ -27,6 +29,20 @@ def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float
         return progress / warmup
     phase = (progress - warmup) / (1 - warmup)
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * phase))
+
+
+def rate_factor(plan: Plan, consumed_rows: int, total_samples: int | None) -> float:
+    """Return the plan's factor on the user's learning rates: its scale, times its schedule's value.
+
+    Args:
+        consumed_rows: samples trained on *after* the window that is about to be applied.
+        total_samples: samples of the whole run; needed when the plan has a schedule by progress.
+    """
+    scale = float(plan.learning_rate_scale.value or 1.0)
+    if plan.schedule.value == "user":
+        return scale
+    assert total_samples is not None
+    return scale * warmup_cosine(consumed_rows / total_samples)
 
 
 @contextlib.contextmanager

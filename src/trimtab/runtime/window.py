@@ -17,10 +17,10 @@ class Loop(Protocol):
     def open_window(self, window: Window) -> None:
         """The first micro-batch is about to be yielded."""
 
-    def begin_micro_batch(self, rows: int, *, last: bool) -> None:
-        """A micro-batch of `rows` rows is about to be yielded."""
+    def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
+        """A micro-batch of `rows` rows is about to be yielded; raises where the window is no longer the open one."""
 
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, window: Window) -> None:
         """The loop's body for the last micro-batch has run; raises unless it called backward."""
 
 
@@ -49,9 +49,9 @@ class Window:
         self._loop.open_window(self)
         self._used = True
         for index, (micro, rows) in enumerate(slices(self._batch, self.rows, self._micro_batch)):
-            self._loop.begin_micro_batch(rows, last=index == self.num_micro_batches - 1)
+            self._loop.begin_micro_batch(self, rows, last=index == self.num_micro_batches - 1)
             yield to_device(micro, self._device)
-            self._loop.end_micro_batch()
+            self._loop.end_micro_batch(self)
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:

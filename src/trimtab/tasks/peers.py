@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -16,9 +18,10 @@ def paper_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01)
 
 
-def strong_gpt(budget_rows: int) -> StrongRecipe:
-    """Return P2 for the GPTs: AdamW with a 30 times larger peak rate, beta2 0.95, weight decay 0.1."""
-    return StrongRecipe(_gpt_adamw, precision=tuned_precision(), channels_last=False, budget_rows=budget_rows)
+def strong_gpt(budget_rows: int, peak_rate: float) -> StrongRecipe:
+    """Return P2 for the GPTs: AdamW at its swept peak rate, beta2 0.95, weight decay 0.1."""
+    make = functools.partial(_gpt_adamw, lr=peak_rate)
+    return StrongRecipe(make, precision=tuned_precision(), channels_last=False, budget_rows=budget_rows)
 
 
 def strong_resnet(budget_rows: int) -> StrongRecipe:
@@ -38,8 +41,8 @@ def tuned_precision() -> str:
     return "bf16" if any("bf16" in name and present is True for name, present in capabilities.items()) else "fp32"
 
 
-def _gpt_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def _gpt_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def _resnet_sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -53,6 +53,6 @@ TASK = Task(
     terms="tokens",
     terms_per_row=CONTEXT,
     adapted_rows=8 * EVAL_EVERY_ROWS,
-    strong=strong_gpt(8 * EVAL_EVERY_ROWS),
+    strong=strong_gpt(8 * EVAL_EVERY_ROWS, peak_rate=1.5e-3),
     reference=PAPER_REFERENCE,
 )

@@ -62,6 +62,6 @@ TASK = Task(
     terms="tokens",
     terms_per_row=CONTEXT,
     adapted_rows=4 * EVAL_EVERY_ROWS,
-    strong=strong_gpt(4 * EVAL_EVERY_ROWS),
+    strong=strong_gpt(4 * EVAL_EVERY_ROWS, peak_rate=3e-3),
     reference=PAPER_REFERENCE,
 )

@@ -218,3 +218,120 @@ def test_randomness_that_cannot_be_switched_off_there_is_no_proof():
     model = Detector(share=0.5)
     check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
     assert not check.splittable
+
+
+class Centred(nn.Module):
+    """Subtracts the batch's mean while training, and only then; no buffer shows it."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class LoadBalanced(nn.Module):
+    """Adds to the loss, while training, what balances the load of two experts over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = mlp(), nn.Linear(4, 2)
+
+    def forward(self, batch):
+        balance = self.gate(batch[0]).softmax(1).mean(0).square().sum() if self.training else 0.0
+        return nn.functional.cross_entropy(self.body(batch[0]), batch[1]) + balance
+
+
+@pytest.mark.parametrize("dropout", [nn.Identity, nn.Dropout])
+def test_what_couples_the_rows_in_training_mode_alone_is_seen(dropout):
+    check = check_splitting(subject(mlp(Centred(), dropout())))
+    assert not check.splittable
+    assert "differs by" in check.reason
+    assert "evaluation mode" not in check.reason
+
+
+def test_a_balancing_loss_over_the_batch_is_seen():
+    model = LoadBalanced()
+    check = check_splitting(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), own_loss, class_batch()))
+    assert not check.splittable
+    assert "differs by" in check.reason
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_a_gradient_that_is_random_in_training_mode_is_proved_in_evaluation_mode_and_says_so():
+    check = check_splitting(subject(mlp(Masked())))
+    assert check.splittable
+    assert check.relative_difference <= 1e-5
+    assert "proved in evaluation mode: in training mode its gradient is random" in check.reason
+
+
+def test_a_proof_in_training_mode_says_nothing_of_another():
+    assert "mode" not in check_splitting(subject(mlp(nn.Dropout(0.5)))).reason
+
+
+def test_an_lstm_without_dropout_is_proved_as_it_trains():
+    """In evaluation mode cuDNN has no backward of it."""
+    modes = set()
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            modes.add(self.lstm.training)
+            return self.head(self.lstm(x)[0])
+
+    assert check_splitting(subject(Recurrent(), token_sum, token_batch())).splittable
+    assert modes == {True}
+
+
+def gradient_penalty(model, batch):
+    """Begins with a gradient of the first layer: without gradients it fails before any statistics are updated."""
+    inputs = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model[0](inputs).sum(), inputs, create_graph=True)
+    return nn.functional.cross_entropy(model(inputs), batch[1]) + slope.square().sum(1).mean()
+
+
+def test_batch_statistics_are_seen_in_a_loss_that_takes_gradients_of_its_own():
+    check = check_splitting(subject(mlp(nn.BatchNorm1d(8)), gradient_penalty))
+    assert not check.splittable
+    assert check.reason.startswith("BatchNorm1d computes over the batch")
+
+
+def test_a_loop_that_runs_in_its_own_precision_only_is_refused_and_not_an_error():
+    def half_only(model, batch):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("the kernel wants 16 bits")
+        return class_mean(model, batch)
+
+    check = check_splitting(subject(mlp(), half_only), "bf16")
+    assert not check.splittable
+    assert "nothing can be proved" in check.reason
+    assert "RuntimeError: the kernel wants 16 bits" in check.reason
+    with pytest.raises(RuntimeError, match="16 bits"):
+        check_splitting(subject(mlp(), half_only))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError()])
+def test_what_does_not_fit_whole_is_proved_on_the_rows_that_fit(error):
+    def small_only(model, batch):
+        if len(batch[0]) > 5:
+            raise error
+        return class_mean(model, batch)
+
+    tried = subject(mlp(), small_only)
+    before = fingerprint(tried.model, tried.optimizer)
+    check = check_splitting(tried)
+    assert check.splittable
+    assert check.reason.endswith("; on the first 4 of 16 rows, as more do not fit in memory")
+    assert fingerprint(tried.model, tried.optimizer) == before
+
+
+def test_where_no_two_rows_fit_there_is_no_proof():
+    def never(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    check = check_splitting(subject(mlp(), never))
+    assert (check.splittable, check.reason) == (False, "the batch runs out of memory in fp32: nothing can be proved")

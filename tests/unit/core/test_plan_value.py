@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import FormatError, UsageError, ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
@@ -57,6 +58,37 @@ def test_tier_is_f_exactly_when_dynamics_change(names, micro_batch):
 def test_a_micro_batch_under_batch_statistics_is_tier_f():
     plan = Plan(64, Choice(16, "batch statistics", Mark.DYNAMICS, changed=True))
     assert (plan.tier, Plan(64, Choice(64, "whole", Mark.DYNAMICS)).tier) == ("F", "S")
+
+
+REFUSED, PROVED = Check(False, "batch statistics in 2 layers"), Check(True, "an unequal split agrees")
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "check", "mark", "tier"),
+    [
+        (4, REFUSED, Mark.DYNAMICS, "F"),
+        (4, PROVED, Mark.EXACT, "S"),
+        (4, None, Mark.EXACT, "S"),
+        (8, REFUSED, Mark.EXACT, "S"),
+    ],
+)
+def test_splitting_against_the_check_is_dynamics(micro_batch, check, mark, tier):
+    plan = Plan(8, Choice(micro_batch, "fits", changed=micro_batch != 8), check=check)
+    assert (plan.micro_batch.mark, plan.tier) == (mark, tier)
+    later = dataclasses.replace(Plan.fixed(8, micro_batch), check=check)
+    assert (later.micro_batch.mark, later.tier) == (mark, tier)
+    assert from_json(Plan, to_json(plan)) == plan
+    assert f"[{mark}] fits" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "check", "found"),
+    [(8, None, 20), (8, REFUSED, 20), (8, PROVED, 8), (4, None, 4), (4, PROVED, 4), (4, REFUSED, 4)],
+)
+def test_a_larger_batch_is_cut_only_by_a_plan_that_splits_or_has_proved_it_may(micro_batch, check, found):
+    plan = Plan(8, Choice(micro_batch, "fits"), check=check)
+    assert plan.micro_batch_of(20) == found
+    assert plan.micro_batch_of(8) == min(found, 8)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -157,7 +189,7 @@ def test_the_page_shows_costs_check_and_advice():
     )
     page = str(plan)
     for words in (
-        "Change micro batch 4 (tier S: the same maths): 2.00x the speed in trials.",
+        "Change micro batch 4 (tier F: other dynamics): 2.00x the speed in trials.",
         "against: declared tf32 eager loop, 8 rows per step",
         "reference: 500 ms per step, peak memory 2 GiB",
         "this plan: 250 ms per step, peak memory 1 GiB",

@@ -66,6 +66,41 @@ def test_a_test_that_diverged_at_once_keeps_the_users_rate(losses):
     assert "diverged at once" in found.reason
 
 
+NOISES = {
+    "gauss": lambda rng: rng.gauss(0, 0.1),
+    "skewed": lambda rng: 0.2 * rng.lognormvariate(0, 0.5),
+    "even": lambda rng: rng.random(),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("steps", [40, 60])
+def test_noise_alone_keeps_the_users_rate(noise, steps):
+    """A flat loss with noise is lowest somewhere, at 17x in the middle of the test: that is no valley."""
+    rng, found = random.Random(steps), []
+    for _ in range(1000):
+        scales = (WIDEST ** (i / (steps - 1)) for i in range(steps))
+        found.append(choose_rate([RatePoint(scale, 2.0 + noise(rng)) for scale in scales]))
+    kept = [choice for choice in found if choice.scale == 1.0]
+    assert len(kept) >= 0.95 * len(found)
+    assert all(choice.losers == () for choice in kept)
+    assert any("did not fall clearly" in choice.reason for choice in kept)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_valley_five_times_as_deep_as_the_noise_is_found(seed):
+    rng = random.Random(seed)
+    points = [RatePoint(p.scale, p.loss + rng.gauss(0, 0.2)) for p in curve(30.0)]  # it falls by 0.3 * log(30) = 1.02
+    assert choose_rate(points).scale > 3
+
+
+def test_a_loss_that_falls_to_the_end_of_the_test_says_that_it_is_the_tests_limit():
+    found = choose_rate([RatePoint(scale, 4 - 0.3 * math.log(scale)) for scale in SCALES])
+    assert found.scale == 100
+    assert "a third of 300x, the test's limit: the loss still fell there" in found.reason
+    assert "limit" not in choose_rate(curve(30.0)).reason
+
+
 def test_losses_that_are_not_finite_are_left_out():
     whole = curve(30.0)
     broken = whole[:-3] + [

@@ -297,6 +297,63 @@ def test_memory_may_be_weighed_against_time():
     assert balanced.winner.micro_batch == 32  # C falls from 1 to (1.2 + 0.1) / 2
 
 
+def test_memory_is_weighed_in_the_incumbents_units_where_the_reference_did_not_run():
+    """The first stage's reference ran out of memory, and its cost is what a score is measured by."""
+    half = replace(REFERENCE, precision="bf16")
+    trials = (
+        Trial("precision", REFERENCE, error="out of memory"),
+        Trial("precision", REFERENCE, error="out of memory", control=True),
+        Trial("precision", half, (1.0,) * 5, 640 * MIB),
+        Trial("micro_batch", half, (1.0,) * 5, 640 * MIB),
+        Trial("micro_batch", replace(half, micro_batch=32), (1.2,) * 5, 64 * MIB),
+        Trial("micro_batch", half, (1.0, 1.001, 0.999, 1.0, 1.0), control=True),
+    )
+    profile, balanced = Profile(CPU, LOOP, SPLITTABLE, Reference(), trials), Objective(time=1, memory=1)
+    assert decide_stage(profile, "precision", balanced, Budget()).winner == half
+    assert decide_stage(profile, "micro_batch", balanced, Budget()).winner.micro_batch == 32
+
+
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_fewer_than_five_blocks_drop_a_loser_and_accept_nothing(blocks):
+    profile = profile_of(
+        Trial("micro_batch", REFERENCE, (1.0,) * 5, 640 * MIB),
+        Trial("micro_batch", replace(REFERENCE, micro_batch=32), (0.5,) * blocks, 600 * MIB),
+        Trial("micro_batch", replace(REFERENCE, micro_batch=16), (1.0,) * blocks, 300 * MIB),
+    )
+    outcome = decide_stage(profile, "micro_batch", Objective(), Budget())
+    assert outcome.winner == REFERENCE
+    assert all(text.endswith("it takes 5 blocks to tell one") for text in outcome.reasons.values())
+
+
+def test_without_a_control_that_ran_nothing_is_a_gain():
+    trials = (
+        Trial("precision", REFERENCE, (1.0,) * 5, 1),
+        Trial("precision", replace(REFERENCE, precision="bf16"), (0.5,) * 5, 1),
+        Trial("precision", REFERENCE, error="out of memory", control=True),
+    )
+    outcome = decide_stage(Profile(CPU, LOOP, SPLITTABLE, Reference(), trials), "precision", Objective(), Budget())
+    assert outcome.winner == REFERENCE
+    (reason,) = outcome.reasons.values()
+    assert reason.startswith("no gain: 2x the speed")
+    assert reason.endswith("without an A/A control nothing can be resolved")
+
+
+def test_a_stage_without_a_control_reads_another_stages_where_the_firsts_failed():
+    failed = tuple(Trial("precision", REFERENCE, error="out of memory", control=c) for c in (False, True))
+    half = replace(REFERENCE, precision="bf16")
+    ran = (Trial("allocator", half, (1.0,) * 5, 1), Trial("allocator", half, (1.0, 1.1, 0.9, 1.0, 1.0), control=True))
+    profile = Profile(CPU, LOOP, SPLITTABLE, Reference(), failed + ran)
+    assert control_interval(profile, "optimizer") == control_interval(profile, "allocator") is not None
+    assert control_interval(profile, "precision") is None
+
+
+def test_a_loop_that_fails_as_it_is_asks_for_ever_smaller_slices_without_any_budget():
+    machine = Machine(fails=lambda stage, c: "out of memory" if c.micro_batch > 4 and stage != "optimizer" else None)
+    measured(machine)
+    sizes = next([c.micro_batch for c in s.candidates] for s in machine.stages if s.name == "micro_batch")
+    assert sizes == [64, 32, 16, 8, 4, 2, 1]
+
+
 def test_the_optimizers_step_is_judged_by_time_alone():
     fused = replace(REFERENCE, fused_optimizer=True)
     profile = profile_of(Trial("optimizer", REFERENCE, (0.2,) * 5), Trial("optimizer", fused, (0.1,) * 5))

@@ -78,7 +78,7 @@ def test_two_equal_arms_are_seldom_called_a_gain():
     alone, resolved = 0, 0
     for _ in range(trials):
         effect, control = (ratio_interval(races(rng, 5, 1.0, 0.05)) for _ in range(2))
-        alone += is_gain(effect, None)
+        alone += effect.low > 1
         resolved += is_gain(effect, control)
     assert 0.015 < alone / trials < 0.035  # one end of a 95% interval
     assert resolved / trials < 0.005  # and the control asks for more
@@ -94,9 +94,9 @@ def test_a_true_gain_is_found():
 @pytest.mark.parametrize(
     ("low", "mean", "control", "expected"),
     [
-        (1.01, 1.05, None, True),
-        (1.0, 1.05, None, False),  # touches 1
-        (0.99, 1.05, None, False),
+        (1.01, 1.05, None, False),  # no control: nothing can be resolved
+        (1.0, 1.05, (0.98, 1.02), False),  # touches 1
+        (0.99, 1.05, (0.98, 1.02), False),
         (1.01, 1.05, (0.98, 1.02), True),
         (1.01, 1.05, (0.98, 1.06), False),  # the control strays as far
         (1.01, 1.05, (0.94, 1.00), False),  # downwards too: 1/0.94 is 1.064
@@ -108,8 +108,13 @@ def test_a_gain_is_clear_of_one_and_above_the_resolution(low, mean, control, exp
     assert is_gain(Interval(mean, low, mean**2 / low, 5), interval) is expected
 
 
+@pytest.mark.parametrize(("pairs", "expected"), [(3, False), (4, False), (5, True)])
+def test_a_gain_takes_as_many_pairs_as_any_verdict(pairs, expected):
+    assert is_gain(Interval(2.0, 1.9, 2.1, pairs), Interval(1.0, 0.99, 1.01, pairs)) is expected
+
+
 def test_the_resolution_is_the_farther_end_from_one():
-    assert resolution(None) == 0.0
+    assert resolution(None) == math.inf
     assert resolution(Interval(1.0, 0.9, 1.05, 5)) == pytest.approx(1 / 0.9 - 1)
     assert resolution(Interval(1.0, 0.97, 1.05, 5)) == pytest.approx(0.05)
     assert resolution(ratio_interval([1.1])) == math.inf

@@ -16,9 +16,16 @@ def record(
     metric: str = "accuracy",
     name: str = "arm",
     end: str | None = "budget",
+    cpu_share: float | None = None,
 ) -> RunRecord:
-    """Return the record of one arm: (rows, seconds) by block, and (rows, train seconds, metric) by evaluation."""
-    events = tuple(Event("block", i, {"rows": rows, "seconds": seconds}) for i, (rows, seconds) in enumerate(blocks))
+    """Return the record of one arm: (rows, seconds) by block, and (rows, train seconds, metric) by evaluation.
+
+    `cpu_share`: processor time over wall-clock time; without it none was recorded.
+    """
+    details = [{"rows": rows, "seconds": seconds} for rows, seconds in blocks]
+    if cpu_share is not None:
+        details = [detail | {"cpu_s": detail["seconds"] * cpu_share} for detail in details]
+    events = tuple(Event("block", i, detail) for i, detail in enumerate(details))
     total = {"rows": sum(rows for rows, _ in blocks), "train_s": sum(seconds for _, seconds in blocks)}
     found = tuple(Evaluation(rows, seconds, {metric: value}) for rows, seconds, value in evaluations)
     return RunRecord(Header(name, 0), (), found, events, None if end is None else End(end, total))

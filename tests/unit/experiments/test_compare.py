@@ -13,12 +13,14 @@ import torch
 from tiny_task import BATCH_ROWS, BUDGET_ROWS, load_data
 from tiny_task import task as tiny
 
+import trimtab
 from trimtab.calibrate import trials
 from trimtab.core.codec import read_json, to_json
-from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
+from trimtab.core.errors import FormatError, LoopError, ValueGivenError
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
+from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
 from trimtab.experiments import race as race_module
 from trimtab.experiments.compare import Settings, compare
@@ -29,7 +31,7 @@ from trimtab.experiments.report import terminal_report, write_report
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.rows import benchmark_object
 from trimtab.recipes.reference import ReferenceLoop
-from trimtab.tasks import load_task
+from trimtab.tasks import TaskData, load_task
 
 CPU = torch.device("cpu")
 TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
@@ -80,12 +82,15 @@ def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
         (arm, charged) for arm in ("plan_S", "plan_F") for charged in (False, True)
     }
     assert found.headline.kind == "no verdict"
+    assert found.quick
+    assert {row.verdict.sentence for row in found.target_rows} == {"short arms"}
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
 
 
 def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     """Throughput from both pairs, targets and final metrics from the whole one; a longer second try keeps the first."""
     monkeypatch.setattr(compare_module, "_FEW_STEPS", 6)
+    monkeypatch.setattr(compare_module, "_FEW_S", 0.0)
     its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
     folder = tmp_path / "out"
     found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
@@ -97,7 +102,12 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     }  # fmt: skip
     assert (by_arm["reference"].final_rows, by_arm["plan_F"].final_rows) == (BUDGET_ROWS, BUDGET_ROWS // 2)
     few = read_record(folder / "brief-1" / "reference.jsonl")
-    assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_ROWS, {"brief": True})
+    given = {"brief": True, "given_rows": 6 * BATCH_ROWS}
+    assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_ROWS, given)
+    assert {(r.arm_rows, r.against_rows) for r in found.target_rows if r.arm == "plan_F"} >= {
+        (BUDGET_ROWS // 2, BUDGET_ROWS)
+    }
+    assert any(f"tier F trained on {BUDGET_ROWS // 2} of" in note for note in found.notes)
     assert {(row.n, row.ratio.n if row.ratio else 1) for row in found.target_rows} == {(1, 1)}
     differences = {row.arm: row.ratio.n for row in found.ratios if row.metric == "final_metric_difference"}
     assert differences == {"plan_S": 1, "plan_F": 1}
@@ -135,8 +145,33 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
 
 def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_module, "ReferenceLoop", _raise)
-    with pytest.raises(RuntimeError, match="this device cannot"):
+    with pytest.raises(LoopError, match="reference loop: given RuntimeError: this device cannot; expected") as caught:
         run(tmp_path / "out")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def made_plans(step_s: float) -> Plans:
+    same = replace(Plan.fixed(BATCH_ROWS), baseline=Measured(step_s))
+    return Plans({"S": same, "F": same, "strong": same})
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps"),
+    [(1.0, 60), (0.01, 1000), (0.001, 5000)],  # slow steps; about ten seconds of fast ones; at most the whole
+)
+def test_short_arms_last_sixty_steps_and_about_ten_seconds(step_s, steps):
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    entries = compare_module._entries(its, made_plans(step_s), Settings(), brief=True)
+    assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
+
+
+@pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
+def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    entries = {e.name: e for e in compare_module._entries(its, made_plans(step_s), Settings(), brief=False)}
+    detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
+    assert entries["paper"].detail == detail
+    assert entries["reference"].detail == {}
 
 
 def test_reference_and_control_train_alike_to_the_last_bit(finished):
@@ -169,7 +204,21 @@ def test_a_finished_comparison_is_read_back_without_running(finished, folder, mo
     monkeypatch.setattr(compare_module, "make_plans", None)
     monkeypatch.setattr(compare_module, "measure_arm", None)
     again = run(folder)
-    assert replace(again, created="", environment={}) == replace(finished[1], created="", environment={})
+    assert replace(again, created="") == replace(finished[1], created="")
+
+
+def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
+    today = finished[1].environment | {"python": "another"}
+    monkeypatch.setattr(compare_module, "environment", lambda: today)
+    assert run(folder).environment == finished[1].environment != today
+
+
+def test_what_is_there_is_gone_on_with(finished, folder):
+    lines: list[str] = []
+    shutil.rmtree(folder / "race-1")
+    run(folder, progress=lines.append)
+    assert f"going on with 1 races from {folder}" in lines
+    assert not any(line.startswith("going on") for line in finished[2])
 
 
 def test_only_the_race_that_is_missing_is_run_again(folder):
@@ -228,6 +277,43 @@ def test_a_folder_holds_one_comparison(folder, changes, options, named):
 def test_a_folder_of_another_task_is_refused(folder):
     with pytest.raises(FormatError, match="a comparison with another task"):
         run(folder, task=replace(tiny, name="other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batch_rows": 16}, "batch_rows"),
+        ({"budget_rows": BUDGET_ROWS - BATCH_ROWS}, "budget_rows"),
+        ({"eval_every_rows": BATCH_ROWS}, "eval_every_rows"),
+        ({"adapted_rows": BATCH_ROWS}, "adapted_rows"),
+        ({"strong": replace(tiny.strong, budget_rows=BATCH_ROWS)}, "strong_budget_rows"),
+        ({"strong": None}, "strong_budget_rows"),
+        ({"reference": Reference("bf16")}, "reference_precision"),
+        ({"load_data": lambda: other_data()}, "data_sha256"),
+    ],
+)
+def test_a_folder_of_a_task_that_has_changed_is_refused(folder, changes, named):
+    with pytest.raises(FormatError, match=f"a comparison with another {named};.*another folder with --out"):
+        run(folder, task=replace(tiny, **changes))
+
+
+def other_data() -> TaskData:
+    data = load_data()
+    return replace(data, source=replace(data.source, sha256="1" * 64))
+
+
+@pytest.mark.parametrize(("key", "value"), [("cpu", "another processor"), ("threads", "99")])
+def test_a_folder_of_another_machine_is_refused(folder, monkeypatch, key, value):
+    here = claim_module.environment()
+    monkeypatch.setattr(claim_module, "environment", lambda: here | {key: value})
+    with pytest.raises(FormatError, match=f"a comparison with another {key};"):
+        run(folder)
+
+
+def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(trimtab, "__version__", "0.0.0")
+    with pytest.raises(FormatError, match="a comparison with another trimtab;"):
+        run(folder)
 
 
 def test_a_folder_made_under_a_budget_is_refused_without_it(folder):
@@ -293,7 +379,28 @@ def test_a_users_own_step_is_what_is_compared_against(tmp_path):
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
     assert set(calls) == {BATCH_ROWS}
     measured = 2 + 1 + 4  # of memory and phases, apart from the race
-    assert len(calls) == 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
+    checked = 2  # against the declared maths
+    raced = 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
+    assert len(calls) == raced + checked
+    run(tmp_path / "out", replace(QUICK, num_pairs=1, adapt=False), task=task)  # read back: nothing is trained
+    assert len(calls) == raced + checked
+
+
+def test_a_step_of_other_maths_ends_the_comparison_before_it_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_module, "make_plans", None)
+
+    def step(model, optimizer, batch):
+        (2 * tiny.loss_fn(model, batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(ValueGivenError, match=r"task\.step: .*loss_fn.*reference\.clip_norm"):
+        run(tmp_path / "out", task=replace(tiny, step=step, make_optimizer=sgd))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 # Plans and arms.
@@ -310,7 +417,7 @@ def test_plans_are_made_on_data_no_race_uses():
 
     watching = Watching(data.columns, data.held_out, data.source)
     plans = make_plans(tiny, watching, CPU, adapt=True, strong=True, progress=lambda text: None)
-    assert seeds == [PLANNING_SEED]
+    assert set(seeds) == {PLANNING_SEED}
     assert set(plans.plans) == {"S", "F", "strong"}
     assert set(plans.profiles) == {"S", "strong"}
     assert (plans.plans["S"].tier, plans.plans["F"].tier) == ("S", "F")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,11 +16,13 @@ import torch
 from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
 from torch import Tensor
 
+from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.record import RunRecord, read_record, write_record
 from trimtab.experiments import race as race_module
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.race import Entry, race
+from trimtab.experiments.turns import turns
 from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
@@ -146,8 +150,9 @@ def test_an_error_closes_every_arm_and_restores_the_process():
         return Watched(replace(its, loss_fn=broken), device)
 
     before = state()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LoopError, match=r"reference loop: given ZeroDivisionError: ; expected a loop that trains") as e:
         run(Entry("b", make, BUDGET_ROWS), Entry("a", Noisy, BUDGET_ROWS))
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert state() == before
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
@@ -163,6 +168,9 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    def process_time(self) -> float:
+        return 2 * self.now  # two busy threads
 
 
 class Timed:
@@ -188,7 +196,9 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(race_module, "_BLOCK_S", 1.0)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-    monkeypatch.setattr(race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(
+        race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter, process_time=clock.process_time)
+    )
     return clock
 
 
@@ -219,12 +229,62 @@ def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):
     assert blocks == [(40, 1.0), (10, 0.25), (40, 1.0), (10, 0.25)]
 
 
-def test_arms_run_forwards_and_backwards_in_turn(clock):
-    turns: list[str] = []
-    its = scripted(clock, [0.1] * 3, every=1000)
-    entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=turns, name=n), 40) for n in "abc"]
+def orders(names: str, laps: int, seed: int = 0) -> str:
+    """Return who ran, block by block, over these laps."""
+    before, ran = None, []
+    for lap in range(laps):
+        ran += turns(names, lap, seed, before)
+        before = ran[-1]
+    return "".join(ran)
+
+
+def test_arms_run_in_an_order_that_changes_with_the_lap_and_the_seed(clock):
+    order: list[str] = []
+    its = scripted(clock, [0.1] * 9, every=1000)
+    entries = [Entry(n, lambda *_, n=n: Timed(clock, 2.0, turns=order, name=n), 40) for n in "abc"]
     run(*entries, its=its)
-    assert "".join(turns) == "abccbaabccba"
+    assert "".join(order) == orders("abc", 4) == "abcbacbcacba"
+    order.clear()
+    its = scripted(clock, [0.1] * 9, every=1000)
+    run(*entries, its=its, seed=1)
+    assert "".join(order) == orders("abc", 4, 1)
+    assert order[:3] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_every_arm_follows_every_other_about_equally_often_and_never_itself(count):
+    names, laps = "abcdefgh"[:count], 40 * count
+    ran = orders(names, laps)
+    assert all(sorted(ran[i : i + count]) == list(names) for i in range(0, len(ran), count))  # each once a lap
+    follows = Counter(itertools.pairwise(ran))
+    assert not any(follows[name, name] for name in names)
+    for late in names:
+        seen = [follows[early, late] for early in names if early != late]
+        assert min(seen) > 0.7 * laps / (count - 1)
+        assert max(seen) < 1.8 * laps / (count - 1)
+
+
+@pytest.mark.parametrize("count", range(3, 9))
+def test_a_few_laps_of_several_seeds_are_balanced_too(count):
+    names = "abcdefgh"[:count]
+    follows: Counter = Counter()
+    for seed in range(8):
+        ran = orders(names, 10, seed)
+        follows += Counter(itertools.pairwise(ran))
+    middle = sum(follows.values()) / (count * (count - 1))
+    assert len(follows) == count * (count - 1)
+    assert max(follows.values()) < 1.4 * middle
+    assert min(follows.values()) > 0.7 * middle
+
+
+def test_an_arm_that_is_left_alone_follows_itself():
+    assert orders("a", 3) == "aaa"
+
+
+def test_processor_time_is_noted_beside_the_wall_clock(clock):
+    its = scripted(clock, [0.1, 0.2])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 100), its=its)
+    assert [event.detail["cpu_s"] for event in found.events] == [2.0, 0.5, 2.0, 0.5]  # no evaluation in it
 
 
 def test_a_block_has_a_few_steps_however_long_they_are(clock, monkeypatch):
@@ -264,7 +324,7 @@ def test_an_arm_that_cannot_be_built_leaves_too():
 
 
 def test_without_the_first_arm_there_is_no_race():
-    with pytest.raises(RuntimeError, match="no room left"):
+    with pytest.raises(LoopError, match="given RuntimeError: no room left; expected a loop that trains"):
         run(Entry("a", Breaks, BUDGET_ROWS), Entry("b", Watched, BUDGET_ROWS))
     assert [loop.closed for loop in Watched.made] == [1, 1]
 
@@ -300,9 +360,9 @@ def test_an_arm_may_stop_once_the_hardest_target_is_crossed_for_good(clock):
 
 
 def test_a_metric_that_should_fall_is_crossed_from_above(clock):
-    metric = replace(task.metric, name="perplexity", higher_is_better=False)
-    its = scripted(clock, [90.0, 44.0, 43.0, 40.0], targets=(80.0, 45.0))
-    its = replace(its, metric=replace(metric, evaluate=its.metric.evaluate))
+    its = scripted(clock, [90.0, 44.0, 43.0, 40.0])
+    metric = replace(its.metric, name="perplexity", higher_is_better=False)
+    its = replace(its, metric=metric, targets=(80.0, 45.0))
     (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 500, stop_at_target=True), its=its)
     assert (found.end.reason, found.end.detail["rows"]) == ("target", 150)
     assert found.evaluations[1].metrics == {"perplexity": 44.0}
@@ -324,7 +384,8 @@ def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):
 def test_the_record_holds_all_and_survives_its_file(tmp_path):
     entry = Entry("reference", Watched, BUDGET_ROWS, detail={"why": "a test"})
     (found,) = run(entry, environment={"torch": torch.__version__}, seed=7)
-    assert (found.header.name, found.header.seed, found.header.detail) == ("reference", 7, {"why": "a test"})
+    assert (found.header.name, found.header.seed) == ("reference", 7)
+    assert found.header.detail == {"why": "a test", "given_rows": BUDGET_ROWS}
     assert found.header.environment == {"torch": torch.__version__}
     assert [e.rows for e in found.evaluations] == list(range(EVAL_EVERY_ROWS, BUDGET_ROWS + 1, EVAL_EVERY_ROWS))
     assert sum(event.detail["rows"] for event in found.events) == found.end.detail["rows"] == BUDGET_ROWS

@@ -15,9 +15,13 @@ from scipy import stats as scipy_stats
 from trimtab.core.record import BRIEF, End, Event, RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
+from trimtab.experiments.ratio_rows import memory_row, quality_row, throughput_row
 from trimtab.experiments.result import Ratio
+from trimtab.experiments.target_rows import OTHER_EARLY, target_row
+from trimtab.experiments.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
 
 CONTROL = Interval(1.0, 0.98, 1.02, 5)
+TIGHT = Interval(1.0, 0.999, 1.001, 5)
 
 
 def races(ours: list[RunRecord], theirs: list[RunRecord]) -> dict[int, dict[str, RunRecord]]:
@@ -48,17 +52,50 @@ def test_a_single_block_is_all_there_is():
     assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([3.0])
 
 
-def test_only_the_rows_both_trained_on_count():
-    """The other arm slows down later, where this one has stopped; its last block counts in proportion."""
+def test_only_the_laps_both_ran_count():
+    """The other arm slows down later, where this one has stopped: it has no partner there."""
     ours = record(blocks=[(10, 1.0), (10, 1.0), (5, 0.5)])  # 15 rows in 1.5 s after the first block
-    theirs = record(blocks=[(10, 1.0), (10, 2.0), (10, 4.0), (10, 900.0)])  # 15 rows in 2 + 4 / 2
-    assert stats.throughput_ratios(races([ours], [theirs]), "ours", "theirs") == pytest.approx([4.0 / 1.5])
+    theirs = record(blocks=[(10, 1.0), (10, 2.0), (10, 4.0), (10, 900.0)])  # 20 rows in 2 + 4 s
+    assert stats.throughput_ratios(races([ours], [theirs]), "ours", "theirs") == pytest.approx([10 / (20 / 6)])
+
+
+def test_each_block_has_a_partner_of_its_time():
+    """A machine that slows down for all: the fast arm, which ends early, is not held against the slow lap."""
+    fast = record(blocks=[(40, 1.0)] * 4)
+    slow = record(blocks=[(20, 1.0)] * 4 + [(20, 2.0)] * 4)
+    assert stats.throughput_ratios(races([fast], [slow]), "ours", "theirs") == pytest.approx([2.0])
+
+
+def test_a_first_block_is_held_against_a_first_block_alone():
+    """Where one arm has no other, both are taken with their first."""
+    found = races([record(blocks=[(10, 4.0)])], [record(blocks=[(10, 8.0), (10, 1.0)])])
+    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
+
+
+# Processor time.
+
+
+def test_processor_time_has_a_ratio_of_its_own():
+    """Twice as fast on the wall clock by keeping twice as many threads busy."""
+    ours = [record(blocks=[(10, 1.0)] * 3, cpu_share=2.0)] * 5
+    theirs = [record(blocks=[(10, 2.0)] * 3, cpu_share=1.0)] * 5
+    row = throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
+    assert row.ratio.mean == pytest.approx(2.0)
+    assert row.cpu is not None
+    assert (row.cpu.mean, row.cpu.n) == (pytest.approx(1.0), 5)
+
+
+def test_records_without_processor_time_have_none():
+    some = [record(cpu_share=1.0), record()]
+    row = throughput_row(races(some, [record(cpu_share=1.0)] * 2), "ours", "theirs", "S", None)
+    assert row.cpu is None
+    assert row.ratio.n == 2
 
 
 def test_a_race_without_the_other_arm_is_no_pair():
     found = {0: {"ours": timed(1.0)}, 1: {"ours": timed(1.0), "theirs": timed(2.0)}, 2: {"theirs": timed(1.0)}}
     assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
-    assert stats.throughput_row(found, "ours", "nobody", "S", None) is None
+    assert throughput_row(found, "ours", "nobody", "S", None) is None
 
 
 def test_pairs_come_in_the_order_of_their_seeds():
@@ -85,7 +122,7 @@ def test_step_seconds_are_per_step_without_the_first_block():
 
 def test_the_throughput_row_is_the_geometric_mean_with_its_t_interval():
     ours, theirs = [timed(s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)], [timed(1.5)] * 5
-    row = stats.throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
+    row = throughput_row(races(ours, theirs), "ours", "theirs", "S", CONTROL)
     assert row is not None
     logs = [math.log(1.5 / s) for s in (1.0, 1.1, 0.9, 1.05, 1.0)]
     expected = scipy_stats.ttest_1samp(logs, 0).confidence_interval(0.95)
@@ -97,7 +134,7 @@ def test_the_throughput_row_is_the_geometric_mean_with_its_t_interval():
 
 
 def test_one_pair_has_no_interval():
-    row = stats.throughput_row(races([timed(1.0)], [timed(2.0)]), "ours", "theirs", "S", None)
+    row = throughput_row(races([timed(1.0)], [timed(2.0)]), "ours", "theirs", "S", None)
     assert row is not None
     assert (row.ratio.low, row.ratio.high, row.ratio.n) == (None, None, 1)
     assert row.verdict.kind == "no verdict"
@@ -114,32 +151,76 @@ def test_one_pair_has_no_interval():
         (ratio(1.2, 1.1, 1.3, n=3), None, "no verdict"),
         (ratio(1.2, 0.99, 1.4), CONTROL, "no gain"),
         (ratio(1.01, 1.005, 1.015), CONTROL, "no gain"),  # clear of 1, yet below what the control resolves
-        (ratio(1.01, 1.005, 1.015), None, "gain"),
+        (ratio(1.2, 1.1, 1.3), None, "no verdict"),  # nothing says what noise does here
+        (ratio(0.8, 0.7, 0.9), None, "no verdict"),
+        (ratio(1.2, 1.1, 1.3), Interval(1.0, 0.98, 1.02, 4), "no verdict"),
         (ratio(0.8, 0.7, 0.9), CONTROL, "harm"),
         (ratio(0.8, 0.7, 1.01), CONTROL, "no gain"),
         (ratio(0.99, 0.985, 0.995), CONTROL, "no gain"),
     ],
 )
 def test_the_verdict_on_speed(found, control, kind):
-    assert stats.speed_verdict(found, control, "ours", "theirs").kind == kind
+    assert speed_verdict(found, control, "ours", "theirs").kind == kind
+
+
+@pytest.mark.parametrize(("control", "why"), [(None, "no A/A control"), (replace(CONTROL, n=4), "of 5 pairs (4 ran)")])
+def test_without_a_control_there_is_no_verdict_on_speed(control, why):
+    assert why in speed_verdict(ratio(1.2, 1.1, 1.3), control, "ours", "theirs").sentence
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "said"),
+    [
+        (ratio(1.0, 0.98, 1.02), "no gain", "this interval is the resolution"),
+        (ratio(1.03, 1.01, 1.05), "no verdict", "the control itself differs: 1.03x"),
+        (ratio(0.97, 0.95, 0.99), "no verdict", "the control itself differs"),
+        (ratio(1.03, 1.01, 1.05, n=4), "no verdict", "4 pairs: a verdict needs 5"),
+    ],
+)
+def test_the_control_is_judged_by_itself(found, kind, said):
+    verdict = control_verdict(found)
+    assert verdict.kind == kind
+    assert said in verdict.sentence
+    assert "resolves" not in verdict.sentence
+
+
+def test_the_row_of_the_control_needs_no_control():
+    found = {seed: {"self": timed(s), "reference": timed(1.0)} for seed, s in enumerate((1.0, 1.01, 0.99, 1.0, 1.0))}
+    assert throughput_row(found, "self", "reference", "", None).verdict.kind == "no gain"
 
 
 @pytest.mark.parametrize(
     ("found", "kind"),
     [
         (ratio(1.0, 0.97, 1.03), "no gain"),
-        (ratio(1.0, 0.969, 1.03), "harm"),
+        (ratio(1.0, 0.969, 1.03), "no verdict"),  # not shown, which is no harm
+        (ratio(0.97, 0.95, 0.99), "no verdict"),
+        (ratio(0.95, 0.93, 0.9699), "harm"),
         (ratio(1.3, 1.2, 1.4), "no gain"),  # it only asks for no harm
         (ratio(1.0, 0.99, 1.01, n=4), "no verdict"),
     ],
 )
 def test_do_no_harm_asks_for_the_lower_end(found, kind):
-    assert stats.non_inferiority(found).kind == kind
+    assert non_inferiority(found).kind == kind
+
+
+def test_do_no_harm_says_how_many_pairs_would_show_it():
+    """z = 1.960 + 1.282; at 2% noise and no difference 5 pairs, at 4% noise 18."""
+    noisy = [math.exp(deviation) for deviation in (-0.04, 0.04) * 3]
+    deviation = 0.04 * math.sqrt(6 / 5)
+    expected = math.ceil(((1.95996 + 1.28155) * deviation / -math.log(0.97)) ** 2)
+    assert pairs_for_power(noisy) == expected == 22
+    assert pairs_for_power([1.0, 1.001, 0.999]) == 5
+    assert pairs_for_power([0.96, 0.97, 0.95]) is None
+    wide = Ratio(1.0, 0.95, 1.05, 6, tuple(noisy))
+    assert "not shown: " in non_inferiority(wide).sentence
+    assert "22 pairs give 90% power" in non_inferiority(wide).sentence
+    assert "no number of pairs" in non_inferiority(ratio(0.95, 0.93, 0.96)).sentence
 
 
 @pytest.mark.parametrize(("ours", "kind"), [(98, "gain"), (100, "no gain"), (99.5, "no gain"), (102, "harm")])
 def test_the_verdict_on_memory(ours, kind):
-    row = stats.memory_row("ours", "theirs", "S", int(10 * ours), 1000)
+    row = memory_row("ours", "theirs", "S", int(10 * ours), 1000)
     assert (row.metric, row.verdict.kind) == ("peak_memory", kind)
     assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,), counted=True)
 
@@ -150,7 +231,7 @@ def test_equal_arms_measured_with_noise_are_seldom_told_apart():
     for _ in range(400):
         arms = [[timed(rng.lognormvariate(0, 0.04)) for _ in range(5)] for _ in range(4)]
         control = ratio_interval(stats.throughput_ratios(races(arms[0], arms[1]), "ours", "theirs"))
-        row = stats.throughput_row(races(arms[2], arms[3]), "ours", "theirs", "S", control)
+        row = throughput_row(races(arms[2], arms[3]), "ours", "theirs", "S", control)
         kinds.append(row.verdict.kind)
     assert set(kinds) <= {"no gain", "gain", "harm"}
     assert kinds.count("no gain") > 0.98 * len(kinds)
@@ -196,9 +277,13 @@ def test_a_diverged_arm_never_reaches_it():
 
 
 def target(
-    ours: list[RunRecord], theirs: list[RunRecord], *, charge: float | None = None, control: Interval | None = None
+    ours: list[RunRecord],
+    theirs: list[RunRecord],
+    *,
+    charge: float | None = None,
+    control: Interval | None = TIGHT,
 ):
-    return stats.target_row(races(ours, theirs), "ours", "theirs", "F", 0.5, "accuracy", True, charge, control)
+    return target_row(races(ours, theirs), "ours", "theirs", "F", 0.5, "accuracy", True, charge, control)
 
 
 def reaching(seconds: float) -> RunRecord:
@@ -239,6 +324,7 @@ def test_a_verdict_on_targets_needs_five_pairs_and_more_than_the_control_resolve
     close = [reaching(s) for s in (9.9, 9.91, 9.89, 9.9, 9.9)], [reaching(10)] * 5
     assert target(*close).verdict.kind == "gain"
     assert target(*close, control=CONTROL).verdict.kind == "no gain"
+    assert target(*close, control=None).verdict.kind == "no verdict"
 
 
 def test_where_only_the_other_arm_was_censored_there_is_a_lower_bound():
@@ -266,17 +352,57 @@ def test_an_arm_that_was_censored_has_no_ratio(ours, theirs, bound):
     assert row.verdict.kind == "no verdict"
 
 
+def early(seconds: float) -> RunRecord:
+    """Return an arm that is past 0.5 when first looked at, at this time."""
+    return climbing([seconds, 2 * seconds], [0.6, 0.7])
+
+
 def test_left_censored_pairs_are_counted():
-    early = climbing([5, 10], [0.6, 0.7])
-    row = target([early, reaching(10), reaching(10)], [reaching(10), early, reaching(10)])
+    row = target([early(5), reaching(10), reaching(10)], [reaching(10), early(5), reaching(10)])
     assert row.left_censored == 2
+
+
+def test_an_arm_past_the_target_when_first_looked_at_is_at_least_so_fast():
+    """Its time is an upper bound: clear of 1 all the same, it is a gain of unknown size."""
+    row = target([early(s) for s in (5.0, 5.1, 4.9, 5.0, 5.0)], [reaching(10)] * 5)
+    assert (row.ratio, row.bound, row.left_censored) == (None, ">= 2.00x", 5)
+    assert row.verdict.kind == "gain"
+    assert "at least 2.00x" in row.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("ours", "bound"),
+    [
+        ([early(9.99), *[reaching(10)] * 4], ">= 1.00x"),  # one such pair is enough
+        ([early(12)] * 5, ">= 0.83x"),  # slower, as far as the bound goes: which shows nothing
+        ([early(5)] * 4, ">= 2.00x"),  # four pairs
+    ],
+)
+def test_a_lower_bound_that_is_not_clear_is_no_verdict(ours, bound):
+    row = target(ours, [reaching(10)] * len(ours))
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, bound, "no verdict")
+
+
+@pytest.mark.parametrize("ours", [reaching(10), early(5)])
+def test_the_other_arm_past_the_target_when_first_looked_at_leaves_nothing_to_hold_against(ours):
+    row = target([ours] * 5, [early(15), *[reaching(20)] * 4])
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, OTHER_EARLY, "no verdict")
+    assert OTHER_EARLY == "not measured: the other crossed before its first evaluation"
+
+
+def test_a_rung_says_how_many_rows_each_arm_was_given():
+    def given(found: RunRecord, rows: int) -> RunRecord:
+        return replace(found, header=replace(found.header, detail={stats.GIVEN_ROWS: rows}))
+
+    row = target([given(reaching(10), 400)], [reaching(20)])
+    assert (row.arm_rows, row.against_rows) == (400, 300)  # from a record that does not say: those it trained on
 
 
 # Quality.
 
 
 def quality(ours, theirs, *, tier: str = "S", metric: str = "accuracy", rising: bool = True):
-    return stats.quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising)
+    return quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising)
 
 
 def test_the_difference_of_accuracy_is_in_points():
@@ -332,8 +458,24 @@ def test_tier_f_is_judged_where_each_ends():
     row = quality([ours], [theirs], tier="F")
     assert row is not None
     assert row.ratio.pairs == pytest.approx((0.3,))
-    stopped = replace(ours, end=replace(ours.end, reason="target"))
-    assert quality([stopped], [theirs], tier="F") is None
+
+
+@pytest.mark.parametrize("reason", ["target", "cap", "diverged"])
+@pytest.mark.parametrize("who", ["ours", "theirs"])
+def test_tier_f_is_not_judged_on_the_pairs_that_happened_to_end(reason, who):
+    """Those that are left once the others stopped early were selected by their outcome."""
+    ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])
+    arms = {"ours": [ours] * 5, "theirs": [theirs] * 5}
+    assert quality(*arms.values(), tier="F") is not None
+    first = arms[who][0]
+    arms[who] = [replace(first, end=replace(first.end, reason=reason)), *arms[who][1:]]
+    assert quality(*arms.values(), tier="F") is None
+    assert quality(*arms.values(), tier="S") is not None
+
+
+def test_a_diverged_arm_is_not_of_equal_quality():
+    ours, theirs = [climbing([1, 2], [0.8, math.nan])] * 5, [climbing([1, 2], [0.8, 0.8])] * 5
+    assert quality(ours, theirs).verdict.kind == "no verdict"
 
 
 # Pairs that were only timed.
@@ -347,18 +489,18 @@ def test_a_brief_pair_counts_for_throughput_alone():
     whole, short = climbing([1, 2, 3], [0.1, 0.6, 0.9]), brief(climbing([2, 4, 6], [0.1, 0.6, 0.9]))
     found = races([whole, short], [climbing([2, 4, 6], [0.1, 0.6, 0.9])] * 2)
     assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0, 1.0])
-    row = stats.target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None)
+    row = target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None)
     assert row is not None
     assert (row.n, row.reached_arm, row.arm_s) == (1, 1, pytest.approx((1.8,)))
-    difference = stats.quality_row(found, "ours", "theirs", "S", "accuracy", True)
+    difference = quality_row(found, "ours", "theirs", "S", "accuracy", True)
     assert difference is not None
     assert difference.ratio.n == 1
 
 
 def test_without_a_whole_pair_there_is_no_rung():
     found = races([brief(climbing([1, 2, 3], [0.1, 0.6, 0.9]))], [climbing([2, 4, 6], [0.1, 0.6, 0.9])])
-    assert stats.target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None) is None
-    assert stats.quality_row(found, "ours", "theirs", "S", "accuracy", True) is None
+    assert target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None) is None
+    assert quality_row(found, "ours", "theirs", "S", "accuracy", True) is None
 
 
 def test_an_arm_that_failed_is_in_no_pair():

@@ -14,10 +14,12 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
-from trimtab.core.record import RunRecord
+from trimtab.core.record import BRIEF, RunRecord
+from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.planning import Plans
-from trimtab.experiments.result import Comparison
+from trimtab.experiments.result import Comparison, Verdict
 from trimtab.experiments.rows import benchmark_object
+from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.experiments.summary import ArmFacts, summarise
 
 DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
@@ -69,12 +71,21 @@ def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dic
     }
 
 
-def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None) -> Comparison:
+def comparison(
+    found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None, quick: bool = False, its=TASK
+) -> Comparison:
     facts = {"reference": ArmFacts(1000, {"forward": 0.4}), "plan_S": ArmFacts(600)} if facts is None else facts
     found = races() if found is None else found
     environment = {"torch": "2"}
     return summarise(
-        TASK, load_data(), plans(changed=changed), found, facts, command="trimtab compare x", environment=environment
+        its,
+        load_data(),
+        plans(changed=changed),
+        found,
+        facts,
+        command="trimtab compare x",
+        environment=environment,
+        quick=quick,
     )
 
 
@@ -130,6 +141,86 @@ def test_the_headline_names_throughput_and_the_hardest_charged_target():
     assert f"target 0.7 is reached {charged.ratio.mean:.2f}x as fast, search included" in found.headline.sentence
 
 
+def headline_of(freed: tuple[float, ...], *, targets=(0.5, 0.7), ours: float = 1.0) -> Verdict:
+    """Return the headline where tier F trains so and tier S brings nothing."""
+    found = races(ours=ours)
+    for race, wobble in zip(found.values(), WOBBLE, strict=True):
+        race["plan_F"] = arm(1.0 * wobble, freed)
+    return comparison(found, its=replace(TASK, targets=targets), changed=False).headline
+
+
+def test_tier_f_may_be_the_gain():
+    found = headline_of((0.3, 0.6, 0.8, 0.9))
+    assert found.kind == "gain"
+    assert "but" not in found.sentence
+
+
+def test_the_headline_names_a_harder_target_that_only_the_reference_reached():
+    found = headline_of((0.3, 0.6, 0.65, 0.69, 0.9))  # the last evaluation alone does not count
+    assert found.kind == "no gain"
+    assert "target 0.5 is reached " in found.sentence
+    assert ", but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)." in found.sentence
+
+
+def test_the_headline_is_silent_on_a_target_that_nobody_reached():
+    found = headline_of((0.3, 0.6, 0.8, 0.9), targets=(0.5, 0.99))
+    assert (found.kind, "target 0.99" in found.sentence) == ("gain", False)
+
+
+def test_the_headline_speaks_where_tier_f_reached_nothing():
+    found = headline_of((0.2, 0.3, 0.4, 0.45))
+    assert "With the learning rate freed, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
+    assert "target 0.7 was reached in 0 of 5" in found.sentence
+    assert "it ends with lower quality: " in found.sentence
+    assert found.kind == "no gain"
+
+
+@pytest.mark.parametrize(("last", "said"), [(0.87, "it ends with lower quality: "), (0.9, "")])
+def test_a_tier_f_that_ends_worse_is_no_gain(last, said):
+    found = headline_of((0.3, 0.6, 0.8, last))
+    assert "target 0.7 is reached " in found.sentence
+    assert found.kind == ("no gain" if said else "gain")
+    assert said in found.sentence
+    assert found.sentence.count("With the learning rate freed") == 1
+
+
+def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
+    found = races(ours=1.0)
+    for race, last in zip(found.values(), (0.9, 0.92, 0.88, 0.91, 0.88), strict=True):
+        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, last))
+    sentence = comparison(found, changed=False).headline.sentence
+    assert "but there is no verdict on its final quality: quality not shown to be equal" in sentence
+    assert comparison(found, changed=False).headline.kind == "no gain"
+
+
+def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
+    found = headline_of((0.8, 0.85, 0.9))
+    assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
+    assert found.kind == "gain"
+
+
+def test_a_quick_comparison_speaks_of_throughput_only():
+    whole, found = comparison(), comparison(quick=True)
+    assert found.quick
+    assert found.headline.kind == "gain"
+    assert "learning rate freed" in whole.headline.sentence
+    assert "learning rate freed" not in found.headline.sentence
+    short = [r for r in found.ratios if r.metric == "final_metric_difference"] + list(found.target_rows)
+    assert {(r.verdict.kind, r.verdict.sentence) for r in short} == {("no verdict", "short arms")}
+    assert [r.ratio for r in found.target_rows] == [r.ratio for r in whole.target_rows]
+    assert row(found, "throughput", "plan_S") == row(whole, "throughput", "plan_S")
+
+
+def test_without_a_control_nothing_is_a_gain():
+    found = races()
+    for race in found.values():
+        del race["self"]
+    result = comparison(found)
+    assert result.headline.kind == "no verdict"
+    assert "No verdict on throughput: no A/A control" in result.headline.sentence
+    assert {r.verdict.kind for r in result.target_rows} == {"no verdict"}
+
+
 def test_the_headline_is_no_gain_where_nothing_was_changed():
     found = comparison(races(ours=1.0, freed=2.0), changed=False)
     assert found.headline.kind == "no gain"
@@ -180,6 +271,39 @@ def test_notes_tell_what_a_reader_must_know():
     assert any("a learning-rate range test of 3 s" in note for note in notes)
 
 
+def test_a_shorter_horizon_of_tier_f_is_told():
+    found = races()
+    for race in found.values():
+        for name, rows in (("plan_F", 1200), ("reference", 4800)):
+            race[name] = replace(race[name], header=replace(race[name].header, detail={GIVEN_ROWS: rows}))
+    result = comparison(found)
+    told = "tier F trained on 1,200 of the reference's 4,800 rows; that horizon is set in the task"
+    assert f"{told}, it was not searched for" in result.notes
+    assert {(r.arm_rows, r.against_rows) for r in result.target_rows if r.arm == "plan_F"} == {(1200, 4800)}
+    flat = benchmark_row(result, metric="time_to_target_ratio", arm="plan_F")
+    assert (flat["arm_rows"], flat["against_rows"]) == (1200, 4800)
+    same = races()
+    for race in same.values():
+        race["plan_F"] = race["reference"]
+    assert not any("that horizon" in note for note in comparison(same).notes)
+
+
+def test_a_paper_recipe_that_was_only_timed_is_told():
+    found = races()
+    detail = {BRIEF: True, WHY_TIMED: "the reference trains longer than 120 s"}
+    for race in found.values():
+        timed = arm(20.0)
+        race["paper"] = replace(timed, header=replace(timed.header, detail=detail))
+    assert "P1 was only timed here: the reference trains longer than 120 s" in comparison(found).notes
+    assert not any("P1" in note for note in comparison().notes)
+
+
+def test_what_the_intervals_do_not_hold_is_told():
+    told = "one plan, 5 seeds: the variance of planning and of the range test is not in the intervals"
+    assert told in comparison().notes
+    assert not any("one plan" in note for note in comparison(races(1)).notes)
+
+
 def test_peers_and_do_no_harm():
     found = races()
     for race in found.values():
@@ -209,8 +333,10 @@ INTERVAL = {"mean", "low", "high", "n"}
 
 def test_the_object_has_the_keys_of_every_benchmark():
     found = benchmark_object(comparison())
-    assert list(found) == ["schema", "name", "environment", "rows"]
+    assert list(found) == ["schema", "name", "command", "quick", "data_sha256", "environment", "rows"]
     assert (found["schema"], found["name"], found["environment"]) == (1, "compare", {"torch": "2"})
+    assert (found["command"], found["quick"], found["data_sha256"]) == ("trimtab compare x", False, "0" * 64)
+    assert benchmark_object(comparison(quick=True))["quick"] is True
     json.dumps(found, allow_nan=False)
 
 
@@ -279,3 +405,42 @@ def test_do_no_harm_is_a_row_of_its_own():
         race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
     harm = benchmark_row(comparison(found), metric="do_no_harm_ratio")
     assert (harm["arm"], harm["against"], harm["mean"]) == ("strong_plan", "strong", pytest.approx(1.0))
+
+
+def test_a_left_censored_target_has_its_bound_and_verdict():
+    found = races()
+    for race in found.values():
+        race["plan_F"] = arm(5.0, (0.8, 0.9))
+    early = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+    assert (early["left_censored"], early["bound"], early["verdict"]) == (5, ">= 7.00x", "gain")
+    assert early["censored"] is True
+    other = benchmark_row(comparison(), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
+    assert (other["left_censored"], other["censored"]) == (0, False)
+
+
+def test_processor_time_stands_beside_throughput():
+    bare = benchmark_row(comparison(), metric="throughput_ratio", arm="plan_S")
+    assert (bare["cpu_mean"], bare["cpu_low"], bare["cpu_high"]) == (None, None, None)
+    found = races()
+    for race in found.values():
+        for name, share in (("reference", 1.0), ("plan_S", 2.0)):
+            events = [replace(e, detail={**e.detail, "cpu_s": share * e.detail["seconds"]}) for e in race[name].events]
+            race[name] = replace(race[name], events=tuple(events))
+    flat = benchmark_row(comparison(found), metric="throughput_ratio", arm="plan_S")
+    assert flat["cpu_mean"] == pytest.approx(flat["mean"] / 2)
+    assert flat["cpu_low"] < flat["cpu_mean"] < flat["cpu_high"]
+    assert "cpu_mean" not in benchmark_row(comparison(found), metric="peak_memory_ratio", arm="plan_S")
+
+
+def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
+    assert benchmark_row(comparison(races(4)), metric="throughput_ratio", arm="plan_S")["resolution"] is None
+
+
+def test_a_report_written_before_these_fields_is_read():
+    data = json.loads(to_json(comparison()))
+    del data["quick"]
+    for old in data["ratios"]:
+        del old["cpu"]
+    for old in data["target_rows"]:
+        del old["arm_rows"], old["against_rows"]
+    assert from_json(Comparison, json.dumps(data)).quick is False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_tasks import CPU, ROWS, batches, make_task, weights
+from recipe_tasks import CPU, ROWS, batches, fp32_modes, make_task, modes_of_a_loop, weights
 
 from trimtab.core.objective import Reference
 from trimtab.recipes import command
@@ -71,6 +71,13 @@ def test_fp16_is_trained_under_a_loss_scale(clip_norm):
         scaler.step(optimizer)
         scaler.update()
     assert torch.equal(by_recipe(task, 5), weights(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_reference_in_tf32_trains_in_tf32_and_puts_the_modes_back(precision):
+    before, during, after = modes_of_a_loop(ReferenceLoop, reference=Reference(precision))
+    assert during == (("tf32", "tf32") if precision == "tf32" else before)
+    assert after == before == fp32_modes() != ("tf32", "tf32")
 
 
 def test_what_the_reference_declares_makes_a_difference():

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recipe_tasks import CPU, ROWS, batches, make_task, weights
+from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, weights
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.experiments.loops import StrongPlanLoop
 from trimtab.recipes.strong import StrongLoop, warmup_linear
+from trimtab.tasks import StrongRecipe
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_each_step_has_the_rate_of_the_rows_after_it():
 def by_hand(task, steps: int) -> torch.Tensor:
     torch.manual_seed(3)
     model = task.make_model()
+    scaler = torch.amp.GradScaler("cpu", enabled=task.strong.precision == "fp16")
     if task.strong.channels_last:
         model = model.to(memory_format=torch.channels_last)
     optimizer = task.strong.make_optimizer(model)
@@ -53,10 +55,13 @@ def by_hand(task, steps: int) -> torch.Tensor:
     for i in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = 0.1 * warmup_linear(ROWS * i / 800, 0.1)
         optimizer.zero_grad()
-        result = task.loss_fn(model, next(data))
-        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=task.strong.precision == "fp16"):
+            result = task.loss_fn(model, next(data))
+        scaler.scale(result[0] / result[1] if isinstance(result, tuple) else result).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
     return weights(model)
 
 
@@ -69,6 +74,24 @@ def test_the_strong_loop_is_the_loop_it_says(kind):
         loop.step(data)
     loop.close()
     assert torch.equal(weights(loop.model), by_hand(task, 5))
+
+
+def test_fp16_is_trained_under_a_loss_scale():
+    task = make_task(strong=StrongRecipe(sgd(), "fp16", channels_last=False, budget_rows=800, clip_norm=0.5))
+    torch.manual_seed(3)
+    loop, data = StrongLoop(task, CPU), batches(task)
+    for _ in range(5):
+        loop.step(data)
+    loop.close()
+    assert torch.equal(weights(loop.model), by_hand(task, 5))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_a_recipe_in_tf32_trains_in_tf32_and_puts_the_modes_back(precision):
+    recipe = StrongRecipe(sgd(), precision, channels_last=False, budget_rows=800)
+    before, during, after = modes_of_a_loop(StrongLoop, strong=recipe)
+    assert during == (("tf32", "tf32") if precision == "tf32" else before)
+    assert after == before != ("tf32", "tf32")
 
 
 def test_channels_last_is_applied():

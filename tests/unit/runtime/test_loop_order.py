@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import nn
 
 import trimtab
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import LoopError, LossError
 from trimtab.core.plan import Plan
 from trimtab.measure.snapshot import fingerprint
 from trimtab.runtime.order import ForwardSeen
@@ -102,6 +102,16 @@ class Verbs(RuleBasedStateMachine):
             self.forbid(self.run.unscale)
 
     @rule()
+    def discard(self):
+        weights = [p.clone() for p in self.model.parameters()]
+        self.run.discard()
+        assert all(p.grad is None for p in self.model.parameters())
+        assert all(torch.equal(p, old) for p, old in zip(self.model.parameters(), weights, strict=True))
+        if self.micros is not None and 0 < self.given < 3:
+            self.forbid(next, self.micros)
+        self.idle()
+
+    @rule()
     def step(self):
         if self.done == 3:
             assert self.run.step() is True
@@ -163,6 +173,72 @@ def test_an_error_in_train_step_gives_the_window_up_and_the_loop_can_go_on(run):
     assert (run.consumed_rows, run.applied_steps) == (0, 0)
     run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
     assert run.applied_steps == 1
+
+
+def test_a_body_that_raised_and_was_caught_can_go_on_with_the_next_window(run):
+    """In the open form the window stays open: what the error says helps, and the next one trains as if first."""
+    other, plain = loop()
+    good = torch.randn(ROWS, 3)
+    with trimtab.start(other, plain, Plan.fixed(ROWS, MICRO)) as fresh:
+        fresh.train_step(fresh.window(good), loss_fn)
+    failed = 0
+    for index, window in enumerate(run.windows([torch.randn(ROWS, 3), good])):
+        try:
+            for micro in window:
+                run.backward(loss_fn(run.model, micro))
+                if index == 0:
+                    raise FloatingPointError("the user's own")
+        except FloatingPointError:
+            failed += 1
+            with pytest.raises(LoopError, match=r"run\.discard\(\)"):
+                run.step()
+            with pytest.raises(LoopError, match=r"run\.discard\(\)"):
+                next(iter(run.window(good)))
+            run.discard()
+            continue
+        run.step()
+    assert (failed, run.consumed_rows, run.applied_steps) == (1, ROWS, 1)
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_rest_of_a_discarded_window_is_not_handed_out_even_while_another_is_open(run):
+    stale = iter(run.window(torch.randn(ROWS, 3)))
+    run.backward(loss_fn(run.model, next(stale)))
+    run.discard()
+    for index, micro in enumerate(run.window(torch.randn(ROWS, 3))):
+        if index == 1:
+            with pytest.raises(LoopError, match="a window that was given up"):
+                next(stale)
+        run.backward(loss_fn(run.model, micro))
+    assert run.step()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_last_window_left_without_a_step_does_not_end_silently(run, number):
+    windows = run.windows([torch.randn(ROWS, 3)] * number)
+    for micro in next(windows):
+        run.backward(loss_fn(run.model, micro))
+    with pytest.raises(LoopError, match=r"run\.step\(\)"):
+        next(windows)
+    assert run.applied_steps == 0
+    run.discard()
+    run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
+
+
+@pytest.mark.parametrize(
+    "count", [-1, float("nan"), float("inf"), 10**400, True, "2", torch.tensor(True), torch.ones(2)]
+)
+def test_a_count_that_is_none_is_refused_on_a_later_micro_batch_too(run, count):
+    calls = []
+
+    def late(model, batch):
+        calls.append(batch)
+        return model(batch).sum(), (2 if len(calls) < 3 else count)
+
+    with pytest.raises(LossError, match="loss count"):
+        run.train_step(run.window(torch.randn(ROWS, 3)), late)
+    assert len(calls) == 3
+    assert all(p.grad is None for p in run.model.parameters())
 
 
 def test_a_loss_from_a_copy_of_the_model_is_refused_even_if_the_copy_was_made_in_the_run(run):

@@ -104,7 +104,8 @@ def target_table(comparison: Comparison, tier: str) -> Table:
         rows=tuple(_target_row(row) for row in rows),
         empty="No target was set, or none was tried.",
         note="The arm first, then the other: reached, of n pairs; time, median over pairs. Speed-up above 1: the arm "
-        "is faster. A bound stands where an arm did not reach the target in some pair.",
+        "is faster. A bound stands where an arm did not reach the target in some pair, or was past it when first "
+        "evaluated.",
         numeric=("Target", "Reached", "Time", "Speed-up", "95% interval", "n"),
         groups=tuple(versus(comparison, row) for row in rows),
     )

@@ -1,0 +1,70 @@
+"""Whose an output folder is: the settings, task, data and machine of the comparison that it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import trimtab
+from trimtab.core.codec import to_json, write_whole
+from trimtab.core.errors import FormatError
+from trimtab.core.objective import Budget, Objective
+from trimtab.measure.machine import environment
+from trimtab.tasks.task import Task, TaskData
+
+# More pairs of the same comparison are welcome.
+_MAY_DIFFER = ("num_pairs", "whole_pairs")
+_MACHINE = ("cpu", "threads", "gpu")
+
+
+def claim(
+    out: Path, task: Task, data: TaskData, settings: Mapping[str, object], budget: Budget, objective: Objective
+) -> None:
+    """Write down what the folder holds, or refuse one that holds another comparison.
+
+    Raises:
+        FormatError: it names what differs; or the file that says so is damaged.
+    """
+    path = out / "settings.json"
+    given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
+    if budget != Budget() or objective != Objective():
+        given |= {"budget": to_json(budget), "objective": to_json(objective)}
+    wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place()}.items()}
+    if not path.exists():
+        write_whole(path, json.dumps(wanted, indent=1))
+    elif (found := _read(path)) != wanted:
+        different = sorted(k for k in wanted.keys() | found.keys() if found.get(k) != wanted.get(k))
+        raise FormatError(
+            str(out), given=f"a comparison with another {', '.join(different)}", expected="the same settings",
+            way_out="Name another folder with --out."
+        )  # fmt: skip
+
+
+def _subject(task: Task, data: TaskData) -> dict[str, object]:
+    return {
+        "task": task.name,
+        "data_sha256": data.source.sha256,
+        "batch_rows": task.batch_rows,
+        "budget_rows": task.budget_rows,
+        "eval_every_rows": task.eval_every_rows,
+        "adapted_rows": task.adapted_rows,
+        "strong_budget_rows": task.strong.budget_rows if task.strong else None,
+        "reference_precision": task.reference.precision,
+    }
+
+
+def _place() -> dict[str, str]:
+    """Return the machine and the versions that times depend on."""
+    found = environment()
+    machine = {key: found[key] for key in _MACHINE if key in found}
+    return {"torch": torch.__version__, "trimtab": trimtab.__version__} | machine
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None

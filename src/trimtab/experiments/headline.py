@@ -1,0 +1,87 @@
+"""The first sentence of a report: tier S by throughput, then tier F by the ladder and by what it ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trimtab.core.plan import Plan
+from trimtab.experiments.result import Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.verdicts import figures
+
+
+def headline(ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, *, quick: bool) -> Verdict:
+    """Return the verdict read first; `plan` is that of tier S. A quick comparison speaks of throughput only."""
+    same = _find(ratios, "plan_S", "throughput")
+    kind = same.verdict.kind if same else "no verdict"
+    sentences = [_same_maths(same, plan)] if same else []
+    if not quick:
+        freed = _freed(targets, _find(ratios, "plan_F", "final_metric_difference"))
+        sentences += [freed.sentence] if freed.sentence else []
+        if kind != "harm" and freed.kind == "gain":
+            kind = "gain"
+    return Verdict(kind, " ".join(sentences) or "Nothing was measured.")
+
+
+def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
+    return next((r for r in ratios if (r.arm, r.metric, r.against) == (arm, metric, "reference")), None)
+
+
+def _same_maths(row: RatioRow, plan: Plan) -> str:
+    found = figures(row.ratio)
+    if row.verdict.kind == "gain":
+        return f"Same maths, {found} the throughput of the reference."
+    if row.verdict.kind == "harm":
+        return f"Same maths, but slower: {found} the throughput of the reference."
+    if row.verdict.kind == "no verdict":
+        return f"No verdict on throughput: {row.verdict.sentence}."
+    advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
+    return f"No gain from settings that keep the maths ({found}): {advice}."
+
+
+def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
+    """Return what tier F brings, search included: the hardest rung it was decided on, and all that speaks against it.
+
+    What speaks against it, a harder rung or the final metric, leaves no gain.
+    """
+    rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict"]
+    hardest = decided[-1] if decided else -1
+    against = _missed(rungs[hardest + 1 :]) + _quality(quality, ("harm", "no verdict") if decided else ("harm",))
+    if not decided:
+        return Verdict("no verdict", f"With the learning rate freed, {' and '.join(against)}." if against else "")
+    row = rungs[hardest]
+    but = f", but {' and '.join(against)}" if against else ""
+    sentence = f"With the learning rate freed, target {row.target:g} is reached {_speed(row)}{but}."
+    return Verdict("no verdict" if against else row.verdict.kind, sentence)
+
+
+def _speed(row: TargetRow) -> str:
+    if row.ratio is None:
+        return f"at least {row.bound.removeprefix('>= ')} as fast, search included"
+    return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
+
+
+def _interval(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return ""
+    return f" (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def _missed(rungs: Sequence[TargetRow]) -> list[str]:
+    """Name the rungs that the reference reached in some pair and the arm did not."""
+    return [
+        f"target {row.target:g} was reached in {row.reached_arm} of {row.n} pairs (reference: {row.reached_against} "
+        f"of {row.n})"
+        for row in rungs
+        if any(
+            math.isinf(ours) and math.isfinite(theirs) for ours, theirs in zip(row.arm_s, row.against_s, strict=True)
+        )
+    ]
+
+
+def _quality(row: RatioRow | None, kinds: tuple[str, ...]) -> list[str]:
+    if row is None or row.verdict.kind not in kinds:
+        return []
+    what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
+    return [f"{what}: {row.verdict.sentence}"]

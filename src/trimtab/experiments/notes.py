@@ -1,0 +1,64 @@
+"""What a reader of a comparison must know besides its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.core.units import format_seconds
+from trimtab.experiments import stats
+from trimtab.experiments.planning import Plans
+from trimtab.experiments.result import TargetRow
+
+# In a header's detail: why an arm was only timed where others ran to their end.
+WHY_TIMED = "why_timed"
+_ENDS = {"target": "stopped after the hardest target", "cap": "stopped at the time cap", "diverged": "diverged"}
+
+
+def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:
+    """Return the sentences."""
+    found = [f"{name}: {reason}" for name, reason in _ends(races).items()]
+    if any(row.left_censored for row in targets):
+        found.append(
+            "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
+        )
+    if "F" in plans.plans:
+        search = format_seconds(plans.plans["F"].search_s)
+        found.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
+    return found + _horizon(races) + _only_timed(races) + _spread(plans, races)
+
+
+def _ends(races: stats.Races) -> dict[str, str]:
+    """Return how arms ended that did not run to their budget."""
+    ends: dict[str, list[str]] = {}
+    for race in races.values():
+        for name, record in race.items():
+            ends.setdefault(name, []).append(record.end.reason if record.end else "cut off")
+    return {
+        name: ", ".join(f"{_ENDS[e]} in {found.count(e)} of {len(found)} races" for e in _ENDS if e in found)
+        for name, found in ends.items()
+        if any(e in _ENDS for e in found)
+    }
+
+
+def _horizon(races: stats.Races) -> list[str]:
+    """Say where tier F was given fewer rows than the reference."""
+    pairs = stats.to_the_end(races, "plan_F", "reference")
+    given = {(stats.given_rows(ours), stats.given_rows(theirs)) for ours, theirs in pairs}
+    return [
+        f"tier F trained on {ours:,} of the reference's {theirs:,} rows; that horizon is set in the task, it was not "
+        "searched for"
+        for ours, theirs in sorted(given)
+        if ours < theirs
+    ]
+
+
+def _only_timed(races: stats.Races) -> list[str]:
+    reasons = {str(r["paper"].header.detail.get(WHY_TIMED, "")) for r in races.values() if "paper" in r}
+    return [f"P1 was only timed here: {reason}" for reason in sorted(reasons) if reason]
+
+
+def _spread(plans: Plans, races: stats.Races) -> list[str]:
+    """Say what the intervals do not hold; below two pairs there is none."""
+    what = "planning and of the range test" if "F" in plans.plans else "planning"
+    sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
+    return [sentence] if len(races) > 1 else []

@@ -1,0 +1,74 @@
+"""Ratios with their verdicts: throughput, quality and memory of one arm against another's."""
+
+from __future__ import annotations
+
+from trimtab.core.record import RunRecord
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+from trimtab.experiments.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.stats import Races, as_ratio, cpu_ratios, curve, throughput_ratios, to_the_end
+from trimtab.experiments.verdicts import control_verdict, quality_verdict, speed_verdict
+
+
+def throughput_row(races: Races, arm: str, against: str, tier: str, control: Interval | None) -> RatioRow | None:
+    """Return the throughput ratio of an arm over another; None without a common race.
+
+    The arm "self" is the control: it is held against nothing but itself.
+    """
+    ratios = throughput_ratios(races, arm, against)
+    if not ratios:
+        return None
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
+    return RatioRow("throughput", arm, against, tier, ratio, verdict, _cpu(races, arm, against, len(ratios)))
+
+
+def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
+    """Return the ratio in processor time, only where it is of the same pairs."""
+    ratios = cpu_ratios(races, arm, against)
+    return as_ratio(ratio_interval(ratios), ratios) if len(ratios) == pairs else None
+
+
+def quality_row(
+    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool
+) -> RatioRow | None:
+    """Return the difference of the held-out metric: points for accuracy, else percent (better > 0).
+
+    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both. None for tier F as soon as
+    one run of a pair stopped before its end: the pairs that are left would be selected by their outcome.
+    """
+    pairs = to_the_end(races, arm, against)
+    if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
+        return None
+    differences = []
+    for ours, theirs in pairs:
+        mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
+        common = mine.keys() & yours.keys()
+        if tier == "F" and mine and yours:
+            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better))
+        elif tier != "F" and common:
+            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better))
+    if not differences:
+        return None
+    interval = mean_interval(differences)
+    ratio = as_ratio(interval, differences)
+    return RatioRow("final_metric_difference", arm, against, tier, ratio, quality_verdict(ratio, tier))
+
+
+def _difference(ours: float, theirs: float, higher_is_better: bool) -> float:
+    return (ours - theirs) * (100.0 if higher_is_better else -100.0 / theirs)
+
+
+def _ran_out(record: RunRecord) -> bool:
+    return record.end is not None and record.end.reason == "budget"
+
+
+def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
+    return {rows: value for rows, _, value in curve(record, metric)}
+
+
+def memory_row(arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
+    """Return the ratio of peaks, measured once each: exact allocation counts, so no interval."""
+    value = ours / theirs
+    kind = "gain" if value < 0.99 else ("harm" if value > 1.01 else "no gain")
+    ratio = Ratio(value, None, None, 1, (value,), counted=True)
+    return RatioRow("peak_memory", arm, against, tier, ratio, Verdict(kind, f"{value:.3f}x the peak of {against}"))

@@ -1,0 +1,103 @@
+"""Seconds to the rungs of the ladder, with what censoring leaves to be said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments.result import Ratio, TargetRow, Verdict
+from trimtab.experiments.stats import Races, as_ratio, given_rows, time_to_target, to_the_end
+from trimtab.experiments.verdicts import figures, speed_verdict
+
+OTHER_EARLY = "not measured: the other crossed before its first evaluation"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Seconds to a target of an arm (charge included) and of another, and what is known of them.
+
+    `early`: crossed by the first evaluation, so that the time is an upper bound. `cap_s`: how long the other trained.
+    """
+
+    ours: float
+    theirs: float
+    ours_early: bool
+    theirs_early: bool
+    cap_s: float
+
+
+def target_row(
+    races: Races,
+    arm: str,
+    against: str,
+    tier: str,
+    target: float,
+    metric: str,
+    higher_is_better: bool,
+    charge_s: float | None,
+    control: Interval | None = None,
+) -> TargetRow | None:
+    """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given.
+
+    None when the two never ran to the end in one race.
+    """
+    records = to_the_end(races, arm, against)
+    if not records:
+        return None
+    pairs = []
+    for record, other in records:
+        ours, ours_early = time_to_target(record, metric, target, higher_is_better)
+        theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
+        cap_s = float(other.end.detail["train_s"]) if other.end else 0.0
+        pairs.append(_Pair(ours + (charge_s or 0.0), theirs, ours_early, theirs_early, cap_s))
+    ratio, bound, verdict = _judge(pairs, control, arm, against)
+    return TargetRow(
+        target=target,
+        arm=arm,
+        against=against,
+        tier=tier,
+        charged=charge_s is not None,
+        ratio=ratio,
+        bound=bound,
+        reached_arm=sum(math.isfinite(pair.ours) for pair in pairs),
+        reached_against=sum(math.isfinite(pair.theirs) for pair in pairs),
+        n=len(pairs),
+        left_censored=sum(pair.ours_early or pair.theirs_early for pair in pairs),
+        arm_s=tuple(pair.ours for pair in pairs),
+        against_s=tuple(pair.theirs for pair in pairs),
+        verdict=verdict,
+        arm_rows=max(given_rows(record) for record, _ in records),
+        against_rows=max(given_rows(other) for _, other in records),
+    )
+
+
+def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:
+    """Return (ratio, bound, verdict): one of ratio and bound."""
+    if bound := _censored(pairs):
+        return None, bound, Verdict("no verdict", bound)
+    ratios = [pair.theirs / pair.ours for pair in pairs]
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = speed_verdict(ratio, control, arm, against)
+    if not any(pair.ours_early for pair in pairs):
+        return ratio, "", verdict
+    # The arm was already past the target when first looked at: each such ratio is a lower bound, and so is their mean.
+    if verdict.kind == "gain":
+        sentence = f"{arm} is at least {figures(ratio)} as fast as {against}: it had crossed by its first evaluation"
+        return None, f">= {ratio.mean:.2f}x", Verdict("gain", sentence)
+    bound = f">= {min(ratios):.2f}x"
+    return None, bound, Verdict("no verdict", f"{bound}: it had crossed by its first evaluation")
+
+
+def _censored(pairs: list[_Pair]) -> str:
+    """Say what pairs allow in which a time is not known: how much faster the arm is at least, where that is known."""
+    never = [math.isinf(pair.ours) for pair in pairs]
+    if all(never):
+        return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
+    if any(never):
+        return "reached in some pairs only"
+    if any(pair.theirs_early for pair in pairs):
+        return OTHER_EARLY
+    if any(math.isinf(pair.theirs) for pair in pairs):
+        return f">= {min(min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs):.2f}x"
+    return ""

@@ -1,0 +1,111 @@
+"""What intervals allow to be said (math: section 8)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
+from trimtab.experiments.result import Ratio, Verdict
+
+NON_INFERIOR = 0.97
+QUALITY = 0.5  # points of accuracy, or percent of perplexity
+_POWER = 0.90
+
+
+def figures(ratio: Ratio) -> str:
+    """Return `1.31x (95% 1.20 to 1.43, n=8)`; without an interval the mean alone."""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.mean:.2f}x"
+    return f"{ratio.mean:.2f}x (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
+    """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    if (few := _too_few(ratio)) is not None:
+        return few
+    assert ratio.low is not None
+    assert ratio.high is not None
+    found = figures(ratio)
+    if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
+        pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
+        return Verdict("no verdict", f"no A/A control{pairs}, so {found} may be noise")
+    resolved = resolution(control)
+    if ratio.low > 1 and ratio.mean - 1 > resolved:
+        return Verdict("gain", f"{arm} is {found} as fast as {against}")
+    if ratio.high < 1 and 1 - ratio.mean > resolved:
+        return Verdict("harm", f"{arm} is slower than {against}: {found}")
+    return Verdict("no gain", f"{arm} against {against}: {found}; the A/A control resolves {100 * resolved:.2g}%")
+
+
+def control_verdict(ratio: Ratio) -> Verdict:
+    """Return the verdict on the reference against itself: its interval is the resolution, and should hold 1."""
+    if (few := _too_few(ratio)) is not None:
+        return few
+    assert ratio.low is not None
+    assert ratio.high is not None
+    if ratio.low <= 1 <= ratio.high:
+        return Verdict("no gain", f"the reference against itself: {figures(ratio)}; this interval is the resolution")
+    return Verdict("no verdict", f"the control itself differs: {figures(ratio)} between two runs of the same loop")
+
+
+def non_inferiority(ratio: Ratio) -> Verdict:
+    """Return whether the interval lies at or above 0.97 ("do no harm"), below it, or shows neither."""
+    if (few := _too_few(ratio)) is not None:
+        return few
+    assert ratio.low is not None
+    assert ratio.high is not None
+    found = (
+        f"{ratio.mean:.3f}x (95% {ratio.low:.3f} to {ratio.high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
+    )
+    if ratio.low >= NON_INFERIOR:
+        return Verdict("no gain", f"do no harm: {found}")
+    if ratio.high < NON_INFERIOR:
+        return Verdict("harm", f"harm: {found}")
+    return Verdict("no verdict", f"not shown: {found}")
+
+
+def _power(ratio: Ratio) -> str:
+    pairs = pairs_for_power(ratio.pairs)
+    if pairs is None:
+        return f"no number of pairs would give {_POWER:.0%} power at this mean"
+    return f"{pairs} pairs give {_POWER:.0%} power at this noise"
+
+
+def pairs_for_power(ratios: Sequence[float]) -> int | None:
+    """Return the pairs that show non-inferiority with 90% power, were mean and deviation what these say.
+
+    `n = ((z_.975 + z_.90) * s / (mean_log - log .97))^2` on log ratios (normal approximation), at least 5; None where
+    the mean is at or below the bar.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    margin = statistics.fmean(logs) - math.log(NON_INFERIOR)
+    if margin <= 0:
+        return None
+    normal = statistics.NormalDist()
+    z = normal.inv_cdf(0.975) + normal.inv_cdf(_POWER)
+    return max(MIN_PAIRS_FOR_VERDICT, math.ceil((z * statistics.stdev(logs) / margin) ** 2))
+
+
+def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
+    """Return the verdict on a difference of the final metric, within half a point or percent."""
+    if not all(map(math.isfinite, ratio.pairs)):
+        return Verdict("no verdict", "the metric is not finite in some pair")
+    if (few := _too_few(ratio)) is not None:
+        return few
+    assert ratio.low is not None
+    assert ratio.high is not None
+    found = f"{ratio.mean:+.2f} (95% {ratio.low:+.2f} to {ratio.high:+.2f}), limit {QUALITY}"
+    if ratio.low < -QUALITY:
+        kind = "harm" if ratio.high < -QUALITY else "no verdict"
+        return Verdict(kind, f"quality not shown to be equal: {found}")
+    if tier == "S" and ratio.high > QUALITY:
+        return Verdict("no verdict", f"quality not shown to be equal: {found}")
+    return Verdict("gain" if tier == "F" and ratio.low > 0 else "no gain", f"quality within the limit: {found}")
+
+
+def _too_few(ratio: Ratio) -> Verdict | None:
+    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
+        return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+    return None

@@ -1,0 +1,54 @@
+"""A plan applied to live objects: each change with its undo, and no model in two runs at once."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from trimtab.core.errors import LoopError
+from trimtab.core.plan import Plan
+from trimtab.runtime import layout, optimizers, precision
+from trimtab.runtime.modes import retained_memory
+
+_active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def require_free(model: nn.Module) -> None:
+    """Raise `LoopError` when a run holds the model."""
+    if model in _active:
+        raise LoopError(
+            "model",
+            given="a model with an active run",
+            expected="one run",
+            way_out="Close it first: run.close(), or use `with trimtab.start(...)`.",
+        )
+
+
+def apply_plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, watch: Callable[[nn.Module], Callable[[], None]]
+) -> contextlib.ExitStack:
+    """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
+
+    Args:
+        watch: installs what sees the model's forward; returns what removes it.
+    """
+    with contextlib.ExitStack() as undo:
+        _active.add(model)
+        undo.callback(_active.discard, model)
+        if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
+            undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
+        if plan.memory_layout.value == "channels_last":
+            undo.callback(layout.use_channels_last(model, optimizer))
+        if plan.precision.value == "tf32":
+            undo.callback(precision.tf32.hold())
+        if plan.allocator.value == "retain":
+            undo.callback(retained_memory.hold())
+        undo.callback(watch(model))
+        undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
+        layout.align_state(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return undo.pop_all()

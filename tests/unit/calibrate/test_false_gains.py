@@ -1,0 +1,71 @@
+"""A stage of identical arms, hundreds of times: how often does one of them come out as a gain?"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from trimtab.calibrate import trials
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Check
+from trimtab.core.profile import Candidate, LoopFacts, Profile
+from trimtab.decide.search import Stage, decide_stage
+
+CPU = DeviceSpec("a processor", "cpu", None, {}, None, "made up", 4)
+FACTS = LoopFacts(10, 10, 40, "SGD", 64, 64, "rows", None, True, True, False, "contiguous")
+WHOLE = Candidate("fp32", "keep", False, 64)
+RIVALS = (
+    replace(WHOLE, precision="bf16"),
+    replace(WHOLE, memory_layout="channels_last"),
+    replace(WHOLE, precision="bf16", memory_layout="channels_last"),
+)
+REPEATS = 400
+
+
+class Still:
+    """A state that nothing changes."""
+
+    def restore(self):
+        pass
+
+
+def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5):
+    """Run one stage on a clock of nothing but noise, and `speed` of the rivals; returns its winner."""
+    stage = Stage("precision", (WHOLE, *rivals), control=True)
+
+    def time_block(subject, stage, candidate, steps):
+        return step_s * rng.lognormvariate(0, noise) / (1.0 if candidate == WHOLE else speed)
+
+    monkeypatch.setattr(trials, "_time_block", time_block)
+    arms = [trials._Arm(candidate, first_s=step_s) for candidate in stage.candidates]
+    arms.append(trials._Arm(WHOLE, control=True, first_s=step_s))
+    steps = max(1, round(trials._BLOCK_S / step_s))
+    blocks = trials._Blocks(None, stage, steps, step_s, num_blocks, Still(), lambda text: None)
+    trials._run_blocks(blocks, arms, list(arms))
+    found = tuple(trials._trial(stage, arm, step_s) for arm in arms)
+    profile = Profile(CPU, FACTS, Check(False, "one row"), trials=found)
+    return decide_stage(profile, "precision", Objective(), Budget()).winner
+
+
+@pytest.mark.parametrize("num_blocks", [3, 5])
+@pytest.mark.parametrize("step_s", [1.0, 0.01])
+@pytest.mark.parametrize("noise", [0.05, 0.1])
+@pytest.mark.parametrize("rivals", [RIVALS[:1], RIVALS], ids=["one rival", "three rivals"])
+def test_identical_arms_seldom_make_a_gain(monkeypatch, rivals, noise, step_s, num_blocks):
+    """In at most 5% of stages, however its blocks are extended, or its losers dropped."""
+    rng = random.Random(f"{len(rivals)} {noise} {step_s} {num_blocks}")
+    found = [
+        stage_of(rng, monkeypatch, noise=noise, step_s=step_s, rivals=rivals, num_blocks=num_blocks)
+        for _ in range(REPEATS)
+    ]
+    assert sum(winner != WHOLE for winner in found) <= 0.05 * REPEATS
+
+
+@pytest.mark.parametrize(("noise", "speed"), [(0.02, 1.15), (0.08, 1.6)])
+def test_a_true_gain_is_still_found(monkeypatch, noise, speed):
+    rng = random.Random(7)
+    found = [stage_of(rng, monkeypatch, noise=noise, step_s=1.0, rivals=RIVALS[:1], speed=speed) for _ in range(200)]
+    assert sum(winner != WHOLE for winner in found) > 0.9 * len(found)

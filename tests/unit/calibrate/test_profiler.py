@@ -1,0 +1,160 @@
+"""What a profile says beside its trials: counted FLOP, phases, the wait for data; and loops that do not fit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.calibrate import profiler, trials
+from trimtab.calibrate.subject import Subject
+from trimtab.core.objective import Reference
+from trimtab.measure import machine
+
+ROWS = 8
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(trials, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
+
+
+def mean_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def loop():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.AdamW(model.parameters()), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,)))
+
+
+def profiled(loss_fn=mean_loss, **others):
+    model, optimizer, batch = loop()
+    return trimtab.profile(model, optimizer, loss_fn, batch, num_blocks=3, **others)
+
+
+class Loader:
+    """Batches that take a while each, the first longer; tells how many were drawn."""
+
+    def __init__(self, batch, wait_s=0.003, first_s=0.4, num_workers=0):
+        self.batch, self.wait_s, self.first_s, self.num_workers = batch, wait_s, first_s, num_workers
+        self.drawn = 0
+
+    def __iter__(self):
+        time.sleep(self.first_s)
+        for _ in range(50):
+            time.sleep(self.wait_s)
+            self.drawn += 1
+            yield self.batch
+
+
+def test_without_data_nothing_is_said_of_it():
+    found = profiled()
+    assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]
+    assert found.phases_s["slicing"] < 0.01
+
+
+def test_the_wait_for_a_batch_is_timed_after_the_first_and_becomes_advice():
+    model, optimizer, batch = loop()
+    loader = Loader(batch)
+    found = profiled(data=loader)
+    assert 0.003 <= found.phases_s["data"] < 0.03
+    assert loader.drawn == 9
+    model, optimizer, batch = loop()
+    plan = trimtab.plan(model, optimizer, mean_loss, batch, data=Loader(batch, wait_s=0.02), num_blocks=3)
+    assert any("of its time for data" in line for line in plan.advice)
+
+
+@pytest.mark.parametrize(("num_workers", "waits_s"), [(0, 0.03), (2, 0.02), (None, 0.03)])
+def test_workers_draw_while_the_step_runs(num_workers, waits_s):
+    loader = Loader(loop()[2], num_workers=num_workers)
+    assert profiler._waiting_s(0.03, {"forward": 0.006, "backward": 0.004}, loader) == pytest.approx(waits_s)
+
+
+def test_workers_that_keep_up_with_the_step_make_no_one_wait():
+    assert profiler._waiting_s(0.03, {"forward": 0.05}, Loader(loop()[2], num_workers=1)) == 0
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_data_too_short_to_time_is_no_data(batches):
+    assert "data" not in profiled(data=[loop()[2]] * batches).phases_s
+
+
+@pytest.mark.parametrize(
+    ("make", "adapt", "drawn"),
+    [
+        (list, "learning_rate", 3),
+        (iter, "learning_rate", 0),
+        (iter, None, 3),
+    ],
+)
+def test_an_iterator_is_left_whole_for_the_range_test(monkeypatch, make, adapt, drawn):
+    model, optimizer, batch = loop()
+    timed = []
+    monkeypatch.setattr(profiler, "seconds_per_batch", lambda subject, data: timed.extend(data))
+    trimtab.plan(model, optimizer, mean_loss, batch, adapt=adapt, data=make([batch] * 3), num_blocks=3)
+    assert len(timed) == drawn
+
+
+def test_phases_that_cannot_be_timed_are_none(monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(profiler, "measure_phases", fail)
+    found = profiled(data=[loop()[2]] * 3)
+    assert found.phases_s == {}
+    assert found.trials
+
+
+def small_only(model, batch):
+    if len(batch[0]) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return mean_loss(model, batch)
+
+
+def test_a_loop_that_does_not_fit_is_planned_in_slices():
+    """Check, count, trials and phases of the whole batch all run out of memory; half of it runs."""
+    model, optimizer, batch = loop()
+    found = trimtab.profile(model, optimizer, small_only, batch)
+    assert (found.loop.flops_per_step, found.loop.terms_per_step, found.loop.terms) == (None, ROWS, "rows")
+    assert found.check.splittable
+    assert "first 4 of 8 rows" in found.check.reason
+    assert found.phases_s == {}
+    plan = trimtab.plan(model, optimizer, small_only, batch)
+    assert plan.micro_batch.value in (1, 2, 4)
+    assert "cannot stay (out of memory)" in plan.micro_batch.reason
+    assert plan.baseline is None
+
+
+def test_terms_are_known_where_only_the_backward_does_not_fit():
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, optimizer, batch = loop()
+    subject = Subject(model, optimizer, lambda m, b: (Full.apply(mean_loss(m, b)), 24), batch)
+    assert profiler._count_step(subject, "fp32") == (None, 24.0, "tokens")
+
+
+def test_a_loop_is_counted_in_its_own_precision():
+    """One that runs in 16 bits only has FLOP, terms and a plan; splitting it is not proved."""
+
+    def half_only(model, batch):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("the kernel wants 16 bits")
+        return mean_loss(model, batch)
+
+    found = profiled(half_only, reference=Reference("bf16"))
+    assert found.loop.flops_per_step > 0
+    assert not found.check.splittable
+    assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]

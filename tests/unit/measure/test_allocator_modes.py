@@ -1,0 +1,85 @@
+"""The allocator's mode is set by what the C library takes: an older glibc refuses a high mmap threshold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.measure import allocator
+
+TRIM, THRESHOLD, MAX = -1, -3, -4
+MIB = 2**20
+
+
+class Libc:
+    """A C library whose `mallopt` refuses what it is told to refuse, and holds the rest."""
+
+    def __init__(self, refuses=lambda parameter, value: False):
+        self.refuses, self.held = refuses, {}
+
+    def mallopt(self, parameter, value):
+        if self.refuses(parameter, value):
+            return 0
+        self.held[parameter] = value
+        return 1
+
+
+def high_threshold(parameter, value):
+    return parameter == THRESHOLD and value > 32 * MIB
+
+
+def any_mapping(parameter, value):
+    return high_threshold(parameter, value) or parameter == MAX
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Return what puts a C library in place, with the mode not yet set and nothing yet tried."""
+
+    def put(libc):
+        monkeypatch.setattr(allocator, "_libc", lambda: libc)
+        monkeypatch.setattr(allocator, "_mode", "keep")
+        allocator._way.cache_clear()
+        return libc
+
+    yield put
+    monkeypatch.undo()
+    allocator._way.cache_clear()
+
+
+def test_a_library_that_takes_the_threshold_gets_it(use):
+    libc = use(Libc())
+    assert allocator.can_retain()
+    kept = {THRESHOLD: 32 * MIB, TRIM: 64 * MIB}
+    assert libc.held == kept
+    allocator.set_mode("retain")
+    assert libc.held == {THRESHOLD: 2**30, TRIM: 2**31 - 1}
+    allocator.set_mode("keep")
+    assert libc.held == kept
+
+
+def test_one_that_refuses_it_maps_no_block_instead(use):
+    libc = use(Libc(high_threshold))
+    assert allocator.can_retain()
+    allocator.set_mode("retain")
+    assert (libc.held[MAX], libc.held[TRIM]) == (0, 2**31 - 1)
+    assert allocator.mode() == "retain"
+    allocator.set_mode("keep")
+    assert libc.held == {THRESHOLD: 32 * MIB, TRIM: 64 * MIB, MAX: 65536}
+
+
+@pytest.mark.parametrize("libc", [Libc(any_mapping), Libc(lambda *_: True), None], ids=["mapping", "all", "no glibc"])
+def test_one_that_refuses_both_cannot_retain(use, libc):
+    use(libc)
+    assert not allocator.can_retain()
+    with pytest.raises(ValueGivenError, match="refuses it"):
+        allocator.set_mode("retain")
+    assert allocator.mode() == "keep"
+    if libc is not None:
+        assert libc.held.get(TRIM) in (None, 64 * MIB)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueGivenError, match=r"plan\.allocator: given retain"):
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(4, allocator="retain"))

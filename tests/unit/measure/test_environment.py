@@ -1,0 +1,25 @@
+"""The environment names every version a figure depends on, this library's own among them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+
+import trimtab
+from trimtab.measure.machine import environment
+
+
+def test_it_names_the_versions():
+    found = environment()
+    assert found["torch"] == torch.__version__
+    assert found["trimtab"] == importlib.metadata.version("trimtab")
+    assert all(isinstance(value, str) and value for value in found.values())
+
+
+def test_sources_that_are_not_installed_say_their_own_version(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert environment()["trimtab"] == trimtab.__version__

@@ -1,0 +1,81 @@
+"""A start that fails anywhere on its way leaves layout, optimizer state and hooks as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.runtime import layout, optimizers
+
+ROWS = 4
+MOST = 40  # more conversions than there are
+
+
+class Fails:
+    """Stands in for a function: its n-th call raises, all others go through."""
+
+    def __init__(self, function, n, error):
+        self.function, self.n, self.error, self.calls = function, n, error, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == self.n:
+            raise self.error("the n-th conversion")
+        return self.function(*args, **kwargs)
+
+
+def loop():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3), nn.Flatten())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(ROWS, 3, 7, 7)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def look(model, optimizer):
+    state = [(name, t) for held in optimizer.state.values() for name, t in held.items()]
+    return (
+        [(t.stride(), t.detach().flatten().tolist()) for t in [*model.parameters(), *model.buffers()]],
+        [None if p.grad is None else (p.grad.stride(), p.grad.flatten().tolist()) for p in model.parameters()],
+        [(name, t.stride(), t.dtype, t.flatten().tolist()) for name, t in state],
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        {k: len(v) for k, v in vars(optimizer).items() if k.endswith("hooks")},
+        [{k: len(v) for k, v in vars(m).items() if k.endswith("hooks")} for m in model.modules()],
+    )
+
+
+PLACES = {
+    "a tensor laid out": (layout, "_align_grad", {"memory_layout": "channels_last"}),
+    "a state tensor": (layout, "_with_strides", {"memory_layout": "channels_last"}),
+    "a step counter moved": (optimizers, "_move_steps", {"fused_optimizer": True}),
+    "state aligned for the fused step": (optimizers, "align_state", {"fused_optimizer": True}),
+    "the last alignment": (layout, "align_state", {"memory_layout": "channels_last", "fused_optimizer": True}),
+}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(("module", "name", "changes"), PLACES.values(), ids=PLACES)
+def test_a_conversion_that_raises_half_way_is_undone(monkeypatch, module, name, changes, error):
+    raised = 0
+    for n in range(1, MOST):
+        model, optimizer = loop()
+        before = look(model, optimizer)
+        failing = Fails(getattr(module, name), n, error)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, failing)
+            try:
+                run = trimtab.start(model, optimizer, Plan.fixed(ROWS, **changes))
+            except error:
+                raised += 1
+                assert look(model, optimizer) == before, f"call {n}"
+                continue
+        run.close()
+        break
+    assert raised
+    assert n < MOST - 1
