@@ -47,7 +47,8 @@ ONLY = {
 }
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
-TORCH_FREE = (*STDLIB_ONLY, "trimtab.experiments.result", "trimtab.experiments.stats", "trimtab.experiments.report")
+READERS = ("headline", "ratio_rows", "report", "result", "stats", "target_rows", "verdicts")
+TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.
 OPTIONAL = {

@@ -188,8 +188,9 @@ def main() -> None:
     except Exception as error:  # a task's own code, mostly
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
-        first = (str(error).splitlines() or [""])[0]
-        typer.echo(f"trimtab: {type(error).__name__}: {first} (TRIMTAB_TRACEBACK=1 shows where)", err=True)
+        from trimtab.calibrate.failures import describe
+
+        typer.echo(f"trimtab: {describe(error)} (TRIMTAB_TRACEBACK=1 shows where)", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
+from trimtab.calibrate.failures import describe
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
 from trimtab.experiments.claim import claim
-from trimtab.experiments.failures import blame_reference, in_words
+from trimtab.experiments.failures import blame_reference
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
@@ -204,7 +205,7 @@ def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device) ->
     except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
         if entry.name == "reference":
             blame_reference(error)
-        return ArmFacts(None, error=in_words(error))
+        return ArmFacts(None, error=describe(error))
 
 
 def _race(

@@ -1,18 +1,11 @@
-"""What an arm's own code raised, in words."""
+"""What ends a comparison: a reference that fails."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
+from trimtab.calibrate.failures import describe
 from trimtab.core.errors import LoopError, TrimtabError
-
-_MAX_MESSAGE = 200
-
-
-def in_words(error: Exception) -> str:
-    """Return `Type: message`, the first line of it."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:_MAX_MESSAGE]}"
 
 
 def blame_reference(error: Exception) -> NoReturn:
@@ -25,7 +18,7 @@ def blame_reference(error: Exception) -> NoReturn:
         raise error
     raise LoopError(
         "reference loop",
-        given=in_words(error),
+        given=describe(error),
         expected="a loop that trains",
         way_out="TRIMTAB_TRACEBACK=1 shows where it was raised.",
     ) from error

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from trimtab.calibrate.failures import describe
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
-from trimtab.experiments.failures import blame_reference, in_words
+from trimtab.experiments.failures import blame_reference
 from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.experiments.turns import turns
 from trimtab.measure.process_state import ProcessState
@@ -87,7 +88,7 @@ class Racer:
 
     def fail(self, error: Exception) -> None:
         """Leave the race."""
-        self.end, self.error = "error", in_words(error)
+        self.end, self.error = "error", describe(error)
 
     def close(self) -> None:
         """Undo what the loop changed."""

@@ -23,45 +23,40 @@ def figures(ratio: Ratio) -> str:
 
 def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
     """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
-    if (few := _too_few(ratio)) is not None:
-        return few
-    assert ratio.low is not None
-    assert ratio.high is not None
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
     found = figures(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
         return Verdict("no verdict", f"no A/A control{pairs}, so {found} may be noise")
     resolved = resolution(control)
-    if ratio.low > 1 and ratio.mean - 1 > resolved:
+    if low > 1 and ratio.mean - 1 > resolved:
         return Verdict("gain", f"{arm} is {found} as fast as {against}")
-    if ratio.high < 1 and 1 - ratio.mean > resolved:
+    if high < 1 and 1 - ratio.mean > resolved:
         return Verdict("harm", f"{arm} is slower than {against}: {found}")
     return Verdict("no gain", f"{arm} against {against}: {found}; the A/A control resolves {100 * resolved:.2g}%")
 
 
 def control_verdict(ratio: Ratio) -> Verdict:
     """Return the verdict on the reference against itself: its interval is the resolution, and should hold 1."""
-    if (few := _too_few(ratio)) is not None:
-        return few
-    assert ratio.low is not None
-    assert ratio.high is not None
-    if ratio.low <= 1 <= ratio.high:
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    if low <= 1 <= high:
         return Verdict("no gain", f"the reference against itself: {figures(ratio)}; this interval is the resolution")
     return Verdict("no verdict", f"the control itself differs: {figures(ratio)} between two runs of the same loop")
 
 
 def non_inferiority(ratio: Ratio) -> Verdict:
     """Return whether the interval lies at or above 0.97 ("do no harm"), below it, or shows neither."""
-    if (few := _too_few(ratio)) is not None:
-        return few
-    assert ratio.low is not None
-    assert ratio.high is not None
-    found = (
-        f"{ratio.mean:.3f}x (95% {ratio.low:.3f} to {ratio.high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
-    )
-    if ratio.low >= NON_INFERIOR:
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
+    if low >= NON_INFERIOR:
         return Verdict("no gain", f"do no harm: {found}")
-    if ratio.high < NON_INFERIOR:
+    if high < NON_INFERIOR:
         return Verdict("harm", f"harm: {found}")
     return Verdict("no verdict", f"not shown: {found}")
 
@@ -92,20 +87,24 @@ def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
     """Return the verdict on a difference of the final metric, within half a point or percent."""
     if not all(map(math.isfinite, ratio.pairs)):
         return Verdict("no verdict", "the metric is not finite in some pair")
-    if (few := _too_few(ratio)) is not None:
-        return few
-    assert ratio.low is not None
-    assert ratio.high is not None
-    found = f"{ratio.mean:+.2f} (95% {ratio.low:+.2f} to {ratio.high:+.2f}), limit {QUALITY}"
-    if ratio.low < -QUALITY:
-        kind = "harm" if ratio.high < -QUALITY else "no verdict"
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    found = f"{ratio.mean:+.2f} (95% {low:+.2f} to {high:+.2f}), limit {QUALITY}"
+    if low < -QUALITY:
+        kind = "harm" if high < -QUALITY else "no verdict"
         return Verdict(kind, f"quality not shown to be equal: {found}")
-    if tier == "S" and ratio.high > QUALITY:
+    if tier == "S" and high > QUALITY:
         return Verdict("no verdict", f"quality not shown to be equal: {found}")
-    return Verdict("gain" if tier == "F" and ratio.low > 0 else "no gain", f"quality within the limit: {found}")
+    return Verdict("gain" if tier == "F" and low > 0 else "no gain", f"quality within the limit: {found}")
 
 
-def _too_few(ratio: Ratio) -> Verdict | None:
+def _bounds(ratio: Ratio) -> tuple[float, float] | None:
+    """Return the interval, or None where a verdict needs more pairs."""
     if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
-        return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
-    return None
+        return None
+    return ratio.low, ratio.high
+
+
+def _too_few(ratio: Ratio) -> Verdict:
+    return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")

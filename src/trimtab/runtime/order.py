@@ -79,23 +79,16 @@ class LoopOrder:
 
     def require_idle(self, verb: str) -> None:
         """No window is open."""
-        if self.window is not None:
-            raise LoopError(
-                verb,
-                given="a new window before run.step()",
-                expected="run.step() for the window that is open",
-                way_out=_GIVE_UP,
-            )
+        self._require_closed(verb, "a new window before run.step()", "run.step() for the window that is open")
 
     def require_stepped(self, verb: str) -> None:
         """No window is left open where the loop ends."""
+        given = "the loader's end with a window open"
+        self._require_closed(verb, given, "run.step() after each window's last micro-batch")
+
+    def _require_closed(self, verb: str, given: str, expected: str) -> None:
         if self.window is not None:
-            raise LoopError(
-                verb,
-                given="the loader's end with a window open",
-                expected="run.step() after each window's last micro-batch",
-                way_out=_GIVE_UP,
-            )
+            raise LoopError(verb, given=given, expected=expected, way_out=_GIVE_UP)
 
     def require_complete(self, verb: str) -> Window:
         """Every micro-batch of the window had its backward; returns the window."""

@@ -150,7 +150,7 @@ def test_an_error_closes_every_arm_and_restores_the_process():
         return Watched(replace(its, loss_fn=broken), device)
 
     before = state()
-    with pytest.raises(LoopError, match=r"reference loop: given ZeroDivisionError: ; expected a loop that trains") as e:
+    with pytest.raises(LoopError, match=r"reference loop: given ZeroDivisionError; expected a loop that trains") as e:
         run(Entry("b", make, BUDGET_ROWS), Entry("a", Noisy, BUDGET_ROWS))
     assert isinstance(e.value.__cause__, ZeroDivisionError)
     assert state() == before
