@@ -118,8 +118,8 @@ def _sections(results: list[Row]) -> Iterator[str]:
 
 def _how(found: Row) -> str:
     """Return what else a reader of a comparison must know: its command, and tier F's horizon."""
-    said = [f"`{found['command']}`" if found.get("command") else ""]
-    said += ["short arms (--quick)" if found.get("quick") else ""]
+    command = found["environment"].get("command")
+    said = [f"`{command}`" if command else ""]
     horizon = next((row for row in found["rows"] if row.get("arm") == "plan_F" and "arm_rows" in row), None)
     if horizon is not None:
         said.append(f"tier F trained on {horizon['arm_rows']:,} of the reference's {horizon['against_rows']:,} rows")

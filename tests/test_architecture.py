@@ -47,7 +47,7 @@ ONLY = {
 }
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
-READERS = ("headline", "ratio_rows", "report", "result", "stats", "target_rows", "verdicts")
+READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "stats", "target_rows", "verdicts")
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.

@@ -132,7 +132,9 @@ def compare(
     whole: Annotated[
         int | None, typer.Option(min=0, help="races that run to the end of the budget; the others time a few steps")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="short arms, no peers: a first look in minutes")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a first look in two minutes: throughput and memory of tier S only")
+    ] = False,
     adapt: Annotated[str | None, typer.Option(help="learning-rate (tier F beside tier S), or none")] = "learning-rate",
     peers: Annotated[bool, typer.Option(help="race the paper's and the strong recipe too")] = True,
     cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),

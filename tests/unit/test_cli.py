@@ -216,7 +216,11 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     resumed = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 2, "--adapt", "none", "--out", "out")
     assert (resumed.code, resumed.err) == (0, "")
     assert resumed.out.rstrip().endswith("report: out/report.html")
-    explained(trimtab("compare", "tiny:task", "--quick", "--out", "out"), "a comparison with another adapt", "--out")
+    explained(
+        trimtab("compare", "tiny:task", "--quick", "--cap", 9, "--out", "out"),
+        "a comparison with another cap_s",
+        "--out",
+    )
     budget = ("--quick", "--adapt", "none", "--memory", "1GiB", "--out", "out")
     explained(trimtab("compare", "tiny:task", *budget), "another budget")
 

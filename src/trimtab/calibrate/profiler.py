@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.decide.search import next_stage, reference_candidate
-from trimtab.measure import allocator
+from trimtab.measure import allocator, page_faults
 from trimtab.measure.flops import count_flops
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
@@ -51,10 +52,12 @@ def profile_loop(
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         profile = Profile(device, facts, check, reference, environment=environment())
+        phases, num_faults = _phases_or_none(subject, reference_candidate(profile))
+        facts = replace(facts, returned_share=_returned_share(facts, phases, num_faults))
+        profile = replace(profile, loop=facts)
         while (stage := next_stage(profile, objective, budget)) is not None:
             profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
             snapshot.restore()
-        phases = _phases_or_none(subject, reference_candidate(profile), _phase_steps(profile))
     if drawing_s is not None and phases:
         phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
     seconds = time.perf_counter() - start
@@ -83,30 +86,34 @@ def _waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> floa
     return max(0.0, drawing_s - sum(phases.values())) if at_once else drawing_s
 
 
-def _phases_or_none(subject: Subject, candidate: Candidate, steps: int) -> dict[str, float]:
-    """Return the phases of a candidate; none where it cannot run, which its trials have told already."""
+def _phases_or_none(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
+    """Return phases and page faults of a candidate; none where it cannot run, which its trials will tell."""
     try:
-        return measure_phases(subject, candidate, steps)
+        return measure_phases(subject, candidate)
     except Exception:
-        return {}
+        return {}, None
 
 
-def _phase_steps(profile: Profile) -> int:
-    """Return fewer steps where one is long."""
-    return max(1, min(_PHASE_STEPS, round(1.0 / (profile.trials[0].step_s or 1.0))))
+def _returned_share(facts: LoopFacts, phases: Mapping[str, float], num_faults: float | None) -> float | None:
+    cost, step_s = page_faults.fault_s() if facts.can_retain else None, sum(phases.values())
+    return None if cost is None or num_faults is None or step_s <= 0 else min(1.0, num_faults * cost / step_s)
 
 
-def measure_phases(subject: Subject, candidate: Candidate, steps: int = _PHASE_STEPS) -> dict[str, float]:
-    """Return seconds per step by phase of a candidate: slicing, forward, backward, optimizer. Leaves no trace.
+def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
+    """Return seconds per step by phase of a candidate (slicing, forward, backward, optimizer), and its page faults.
 
-    "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart.
+    "slicing" cuts the batch into micro-batches and moves them to the device; drawing batches is timed apart. The first
+    step is not counted, and fewer steps are where one is long. Leaves no trace.
     """
     with Snapshot(subject.model, subject.optimizer), subject.start(candidate) as run:
-        run.train_step(run.window(subject.batch), subject.loss_fn)
-        clock = PhaseClock(subject.device)
+        first_s = time_call(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), subject.device)
+        steps = max(1, min(_PHASE_STEPS, round(1.0 / first_s)))
+        clock, before = PhaseClock(subject.device), page_faults.num_faults()
         for _ in range(steps):
             _phased_step(run, subject, clock)
-    return {name: seconds / steps for name, seconds in clock.seconds.items()}
+        after = page_faults.num_faults()
+    faults = None if before is None or after is None else (after - before) / steps
+    return {name: seconds / steps for name, seconds in clock.seconds.items()}, faults
 
 
 def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
@@ -162,8 +169,6 @@ def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, 
     with Snapshot(subject.model, subject.optimizer):
         try:
             flops = count_flops(forward_backward)
-        except NotImplementedError:  # an operator that does not run under the counter's dispatch mode
-            pass
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

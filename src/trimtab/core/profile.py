@@ -74,11 +74,13 @@ class LoopFacts:
         optimizer: class name.
         batch_rows: rows per optimizer step; terms_per_step: what the loss averages over (rows or tokens, padding not
             counted); terms: its name.
-        flops_per_step: counted forward and backward FLOP of one optimizer step, no recomputation; None: not counted.
+        flops_per_step: counted forward and backward FLOP of one optimizer step, as the model runs (recomputation that
+            it does by itself is counted); None: not counted.
         has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
         layout: "contiguous" or "channels_last", as the parameters lie now.
         layout_hazard: why channels_last is not safe here, or "".
         can_retain: whether the host allocator can be told to keep freed memory.
+        returned_share: share of a step that goes into taking back memory it had handed back; None: not known.
     """
 
     num_parameters: int
@@ -95,6 +97,7 @@ class LoopFacts:
     layout: str
     can_retain: bool = False
     layout_hazard: str = ""
+    returned_share: float | None = None
 
 
 @dataclass(frozen=True)

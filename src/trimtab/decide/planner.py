@@ -229,6 +229,8 @@ def _untried(name: str, profile: Profile) -> str:
         return "already channels_last" if profile.loop.layout == "channels_last" else "the model has no convolutions"
     if name == "fused_optimizer":
         return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
+    if name == "allocator" and profile.loop.can_retain:
+        return f"as the loop has it: {search.retaining_refusal(profile) or 'retaining memory was not tried'}"
     if name == "allocator":
         return "only host memory under glibc can be retained"
     return "as the loop has it"

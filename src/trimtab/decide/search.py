@@ -28,6 +28,8 @@ FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 # The optimizer's step is a small share of the whole: it has to get this much faster to be worth a change.
 WORTH_FUSING = 1.1
+# Page faults below this share of a step are left alone.
+WORTH_RETAINING = 0.02
 # After this many blocks a stage may drop who lost each of them; what it accepts takes as many as any verdict.
 MIN_BLOCKS = 3
 # Below this share of fp32's matrix-product speed a precision is not tried.
@@ -259,8 +261,24 @@ def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
     return None
 
 
+def retaining_refusal(profile: Profile) -> str | None:
+    """Return why retaining freed memory is not worth a trial, or None.
+
+    What it can save is known beforehand: the share of a step that goes into page faults.
+    """
+    share = profile.loop.returned_share
+    if share is None:
+        return None
+    control = _control_of(profile.stage("precision"))
+    resolved = resolution(control) if control is not None else 0.0
+    if share >= max(WORTH_RETAINING, resolved):
+        return None
+    figure = f"not tried: page faults take {100 * share:.2g}% of a step"
+    return figure if share < WORTH_RETAINING else f"{figure}, and a gain below {100 * resolved:.2g}% is not resolved"
+
+
 def _allocator_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
-    if not profile.loop.can_retain or incumbent.allocator == "retain":
+    if not profile.loop.can_retain or incumbent.allocator == "retain" or retaining_refusal(profile):
         return (incumbent,)
     return incumbent, replace(incumbent, allocator="retain")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
+from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.failures import blame_reference
 from trimtab.experiments.inspect_arm import measure_arm
@@ -31,7 +32,7 @@ from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
-from trimtab.experiments.summary import ArmFacts, summarise
+from trimtab.experiments.summary import summarise
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.paper import PaperLoop
@@ -39,10 +40,9 @@ from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import Task, TaskData
 
-_QUICK_RACE_S = 36.0
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
-_FEW_STEPS = 60
-_FEW_S = 10.0
+_FEW_STEPS, _FEW_S = 60, 10.0
+_QUICK_STEPS, _QUICK_S = 4, 3.5
 # Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
@@ -56,7 +56,8 @@ class Settings:
         num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
-        quick: short arms for a first look: reference, its control, and our plans, about 36 s a race.
+        quick: a first look within two minutes: throughput and memory of the reference, its control and the tier-S plan
+            in short arms; no peers, no tier F, nothing run to its end.
         adapt: whether to make and race a tier-F plan. peers: whether the paper's and the strong recipe take part.
         cap_s: training seconds after which an arm is censored.
     """
@@ -72,6 +73,13 @@ class Settings:
         checks.integer("pairs", self.num_pairs, high=1000)
         if self.whole_pairs is not None:
             checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
+        if self.quick and self.whole_pairs:
+            raise ValueGivenError(
+                "whole", given=f"{self.whole_pairs} with quick", expected="no whole pairs, or not quick"
+            )
+        if self.quick:
+            for name, value in (("whole_pairs", 0), ("adapt", False), ("peers", False)):
+                object.__setattr__(self, name, value)
         if not self.cap_s > 0:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
 
@@ -88,7 +96,6 @@ def compare(
 ) -> Comparison:
     """Run (or go on with) a comparison in the folder `out`; returns what it found."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = replace(settings, peers=settings.peers and not settings.quick)
     out.mkdir(parents=True, exist_ok=True)
     progress(f"reading {task.name}")
     data = task.load_data()
@@ -107,7 +114,7 @@ def compare(
         entries = [e for e in entries if not facts[e.name].error]
         races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
     raced_in = _environment(races)
-    return summarise(task, data, plans, races, facts, command=command, environment=raced_in, quick=settings.quick)
+    return summarise(task, data, plans, races, facts, command=command, environment=raced_in)
 
 
 def _environment(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
@@ -154,22 +161,21 @@ def _plans(
 def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> list[Entry]:
     rows = task.budget_rows
     step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
-    if settings.quick:
-        rows = min(rows, max(4, int(_QUICK_RACE_S / 4 / step_s)) * task.batch_rows)
-    few = rows if settings.quick else min(rows, max(_FEW_STEPS, math.ceil(_FEW_S / step_s)) * task.batch_rows)
+    steps, seconds = (_QUICK_STEPS, _QUICK_S) if settings.quick else (_FEW_STEPS, _FEW_S)
+    few = min(rows, max(steps, math.ceil(seconds / step_s)) * task.batch_rows)
     too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entry(name: str, make: MakeLoop, wanted: int, *, whole: bool = True, why: str = "", **options: bool) -> Entry:
-        """Return an arm of all its rows or of a few; only the first kind has a final metric."""
+        """Return an arm of all its rows, or of a few that are only timed."""
         budget = wanted if whole and not brief else min(wanted, few)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
-        return Entry(name, make, budget, detail=detail, **options)
+        return Entry(name, make, budget, evaluates=budget == wanted, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
     entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, whole=False)]
     entries.append(entry("plan_S", same, rows))
     if "F" in plans.plans:
-        horizon = rows if settings.quick else min(rows, task.adapted_rows or rows)
+        horizon = min(rows, task.adapted_rows or rows)
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
         entries.append(entry("plan_F", freed, horizon, stop_at_target=horizon == rows))
     if settings.peers:
@@ -201,7 +207,7 @@ def _facts(
 
 def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
     try:
-        return ArmFacts(*measure_arm(entry.make, task, data, device))
+        return measure_arm(entry.make, task, data, device)
     except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
         if entry.name == "reference":
             blame_reference(error)

@@ -10,16 +10,15 @@ from trimtab.experiments.result import Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.verdicts import figures
 
 
-def headline(ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, *, quick: bool) -> Verdict:
-    """Return the verdict read first; `plan` is that of tier S. A quick comparison speaks of throughput only."""
+def headline(ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan) -> Verdict:
+    """Return the verdict read first; `plan` is that of tier S."""
     same = _find(ratios, "plan_S", "throughput")
     kind = same.verdict.kind if same else "no verdict"
     sentences = [_same_maths(same, plan)] if same else []
-    if not quick:
-        freed = _freed(targets, _find(ratios, "plan_F", "final_metric_difference"))
-        sentences += [freed.sentence] if freed.sentence else []
-        if kind != "harm" and freed.kind == "gain":
-            kind = "gain"
+    freed = _freed(targets, _find(ratios, "plan_F", "final_metric_difference"))
+    sentences += [freed.sentence] if freed.sentence else []
+    if kind != "harm" and freed.kind == "gain":
+        kind = "gain"
     return Verdict(kind, " ".join(sentences) or "Nothing was measured.")
 
 

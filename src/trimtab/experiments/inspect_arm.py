@@ -1,4 +1,4 @@
-"""One arm looked at on its own, apart from the races: peak memory of a step, and seconds by phase."""
+"""One arm looked at on its own, apart from the races: peak memory of a step, seconds by phase, counted FLOP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.experiments.arm_facts import ArmFacts
+from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -18,8 +20,8 @@ from trimtab.tasks.task import Task, TaskData
 _PHASE_STEPS = 4
 
 
-def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device) -> tuple[int, dict[str, float]]:
-    """Return (peak bytes, seconds per step by phase) of a fresh loop whose optimizer state exists.
+def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
+    """Return what a step of a fresh loop takes, once the optimizer's state exists.
 
     The forward pass is timed inside the loss function, the optimizer by its step hooks; what is left of a step is the
     backward pass and the loop itself.
@@ -32,9 +34,15 @@ def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device
         for _ in range(2):
             loop.step(batches)
         peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
-        return peak, _phases(loop, batches, clock, device)
+        return ArmFacts(peak, _phases(loop, batches, clock, device), _flops_per_row(loop, batches), loop.precision)
     finally:
         loop.close()
+
+
+def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
+    rows: list[int] = []
+    flops = count_flops(lambda: rows.append(loop.step(batches)))
+    return None if flops is None else flops / rows[0]
 
 
 def _phases(loop: Loop, batches: Iterator[Any], clock: PhaseClock, device: torch.device) -> dict[str, float]:

@@ -18,6 +18,7 @@ class PlanLoop:
 
     def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
         self._task = task
+        self.precision = plan.precision.value
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
@@ -39,6 +40,7 @@ class StrongPlanLoop(StrongLoop):
     def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
         super().__init__(task, device)
         self._run = start(self.model, self.optimizer, plan)
+        self.precision = plan.precision.value
 
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""

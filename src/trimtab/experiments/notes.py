@@ -24,6 +24,8 @@ def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> lis
     if "F" in plans.plans:
         search = format_seconds(plans.plans["F"].search_s)
         found.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
+    if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
+        found.append("No arm ran to its end: time to target and final metric were not measured.")
     return found + _horizon(races) + _only_timed(races) + _spread(plans, races)
 
 

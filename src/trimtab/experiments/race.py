@@ -49,13 +49,14 @@ class Entry:
     Args:
         name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
         budget_rows: rows after which it stops. stop_at_target: stop once the hardest target is crossed for good.
-        detail: kept in its record's header.
+        evaluates: whether it is looked at on held-out data. detail: kept in its record's header.
     """
 
     name: str
     make: MakeLoop
     budget_rows: int
     stop_at_target: bool = False
+    evaluates: bool = True
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -110,7 +111,7 @@ class Racer:
         block = Block(rows, time.perf_counter() - start, time.process_time() - cpu_start)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
-        if self.rows >= due or self.rows >= self.entry.budget_rows:
+        if self.entry.evaluates and self.rows >= min(due, self.entry.budget_rows):
             self._evaluate()
         self._finish_if_due(cap_s)
         self._state = ProcessState.capture()

@@ -56,7 +56,7 @@ class Arm:
         label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
         step_s: median seconds per optimizer step, one per seed. terms_per_s: throughput, one per seed.
         peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per step by phase.
-        mfu: model FLOP/s over the peak named in `Comparison.peak_source`, or None.
+        mfu, hfu: FLOP/s of the model, and as run with recomputation, over the peak named in `Comparison.peak_source`.
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
     """
@@ -70,6 +70,7 @@ class Arm:
     peak_bytes: int | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
+    hfu: float | None = None
     final_metric: tuple[float, ...] = ()
     final_rows: int = 0
     curves: tuple[ArmCurve, ...] = ()
@@ -133,7 +134,6 @@ class Comparison:
         plans: tier -> plan. trials: every planning trial, infeasible ones too.
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
-        quick: whether the arms were too short to say anything of targets and of the final metric.
     """
 
     task: str
@@ -158,7 +158,6 @@ class Comparison:
     peak_source: str = "unknown"
     notes: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
-    quick: bool = False
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

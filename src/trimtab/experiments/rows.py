@@ -22,20 +22,23 @@ _TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
-    """Return the object of every benchmark, with what was run on what; a row is flat, ratios are ours over theirs."""
+    """Return the object of every benchmark; a row is flat, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
     rows.append({"metric": "planning_s", "task": comparison.task, "planning_s": comparison.planning_s})
     found = {
         "schema": ROWS_SCHEMA,
         "name": "compare",
-        "command": comparison.command,
-        "quick": comparison.quick,
-        "data_sha256": comparison.data_source.get("sha256"),
-        "environment": dict(comparison.environment),
+        "environment": dict(comparison.environment) | _run(comparison),
         "rows": rows,
     }
     return dict(to_jsonable(found))
+
+
+def _run(comparison: Comparison) -> dict[str, Any]:
+    """Return what was run, on what data."""
+    sha256 = comparison.data_source.get("sha256")
+    return {"command": comparison.command, "data_sha256": sha256}
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
+from trimtab.experiments.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.ratio_rows import memory_row, quality_row, throughput_row
-from trimtab.experiments.result import Arm, ArmCurve, Comparison, RatioRow, TargetRow, Verdict
+from trimtab.experiments.result import Arm, ArmCurve, Comparison, RatioRow, TargetRow
 from trimtab.experiments.target_rows import target_row
 from trimtab.experiments.verdicts import non_inferiority
 from trimtab.tasks.task import Task, TaskData
-
-Row = TypeVar("Row", RatioRow, TargetRow)
-
-
-@dataclass(frozen=True)
-class ArmFacts:
-    """What was measured of one arm apart from the races; with an error it takes no part in them."""
-
-    peak_bytes: int | None
-    phases_s: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""
-
 
 _LABELS = {
     "reference": ("P0 reference", "", "recipes/reference.py"),
@@ -51,23 +37,19 @@ def summarise(
     *,
     command: str,
     environment: Mapping[str, str],
-    quick: bool = False,
 ) -> Comparison:
-    """Return everything a report shows; of a `quick` comparison there are verdicts on throughput and memory only."""
+    """Return everything a report shows."""
     present = [name for name in _LABELS if any(name in race for race in races.values())]
     failed = [name for name in _LABELS if name in facts and facts[name].error]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
-    if quick:
-        ratios = [_short(row) if row.metric == "final_metric_difference" else row for row in ratios]
-        targets = [_short(row) for row in targets]
     source = data.source
     profile = plans.profiles["S"]
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=headline(ratios, targets, plans.plans["S"], quick=quick),
+        headline=headline(ratios, targets, plans.plans["S"]),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         terms=task.terms,
@@ -88,13 +70,7 @@ def summarise(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=profile.device.source,
         notes=tuple(notes(plans, targets, races)),
-        quick=quick,
     )
-
-
-def _short(row: Row) -> Row:
-    """Return a row without its verdict: arms this short say nothing of where they would end."""
-    return replace(row, verdict=Verdict("no verdict", "short arms"))
 
 
 def _control(races: stats.Races) -> Interval | None:
@@ -113,6 +89,7 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in whole.items())
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
+    mfu, hfu = utilisation(plans.profiles["S"], fact, step_s)
     return Arm(
         name,
         label,
@@ -122,7 +99,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         tuple(terms / seconds for seconds in step_s),
         peak_bytes=fact.peak_bytes if fact else None,
         phases_s=fact.phases_s if fact else {},
-        mfu=_mfu(name, task, plans, step_s),
+        mfu=mfu,
+        hfu=hfu,
         final_metric=tuple(value for _, _, value in finals),
         final_rows=max((rows for rows, _, _ in finals), default=0),
         curves=curves,
@@ -133,21 +111,6 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
 
 def _error_in(errors: list[str], races: int) -> str | None:
     return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
-
-
-def _mfu(name: str, task: Task, plans: Plans, step_s: tuple[float, ...]) -> float | None:
-    """Return model FLOP/s over the device's peak for the precision the arm computes in."""
-    profile = plans.profiles["S"]
-    if profile.loop.flops_per_step is None or not step_s:
-        return None
-    precision = {
-        "plan_S": plans.plans["S"].precision.value,
-        "plan_F": plans.plans["S"].precision.value,
-        "strong": task.strong.precision if task.strong else None,
-    }.get(name, task.reference.precision)
-    if precision is None or name in ("paper", "strong_plan"):
-        return None
-    return profile.device.utilisation(profile.loop.flops_per_step / statistics.median(step_s), str(precision))
 
 
 def _charge(name: str, plans: Plans) -> float | None:

@@ -9,14 +9,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
-def count_flops(function: Callable[[], object]) -> float:
+def count_flops(function: Callable[[], object]) -> float | None:
     """Return FLOP of matrix products, convolutions and attention in one call, backward included if it runs there.
 
-    Recomputation is counted like any other execution: count a step without checkpointing for model FLOP (MFU), with it
-    for hardware FLOP (HFU).
+    None where an operator does not run under the counter's dispatch mode. Recomputation is counted like any other
+    execution: a step without checkpointing gives model FLOP (MFU), one with it hardware FLOP (HFU).
     """
-    with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
-        function()
+    try:
+        with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
+            function()
+    except NotImplementedError:
+        return None
     return float(counter.get_total_flops())
 
 

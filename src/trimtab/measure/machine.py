@@ -85,13 +85,13 @@ def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """Return the best FLOP/s over sizes 128 to 1024, going on only while a product takes less than 30 ms."""
+    """Return the best FLOP/s over sizes 128 to 1024, as long as the next should take less than 30 ms."""
     best, size = 0.0, 128
     while size <= _LARGEST_MATMUL:
         left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
         seconds = min(time_call(functools.partial(torch.mm, left, right), torch.device("cpu")) for _ in range(5))
         best = max(best, 2 * size**3 / seconds)
-        if seconds > _LONGEST_MATMUL_S:
+        if 2**3 * seconds > _LONGEST_MATMUL_S:
             break
         size *= 2
     return best

@@ -14,10 +14,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Loop(Protocol):
-    """One arm: a model that is trained by whole optimizer steps."""
+    """One arm: a model that is trained by whole optimizer steps, its matrix products in `precision`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    @property
+    def precision(self) -> str:
+        """Return "fp32", "tf32", "bf16" or "fp16"."""
+        ...
 
     def step(self, batches: Iterator[Any]) -> int:
         """Take what one optimizer step needs from the batches; returns the rows it used."""

@@ -19,10 +19,11 @@ class ReferenceLoop:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
+        self.precision = task.reference.precision
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=task.reference.precision == "fp16")
-        self._put_back = hold_tf32(task.reference.precision)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self._put_back = hold_tf32(self.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch."""
@@ -31,7 +32,7 @@ class ReferenceLoop:
             self._task.step(self.model, self.optimizer, batch)
             return self._task.batch_rows
         self.optimizer.zero_grad()
-        with autocast(self._task.reference.precision, self._device):
+        with autocast(self.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, batch))
         self._scaler.scale(loss).backward()
         if self._task.reference.clip_norm is not None:

@@ -23,6 +23,7 @@ class StrongLoop:
         if task.strong is None:
             raise ValueGivenError("task.strong", given="nothing", expected="a StrongRecipe")
         self.recipe: StrongRecipe = task.strong
+        self.precision = self.recipe.precision
         self._task, self._device = task, device
         self.model = task.make_model().to(device).train()
         if self.recipe.channels_last:
@@ -30,8 +31,8 @@ class StrongLoop:
         self.optimizer = self.recipe.make_optimizer(self.model)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._rows = 0
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self.recipe.precision == "fp16")
-        self._put_back = hold_tf32(self.recipe.precision)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        self._put_back = hold_tf32(self.precision)
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch at the schedule's rate."""
@@ -45,7 +46,7 @@ class StrongLoop:
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""
         self.optimizer.zero_grad()
-        with autocast(self.recipe.precision, self._device):
+        with autocast(self.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, batch))
         self._scaler.scale(loss).backward()
         if self.recipe.clip_norm is not None:

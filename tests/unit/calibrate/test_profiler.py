@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -12,7 +13,7 @@ import trimtab
 from trimtab.calibrate import profiler, trials
 from trimtab.calibrate.subject import Subject
 from trimtab.core.objective import Reference
-from trimtab.measure import machine
+from trimtab.measure import allocator, machine, page_faults
 
 ROWS = 8
 
@@ -109,6 +110,19 @@ def test_phases_that_cannot_be_timed_are_none(monkeypatch):
     found = profiled(data=[loop()[2]] * 3)
     assert found.phases_s == {}
     assert found.trials
+
+
+def test_the_price_of_handing_memory_back_is_known_before_anything_is_tried(monkeypatch):
+    """A hundred faults a look, each a microsecond: against the seconds of the steps in between."""
+    seen = itertools.count(0, 100)
+    monkeypatch.setattr(allocator, "can_retain", lambda: True)
+    monkeypatch.setattr(page_faults, "num_faults", lambda: next(seen))
+    monkeypatch.setattr(page_faults, "fault_s", lambda: 1e-6)
+    found = profiled()
+    steps = 3
+    assert found.loop.returned_share == pytest.approx(1e-4 / steps / sum(found.phases_s.values()))
+    monkeypatch.setattr(page_faults, "fault_s", lambda: None)
+    assert profiled().loop.returned_share is None
 
 
 def small_only(model, batch):

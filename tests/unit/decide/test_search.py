@@ -11,12 +11,14 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.decide.planner import choose
 from trimtab.decide.search import (
     STAGES,
     control_interval,
     decide_stage,
     next_stage,
     precision_refusal,
+    retaining_refusal,
     speed_ratio,
     unfit,
 )
@@ -77,6 +79,7 @@ def test_no_candidate_of_a_stage_comes_twice():
         ({"is_fused": True}, SPLITTABLE, "optimizer"),
         ({"supports_fused": False}, SPLITTABLE, "optimizer"),
         ({"can_retain": False}, SPLITTABLE, "allocator"),
+        ({"returned_share": 0.01}, SPLITTABLE, "allocator"),
         ({}, REFUSED, "micro_batch"),
         ({"batch_rows": 1}, SPLITTABLE, "micro_batch"),
     ],
@@ -85,6 +88,26 @@ def test_a_stage_without_alternatives_is_left_out(facts, check, left_out):
     machine = Machine(speed={"bf16": 2.0})
     measured(machine, check=check, **facts)
     assert names(machine) == [name for name in STAGES if name != left_out]
+
+
+@pytest.mark.parametrize(
+    ("share", "noise", "said"),
+    [
+        (None, 0.0, ""),
+        (0.3, 0.0, ""),
+        (0.3, 0.05, ""),
+        (0.019, 0.0, "not tried: page faults take 1.9% of a step"),
+        (0.03, 0.2, "not tried: page faults take 3% of a step, and a gain below "),
+    ],
+)
+def test_memory_is_retained_on_trial_where_page_faults_leave_something_to_gain(share, noise, said):
+    machine = Machine(noise=noise)
+    profile = measured(machine, returned_share=share)
+    assert ("allocator" in names(machine)) is (said == "")
+    assert (retaining_refusal(profile) or "").startswith(said)
+    choice = choose(profile, Objective(), Budget()).allocator
+    assert (choice.value, choice.changed) == ("keep", False)
+    assert said in choice.reason
 
 
 def test_nothing_is_verified_when_nothing_won():

@@ -23,6 +23,7 @@ from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
 from trimtab.experiments import race as race_module
+from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.compare import Settings, compare
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop
@@ -35,7 +36,7 @@ from trimtab.tasks import TaskData, load_task
 
 CPU = torch.device("cpu")
 TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
-QUICK = Settings(num_pairs=2, quick=True)
+PAIRS = Settings(num_pairs=2, peers=False)
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +47,13 @@ def short(monkeypatch):
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
 
 
-def run(out: Path, settings: Settings = QUICK, task=None, **options) -> Comparison:
+def run(out: Path, settings: Settings = PAIRS, task=None, **options) -> Comparison:
     return compare(task or load_task(TASK_FILE), out, settings, command="trimtab compare tiny", **options)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
-    """A quick comparison of two pairs, run once."""
+    """A comparison of two pairs, run once."""
     folder, lines = tmp_path_factory.mktemp("compare") / "tiny", []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
@@ -71,7 +72,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
+def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(finished):
     _, found, _ = finished
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
     assert (found.task, found.num_pairs, found.command) == ("tiny", 2, "trimtab compare tiny")
@@ -82,8 +83,6 @@ def test_a_quick_comparison_races_the_loop_its_control_and_both_plans(finished):
         (arm, charged) for arm in ("plan_S", "plan_F") for charged in (False, True)
     }
     assert found.headline.kind == "no verdict"
-    assert found.quick
-    assert {row.verdict.sentence for row in found.target_rows} == {"short arms"}
     assert found.data_source == {"name": "random points", "origin": "made here", "sha256": "0" * 64}
 
 
@@ -122,6 +121,28 @@ def test_whole_pairs_are_among_the_pairs(whole):
         Settings(num_pairs=5, whole_pairs=whole)
 
 
+def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
+    found = run(tmp_path / "out", Settings(num_pairs=2, quick=True))
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"brief-0", "brief-1"}
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
+    assert all((len(arm.step_s), arm.curves) == (2, ()) for arm in found.arms)
+    record = read_record(tmp_path / "out" / "brief-0" / "plan_S.jsonl")
+    assert (record.end.detail["rows"], record.end.reason, record.evaluations) == (4 * BATCH_ROWS, "budget", ())
+    assert {row.metric for row in found.ratios} == {"throughput", "peak_memory"}
+    assert found.target_rows == ()
+    assert set(found.plans) == {"S"}
+    assert "No arm ran to its end: time to target and final metric were not measured." in found.notes
+    page = write_report(found, tmp_path / "report")["html"].read_text()
+    assert "No arm ran to its end" in page
+
+
+def test_quick_pairs_are_not_whole():
+    assert Settings(quick=True) == Settings(quick=True, whole_pairs=0, adapt=False, peers=False)
+    with pytest.raises(ValueGivenError, match="whole: given 3 with quick"):
+        Settings(quick=True, whole_pairs=3)
+
+
 def _raise(*arguments, **options):
     raise RuntimeError("this device cannot")
 
@@ -131,7 +152,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
     monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
-        monkeypatch.setattr(compare_module, "measure_arm", lambda *_: (100, {}))
+        monkeypatch.setattr(compare_module, "measure_arm", lambda *_: ArmFacts(100))
     found = run(tmp_path / "out")
     for name in ("plan_S", "plan_F"):
         arm = found.arm(name)
@@ -250,17 +271,17 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
 
 def test_more_pairs_may_be_added(folder):
     before = files(folder)
-    found = run(folder, replace(QUICK, num_pairs=3))
+    found = run(folder, replace(PAIRS, num_pairs=3))
     assert found.num_pairs == 3
     after = files(folder)
     assert {name: after[name] for name in before} == before
-    assert run(folder, replace(QUICK, num_pairs=1)).num_pairs == 1
+    assert run(folder, replace(PAIRS, num_pairs=1)).num_pairs == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "named"),
     [
-        ({"quick": False}, {}, "peers, quick"),
+        ({"quick": True}, {}, "adapt, quick"),
         ({"adapt": False}, {}, "adapt"),
         ({"cap_s": 9.0}, {}, "cap_s"),
         ({}, {"budget": Budget(memory="1GiB")}, "budget, objective"),
@@ -270,7 +291,7 @@ def test_more_pairs_may_be_added(folder):
 def test_a_folder_holds_one_comparison(folder, changes, options, named):
     before = files(folder)
     with pytest.raises(FormatError, match=f"a comparison with another {named};.*another folder with --out"):
-        run(folder, replace(QUICK, **changes), **options)
+        run(folder, replace(PAIRS, **changes), **options)
     assert files(folder) == before
 
 
@@ -375,14 +396,14 @@ def test_a_users_own_step_is_what_is_compared_against(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_STEP)
     task = load_task(f"{tmp_path / 'mine.py'}:task")
     calls = task.step.__globals__["calls"]
-    found = run(tmp_path / "out", replace(QUICK, num_pairs=1, adapt=False), task=task)
+    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
     assert set(calls) == {BATCH_ROWS}
-    measured = 2 + 1 + 4  # of memory and phases, apart from the race
+    measured = 2 + 1 + 4 + 1  # of memory, phases and FLOP, apart from the race
     checked = 2  # against the declared maths
     raced = 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
     assert len(calls) == raced + checked
-    run(tmp_path / "out", replace(QUICK, num_pairs=1, adapt=False), task=task)  # read back: nothing is trained
+    run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)  # read back: nothing is trained
     assert len(calls) == raced + checked
 
 
@@ -430,16 +451,22 @@ def test_an_arm_is_measured_apart(changes):
     def make(task, device):
         return PlanLoop(task, device, Plan.fixed(BATCH_ROWS, **changes)) if changes else ReferenceLoop(task, device)
 
-    peak, phases = measure_arm(make, tiny, load_data(), CPU)
+    facts = measure_arm(make, tiny, load_data(), CPU)
+    peak, phases = facts.peak_bytes, facts.phases_s
     parameters = sum(p.numel() * p.element_size() for p in tiny.make_model().parameters())
     assert 4 * parameters < peak < 40 * parameters  # weights, gradients, two moments, activations
     assert list(phases) == ["data", "forward", "backward and rest", "optimizer"]
     assert min(phases.values()) > 0
+    weights = sum(p.numel() for p in tiny.make_model().parameters() if p.dim() == 2)
+    first = next(tiny.make_model().parameters()).numel()  # whose input needs no gradient
+    assert facts.flops_per_row == 2 * (3 * weights - first)
+    assert facts.precision == "fp32"
 
 
 def test_smaller_slices_are_seen_to_need_less_memory():
     def peak(micro_batch: int) -> int:
         wide = replace(tiny, batch_rows=512)
-        return measure_arm(lambda t, d: PlanLoop(t, d, Plan.fixed(512, micro_batch)), wide, load_data(), CPU)[0]
+        facts = measure_arm(lambda t, d: PlanLoop(t, d, Plan.fixed(512, micro_batch)), wide, load_data(), CPU)
+        return facts.peak_bytes
 
     assert peak(64) < 0.7 * peak(512)

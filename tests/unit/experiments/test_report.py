@@ -108,7 +108,7 @@ def arm(name: str, label: str, speed: float, learn: float, n: int, *, accuracy: 
     grid = range(0, 12_001, 500)
     found = tuple(ArmCurve(seed, tuple((r, r / 64 * steps[seed], metric(r)) for r in grid)) for seed in range(n))
     phases = {"data": 0.037, "forward": 0.12 / speed, "backward": 0.21 / speed, "optimizer": 0.045 / speed}
-    values = {"peak_bytes": int(1.45e9 / speed), "mfu": 0.31 * speed, "phases_s": phases} | values
+    values = {"peak_bytes": int(1.45e9 / speed), "mfu": 0.31 * speed, "hfu": 0.35 * speed, "phases_s": phases} | values
     return Arm(
         name,
         label,
@@ -394,7 +394,7 @@ def test_every_arm_is_shown_with_its_figures() -> None:
         assert row.label in text
         assert row.source in text
         assert wording.size(row.peak_bytes) in text
-        assert f"{100 * (row.mfu or 0):.1f}%" in text
+        assert f"{100 * (row.mfu or 0):.1f}% / {100 * (row.hfu or 0):.1f}%" in text
         shown = wording.spread(row.step_s, wording.seconds)
         assert shown in text
         assert float(shown.split()[0]) == pytest.approx(1e3 * statistics.median(row.step_s), abs=0.51)

@@ -15,12 +15,13 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, RunRecord
+from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.result import Comparison, Verdict
 from trimtab.experiments.rows import benchmark_object
 from trimtab.experiments.stats import GIVEN_ROWS
-from trimtab.experiments.summary import ArmFacts, summarise
+from trimtab.experiments.summary import summarise
 
 DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
 LOOP = LoopFacts(
@@ -39,6 +40,8 @@ LOOP = LoopFacts(
 )
 TASK = replace(task, batch_rows=100, targets=(0.5, 0.7))
 RISE = (0.2, 0.4, 0.6, 0.8, 0.9)
+# The plan's step recomputes half of the model's FLOP.
+FACTS = {"reference": ArmFacts(1000, {"forward": 0.4}, 1e6, "fp32"), "plan_S": ArmFacts(600, {}, 1.5e6, "fp32")}
 WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
 
@@ -71,10 +74,8 @@ def races(n: int = 5, *, ours: float = 0.5, freed: float = 0.5) -> dict[int, dic
     }
 
 
-def comparison(
-    found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None, quick: bool = False, its=TASK
-) -> Comparison:
-    facts = {"reference": ArmFacts(1000, {"forward": 0.4}), "plan_S": ArmFacts(600)} if facts is None else facts
+def comparison(found=None, *, changed: bool = True, facts: dict[str, ArmFacts] | None = None, its=TASK) -> Comparison:
+    facts = FACTS if facts is None else facts
     found = races() if found is None else found
     environment = {"torch": "2"}
     return summarise(
@@ -85,7 +86,6 @@ def comparison(
         facts,
         command="trimtab compare x",
         environment=environment,
-        quick=quick,
     )
 
 
@@ -108,7 +108,11 @@ def test_every_arm_is_there_with_what_was_measured_of_it():
     assert (ours.final_rows, freed.final_rows) == (500, 300)
     assert [curve.seed for curve in ours.curves] == [0, 1, 2, 3, 4]
     assert ours.curves[0].points[0] == (100, pytest.approx(5.0), 0.2)
-    assert reference.mfu == pytest.approx(1e8 / 10 / 1e9)
+    assert (reference.mfu, reference.hfu) == pytest.approx((1e8 / 10 / 1e9,) * 2)
+    assert (ours.mfu, ours.hfu) == pytest.approx((1e8 / 5 / 1e9, 1.5e8 / 5 / 1e9))
+    assert (freed.mfu, freed.hfu) == (None, None)  # not looked at on its own
+    unknown = comparison(facts={"reference": replace(FACTS["reference"], precision="bf16")})
+    assert (unknown.arm("reference").mfu, unknown.arm("reference").hfu) == (None, None)  # no peak for it
 
 
 def test_ratios_against_the_reference():
@@ -197,18 +201,6 @@ def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
     found = headline_of((0.8, 0.85, 0.9))
     assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
     assert found.kind == "gain"
-
-
-def test_a_quick_comparison_speaks_of_throughput_only():
-    whole, found = comparison(), comparison(quick=True)
-    assert found.quick
-    assert found.headline.kind == "gain"
-    assert "learning rate freed" in whole.headline.sentence
-    assert "learning rate freed" not in found.headline.sentence
-    short = [r for r in found.ratios if r.metric == "final_metric_difference"] + list(found.target_rows)
-    assert {(r.verdict.kind, r.verdict.sentence) for r in short} == {("no verdict", "short arms")}
-    assert [r.ratio for r in found.target_rows] == [r.ratio for r in whole.target_rows]
-    assert row(found, "throughput", "plan_S") == row(whole, "throughput", "plan_S")
 
 
 def test_without_a_control_nothing_is_a_gain():
@@ -333,10 +325,9 @@ INTERVAL = {"mean", "low", "high", "n"}
 
 def test_the_object_has_the_keys_of_every_benchmark():
     found = benchmark_object(comparison())
-    assert list(found) == ["schema", "name", "command", "quick", "data_sha256", "environment", "rows"]
-    assert (found["schema"], found["name"], found["environment"]) == (1, "compare", {"torch": "2"})
-    assert (found["command"], found["quick"], found["data_sha256"]) == ("trimtab compare x", False, "0" * 64)
-    assert benchmark_object(comparison(quick=True))["quick"] is True
+    assert list(found) == ["schema", "name", "environment", "rows"]
+    assert (found["schema"], found["name"]) == (1, "compare")
+    assert found["environment"] == {"torch": "2", "command": "trimtab compare x", "data_sha256": "0" * 64}
     json.dumps(found, allow_nan=False)
 
 
@@ -438,9 +429,8 @@ def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
 
 def test_a_report_written_before_these_fields_is_read():
     data = json.loads(to_json(comparison()))
-    del data["quick"]
     for old in data["ratios"]:
         del old["cpu"]
     for old in data["target_rows"]:
         del old["arm_rows"], old["against_rows"]
-    assert from_json(Comparison, json.dumps(data)).quick is False
+    assert len(from_json(Comparison, json.dumps(data)).ratios) == len(data["ratios"])

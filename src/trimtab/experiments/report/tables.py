@@ -165,11 +165,12 @@ def arm_table(comparison: Comparison) -> Table:
     """Return every arm as it ran, failed ones with their error."""
     return Table(
         title="",
-        columns=("Arm", "Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
+        columns=("Arm", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
-        note=f"Median over seeds (lowest to highest). Peak that MFU is of: {say.one_line(comparison.peak_source)}.",
-        numeric=("Step", "Throughput", "Peak memory", "MFU", f"Final {comparison.metric}"),
+        note="Median over seeds (lowest to highest). MFU counts the model's FLOP, HFU recomputation too; "
+        f"both are of this peak: {say.one_line(comparison.peak_source)}.",
+        numeric=("Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
     )
 
 
@@ -180,9 +181,15 @@ def _arm_row(arm: Arm, comparison: Comparison) -> tuple[Cell, ...]:
         say.spread(arm.step_s, say.seconds),
         say.rate(say.middle(arm.terms_per_s), comparison.terms),
         say.size(arm.peak_bytes),
-        say.share(arm.mfu),
+        _utilisation(arm),
         say.spread(arm.final_metric, say.metric),
     )
+
+
+def _utilisation(arm: Arm) -> str:
+    if arm.mfu is None and arm.hfu is None:
+        return say.UNMEASURED
+    return f"{say.share(arm.mfu)} / {say.share(arm.hfu)}"
 
 
 def origin_table(comparison: Comparison) -> Table:

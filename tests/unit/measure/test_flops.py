@@ -1,0 +1,51 @@
+"""Counted FLOP against hand counts: products, convolutions, attention, and what checkpointing computes twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.measure.flops import count_flops
+
+ROWS, WIDTH = 5, 16
+
+
+def test_a_product_costs_two_flop_a_weight_and_twice_that_backward():
+    layer = nn.Linear(WIDTH, 8)
+    rows = torch.randn(ROWS, WIDTH, requires_grad=True)
+    forward = 2 * ROWS * WIDTH * 8
+    assert count_flops(lambda: layer(rows)) == forward
+    assert count_flops(lambda: layer(rows).sum().backward()) == 3 * forward
+
+
+def test_a_convolution_costs_two_flop_a_weight_and_position():
+    layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+    images = torch.randn(2, 3, 6, 6)
+    assert count_flops(lambda: layer(images)) == 2 * 2 * 4 * 3 * 9 * 6 * 6
+
+
+def test_attention_on_this_device_is_counted():
+    query, key, value = (torch.randn(1, 2, 7, 4, requires_grad=True) for _ in range(3))
+    forward = 2 * (2 * 2 * 7 * 7 * 4)  # two products of 7 x 7 x 4 in each of two heads
+    assert count_flops(lambda: F.scaled_dot_product_attention(query, key, value)) == forward
+    assert count_flops(lambda: F.scaled_dot_product_attention(query, key, value).sum().backward()) > 2 * forward
+
+
+def test_recomputation_is_counted():
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
+    rows = torch.randn(ROWS, WIDTH, requires_grad=True)
+    forward = 2 * 2 * ROWS * WIDTH * WIDTH
+    assert count_flops(lambda: block(rows).sum().backward()) == 3 * forward
+    assert count_flops(lambda: checkpoint(block, rows, use_reentrant=False).sum().backward()) == 4 * forward
+
+
+def test_what_the_counter_cannot_run_is_not_counted():
+    def refuses() -> None:
+        raise NotImplementedError("not under a dispatch mode")
+
+    assert count_flops(refuses) is None
+    with pytest.raises(RuntimeError, match="its own"):
+        count_flops(lambda: (_ for _ in ()).throw(RuntimeError("its own")))

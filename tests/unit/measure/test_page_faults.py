@@ -1,0 +1,41 @@
+"""Page faults are counted, and one has a price."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from trimtab.measure import page_faults
+from trimtab.measure.page_faults import fault_s, num_faults
+
+BYTES = 16 * 2**20
+
+
+def test_fresh_memory_faults_and_used_memory_does_not():
+    before = num_faults()
+    if before is None:
+        pytest.skip("nobody counts page faults here")
+    with mmap.mmap(-1, BYTES) as fresh:
+        for offset in range(0, BYTES, mmap.PAGESIZE):
+            fresh[offset] = 1
+        first = num_faults() - before
+        for offset in range(0, BYTES, mmap.PAGESIZE):
+            fresh[offset] = 2
+        second = num_faults() - before - first
+    assert first >= BYTES // (2 * 2**20)  # at the least one a huge page
+    assert second < first / 2
+
+
+def test_a_fault_has_a_price():
+    price = fault_s()
+    if price is None:
+        pytest.skip("nobody counts page faults here")
+    assert 0 <= price < 0.01
+    assert fault_s() == price  # measured once
+
+
+def test_where_nobody_counts_there_is_no_price(monkeypatch):
+    monkeypatch.setattr(page_faults, "resource", None)
+    assert num_faults() is None
+    assert fault_s.__wrapped__() is None
