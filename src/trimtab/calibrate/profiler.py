@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -25,7 +27,7 @@ from trimtab.runtime.layout import channels_last_hazard, is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
 
 NUM_BLOCKS = 5
-_PHASE_STEPS = 3
+_PHASE_STEPS, _PHASES_S = 3, 3.0
 _DATA_BATCHES = 8
 
 
@@ -107,13 +109,15 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
     """
     with Snapshot(subject.model, subject.optimizer), subject.start(candidate) as run:
         first_s = time_call(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), subject.device)
-        steps = max(1, min(_PHASE_STEPS, round(1.0 / first_s)))
-        clock, before = PhaseClock(subject.device), page_faults.num_faults()
+        steps = max(1, min(_PHASE_STEPS, round(_PHASES_S / first_s)))
+        clock, faults = PhaseClock(subject.device), [page_faults.num_faults()]
         for _ in range(steps):
             _phased_step(run, subject, clock)
-        after = page_faults.num_faults()
-    faults = None if before is None or after is None else (after - before) / steps
-    return {name: seconds / steps for name, seconds in clock.seconds.items()}, faults
+            faults.append(page_faults.num_faults())
+    phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
+    # The median: a first step may still fault in memory that every later one keeps.
+    each = [after - before for before, after in itertools.pairwise(faults) if after is not None and before is not None]
+    return phases, statistics.median(each) if each else None
 
 
 def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:

@@ -34,7 +34,7 @@ from trimtab.runtime.modes import retained_memory
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
-_MOST = 3  # times the asked number of blocks, at the most
+_MOST, _MOST_SLOW = 3, 2  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _SLOW_S = 0.3  # on CPU a first step this long is repeated only if it would drop its candidate: little else starts up
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
@@ -78,7 +78,12 @@ class _Blocks:
     @property
     def most(self) -> int:
         """Blocks to run while a likely gain is in the noise."""
-        return _MOST * self.num_blocks
+        return (_MOST_SLOW if self.slow else _MOST) * self.num_blocks
+
+    @property
+    def slow(self) -> bool:
+        """Whether a step is a large part of a second."""
+        return self.step_s >= _SLOW_S
 
 
 def run_stage(
@@ -136,7 +141,7 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
     """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise."""
-    stage, slow = blocks.stage, blocks.step_s >= _SLOW_S
+    stage = blocks.stage
     done, last = 0, blocks.enough
     while done < last:
         blocks.progress(f"{stage.name}: block {done + 1} of {last}")
@@ -147,7 +152,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
         done += 1
         if done == MIN_BLOCKS and stage.name != "verify":
             running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
-            if slow and _has_lost_its_rivals(arms, running):
+            if blocks.slow and _has_lost_its_rivals(arms, running):
                 break
         if done == blocks.enough and stage.control and _is_promising(arms, running):
             last = blocks.most

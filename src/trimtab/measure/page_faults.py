@@ -11,7 +11,7 @@ import itertools
 import mmap
 import time
 
-import numpy
+import torch
 
 try:
     import resource
@@ -39,15 +39,17 @@ def fault_s() -> float | None:
 
 def _probe() -> float | None:
     before = num_faults()
-    fresh = mmap.mmap(-1, _PROBE_BYTES)
-    pages = numpy.frombuffer(fresh, dtype=numpy.uint8)
+    if before is None:
+        return None
+    fresh = mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # as the C allocator maps it
+    pages = torch.frombuffer(fresh, dtype=torch.float32)  # written by as many threads as operators use
     times = [time.perf_counter()]
     for _ in range(2):
-        pages.fill(1)
+        pages.fill_(1.0)
         times.append(time.perf_counter())
     after = num_faults()
     del pages
     fresh.close()
     times.append(time.perf_counter())
     first, second, freed = (later - earlier for earlier, later in itertools.pairwise(times))
-    return None if before is None or after is None or after <= before else (first - second + freed) / (after - before)
+    return None if after is None or after <= before else (first - second + freed) / (after - before)
