@@ -70,34 +70,20 @@ def _between(text: str, figures: str) -> str:
 
 
 def _claims(comparisons: list[Row]) -> Iterator[str]:
-    yield "| task | same maths, throughput | A/A control | rate freed, time to target | search charged |"
-    yield "|---|---|---|---|---|"
+    yield "| task | throughput, same maths (95%) | A/A control | n |"
+    yield "|---|---|---|---|"
     for found in comparisons:
         rows = [row for row in found["rows"] if row.get("n", 0) >= MIN_CLAIM]
         same = next((r for r in rows if _is(r, "throughput_ratio", "plan_S", "reference")), None)
         control = next((r for r in rows if _is(r, "throughput_ratio", "self", "self")), None)
         if same is None or control is None:
             continue
-        free, charged = (_hardest(rows, charged=c) for c in (False, True))
         task = f"[{same['task']}](benchmarks/results/{found['file']})"
-        yield f"| {task} | {_ratio(same)} | {_ratio(control)} | {_speed(free)} | {_speed(charged)} |"
-
-
-def _hardest(rows: list[Row], *, charged: bool) -> Row | None:
-    """Return tier F's last rung of the ladder that the reference climbed in any pair, whether tier F did or not."""
-    rungs = [r for r in rows if _is(r, "time_to_target_ratio", "plan_F", "reference") and r["reached_against"] > 0]
-    return next((row for row in reversed(rungs) if row["charged"] is charged), None)
+        yield f"| {task} | {_ratio(same)} | {_ratio(control)} | {same['n']} |"
 
 
 def _is(row: Row, metric: str, arm: str, against: str) -> bool:
     return row["metric"] == metric and row.get("arm") == arm and row.get("against") == against
-
-
-def _speed(row: Row | None) -> str:
-    if row is None:
-        return "not measured"
-    value = f"{row['bound']} (n={row['n']})" if row["censored"] else _inverse(row)
-    return f"{value} to {row['target']:g}"
 
 
 # docs/RESULTS.md: everything.
@@ -136,13 +122,13 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:
-            value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row, pairs=False)
+            value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row)
             yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
 
 
 def _rung(row: Row) -> str:
     charge = "search charged" if row["charged"] else "uncharged"
-    value = row["bound"] if row["censored"] else _inverse(row, pairs=False)
+    value = row["bound"] if row["censored"] else _inverse(row)
     seconds = row.get("median_s"), row.get("median_against_s")
     if all(seconds):
         value += f"; {seconds[0]:.0f} s against {seconds[1]:.0f} s"
@@ -174,19 +160,17 @@ def _sweep(rows: list[Row]) -> Iterator[str]:
 # How a figure is written.
 
 
-def _ratio(row: Row, *, pairs: bool = True) -> str:
-    return _interval(row["mean"], row["low"], row["high"], row["n"] if pairs else None)
+def _ratio(row: Row) -> str:
+    return _interval(row["mean"], row["low"], row["high"])
 
 
-def _inverse(row: Row, *, pairs: bool = True) -> str:
+def _inverse(row: Row) -> str:
     low, high = (None, None) if row["low"] is None else (1 / row["high"], 1 / row["low"])
-    return _interval(1 / row["mean"], low, high, row["n"] if pairs else None)
+    return _interval(1 / row["mean"], low, high)
 
 
-def _interval(mean: float, low: float | None, high: float | None, n: int | None) -> str:
-    inside = [] if low is None or high is None else [f"{low:.2f} to {high:.2f}"]
-    inside += [] if n is None else [f"n={n}"]
-    return f"{mean:.2f}x" + (f" ({', '.join(inside)})" if inside else "")
+def _interval(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.2f}x" if low is None or high is None else f"{mean:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def _difference(row: Row) -> str:
