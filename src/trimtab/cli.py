@@ -133,10 +133,14 @@ def compare(
         int | None, typer.Option(min=0, help="races that run to the end of the budget; the others time a few steps")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="a first look in two minutes: throughput and memory of tier S only")
+        bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory of tier S")
     ] = False,
-    adapt: Annotated[str | None, typer.Option(help="learning-rate (tier F beside tier S), or none")] = "learning-rate",
-    peers: Annotated[bool, typer.Option(help="race the paper's and the strong recipe too")] = True,
+    adapt: Annotated[
+        str | None, typer.Option(help="learning-rate (tier F beside tier S, the default), or none")
+    ] = None,
+    peers: Annotated[
+        bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
+    ] = None,
     cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
     memory: Memory = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
@@ -148,7 +152,9 @@ def compare(
     from trimtab.experiments.compare import compare as run_comparison
     from trimtab.tasks import load_task
 
-    wants = _adaptation(adapt) is not None
+    wants = _adaptation(adapt or ("none" if quick else "learning-rate")) is not None
+    peers = not quick if peers is None else peers
+    whole = 0 if quick and whole is None else whole
     settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
     folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
     with _progress() as progress:

@@ -233,6 +233,13 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
 
 
+@pytest.mark.parametrize("flags", [("--adapt", "learning-rate"), ("--peers",), ("--whole", 2)])
+def test_a_quick_comparison_with_what_it_leaves_out_is_refused(trimtab, flags):
+    explained(
+        trimtab("compare", "tiny:task", "--quick", *flags, "--out", "no"), "quick: given whole pairs", "Leave out"
+    )
+
+
 # What user code prints
 
 

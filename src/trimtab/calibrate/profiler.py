@@ -55,8 +55,9 @@ def profile_loop(
         device = device_spec(subject.device)
         profile = Profile(device, facts, check, reference, environment=environment())
         phases, num_faults = _phases_or_none(subject, reference_candidate(profile))
-        facts = replace(facts, returned_share=_returned_share(facts, phases, num_faults))
-        profile = replace(profile, loop=facts)
+        fault_s = page_faults.fault_s() if facts.can_retain else None
+        facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s)
+        profile = replace(profile, loop=facts, phases_s=phases)
         while (stage := next_stage(profile, objective, budget)) is not None:
             profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
             snapshot.restore()
@@ -96,11 +97,6 @@ def _phases_or_none(subject: Subject, candidate: Candidate) -> tuple[dict[str, f
         return {}, None
 
 
-def _returned_share(facts: LoopFacts, phases: Mapping[str, float], num_faults: float | None) -> float | None:
-    cost, step_s = page_faults.fault_s() if facts.can_retain else None, sum(phases.values())
-    return None if cost is None or num_faults is None or step_s <= 0 else min(1.0, num_faults * cost / step_s)
-
-
 def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, float], float | None]:
     """Return seconds per step by phase of a candidate (slicing, forward, backward, optimizer), and its page faults.
 
@@ -108,12 +104,12 @@ def measure_phases(subject: Subject, candidate: Candidate) -> tuple[dict[str, fl
     step is not counted, and fewer steps are where one is long. Leaves no trace.
     """
     with Snapshot(subject.model, subject.optimizer), subject.start(candidate) as run:
-        first_s = time_call(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), subject.device)
-        steps = max(1, min(_PHASE_STEPS, round(_PHASES_S / first_s)))
-        clock, faults = PhaseClock(subject.device), [page_faults.num_faults()]
-        for _ in range(steps):
+        run.train_step(run.window(subject.batch), subject.loss_fn)
+        clock, faults, steps = PhaseClock(subject.device), [page_faults.num_faults()], 0
+        while steps == 0 or (steps < _PHASE_STEPS and sum(clock.seconds.values()) * (1 + 1 / steps) <= _PHASES_S):
             _phased_step(run, subject, clock)
             faults.append(page_faults.num_faults())
+            steps += 1
     phases = {name: seconds / steps for name, seconds in clock.seconds.items()}
     # The median: a first step may still fault in memory that every later one keeps.
     each = [after - before for before, after in itertools.pairwise(faults) if after is not None and before is not None]

@@ -104,6 +104,7 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(path, data, f"an object of {cls.__name__}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
+    _refuse_another_schema(fields, data, path)
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         raise FormatError(f"{path}.{unknown[0]}", given="an unknown key", expected="one of " + ", ".join(fields))
     required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
@@ -111,6 +112,13 @@ def _decode_dataclass(cls: type, data: Any, path: str) -> Any:
         raise FormatError(f"{path}.{missing[0]}", given="nothing", expected="this key")
     hints = _hints(cls)
     return cls(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in fields if name in data})
+
+
+def _refuse_another_schema(fields: Mapping[str, dataclasses.Field[Any]], data: Mapping[str, Any], path: str) -> None:
+    """Name the schema before the keys that differ because of it."""
+    known = fields["schema"].default if "schema" in fields else dataclasses.MISSING
+    if known is not dataclasses.MISSING and data.get("schema", known) != known:
+        raise FormatError(f"{path.lower()}.schema", given=repr(data["schema"]), expected=str(known))
 
 
 def _decode_union(options: tuple[Any, ...], data: Any, path: str) -> Any:

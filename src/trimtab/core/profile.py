@@ -80,7 +80,8 @@ class LoopFacts:
         layout: "contiguous" or "channels_last", as the parameters lie now.
         layout_hazard: why channels_last is not safe here, or "".
         can_retain: whether the host allocator can be told to keep freed memory.
-        returned_share: share of a step that goes into taking back memory it had handed back; None: not known.
+        faults_per_step, fault_s: page faults of a step, which takes memory back that it had handed back, and seconds of
+            one; None: not known.
     """
 
     num_parameters: int
@@ -97,7 +98,8 @@ class LoopFacts:
     layout: str
     can_retain: bool = False
     layout_hazard: str = ""
-    returned_share: float | None = None
+    faults_per_step: float | None = None
+    fault_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ def _choice(
     outcome = outcomes.get(_STAGE_OF[name])
     changed = value != before
     if outcome is None:
-        reason = _untried(name, profile)
+        so_far = outcomes["precision"].winner if "precision" in outcomes else reference
+        reason = _untried(name, profile, so_far)
     elif changed:
         reason = outcome.reasons.get(outcome.winner, "needed to meet the budget")
     else:
@@ -188,7 +189,7 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
     if outcome.winner != outcome.incumbent and getattr(outcome.winner, name) != value:
         return "as the loop has it: the gain of the trials was not confirmed by the verification"
     if all(getattr(candidate, name) == value for candidate in outcome.reasons):
-        return _untried(name, profile)
+        return _untried(name, profile, outcome.incumbent)
     control = search.control_interval(profile, _STAGE_OF[name])
     resolved = resolution(control)
     if not math.isfinite(resolved):
@@ -218,7 +219,7 @@ def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected
     return tuple(Rejected(other, reason) for other, reason in losers.items())
 
 
-def _untried(name: str, profile: Profile) -> str:
+def _untried(name: str, profile: Profile, so_far: Candidate) -> str:
     if name == "micro_batch":
         if not profile.check.splittable:
             return "the user's batch: " + profile.check.reason
@@ -230,7 +231,7 @@ def _untried(name: str, profile: Profile) -> str:
     if name == "fused_optimizer":
         return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
     if name == "allocator" and profile.loop.can_retain:
-        return f"as the loop has it: {search.retaining_refusal(profile) or 'retaining memory was not tried'}"
+        return f"as the loop has it: {search.retaining_refusal(profile, so_far) or 'retaining memory was not tried'}"
     if name == "allocator":
         return "only host memory under glibc can be retained"
     return "as the loop has it"

@@ -28,7 +28,7 @@ FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
 # The optimizer's step is a small share of the whole: it has to get this much faster to be worth a change.
 WORTH_FUSING = 1.1
-# Page faults below this share of a step are left alone.
+# Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
 # After this many blocks a stage may drop who lost each of them; what it accepts takes as many as any verdict.
 MIN_BLOCKS = 3
@@ -261,24 +261,36 @@ def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
     return None
 
 
-def retaining_refusal(profile: Profile) -> str | None:
+def retaining_refusal(profile: Profile, incumbent: Candidate) -> str | None:
     """Return why retaining freed memory is not worth a trial, or None.
 
-    What it can save is known beforehand: the share of a step that goes into page faults.
+    What it can bring is estimated beforehand: the time of a step's page faults, and the speed without it. It has to be
+    worth having, and what the stage before could tell from nothing, where that is known from enough blocks.
     """
-    share = profile.loop.returned_share
-    if share is None:
+    loop, step_s = profile.loop, sum(s for name, s in profile.phases_s.items() if name != "data")
+    if loop.faults_per_step is None or loop.fault_s is None or step_s <= 0:
         return None
+    share = min(0.99, loop.faults_per_step * loop.fault_s * _speed_so_far(profile, incumbent) / step_s)
+    gain = share / (1 - share)
     control = _control_of(profile.stage("precision"))
-    resolved = resolution(control) if control is not None else 0.0
-    if share >= max(WORTH_RETAINING, resolved):
+    resolved = resolution(control) if control is not None and control.n >= MIN_PAIRS_FOR_VERDICT else 0.0
+    if gain >= max(WORTH_RETAINING, resolved):
         return None
-    figure = f"not tried: page faults take {100 * share:.2g}% of a step"
-    return figure if share < WORTH_RETAINING else f"{figure}, and a gain below {100 * resolved:.2g}% is not resolved"
+    figure = f"not tried: {loop.faults_per_step:,.0f} page faults take about {100 * share:.2g}% of a step"
+    if gain < WORTH_RETAINING:
+        return figure
+    return f"{figure}, and a gain below {100 * resolved:.2g}% is not resolved here"
+
+
+def _speed_so_far(profile: Profile, incumbent: Candidate) -> float:
+    """Return how many times faster than the reference the settings so far are, where both were tried together."""
+    tried = {trial.candidate: trial for trial in profile.stage("precision") if not trial.control and trial.step_s}
+    ours, theirs = tried.get(incumbent), tried.get(reference_candidate(profile))
+    return (theirs.step_s or 1.0) / (ours.step_s or 1.0) if ours and theirs else 1.0
 
 
 def _allocator_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
-    if not profile.loop.can_retain or incumbent.allocator == "retain" or retaining_refusal(profile):
+    if not profile.loop.can_retain or incumbent.allocator == "retain" or retaining_refusal(profile, incumbent):
         return (incumbent,)
     return incumbent, replace(incumbent, allocator="retain")
 

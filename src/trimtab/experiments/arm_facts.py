@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.core.profile import Profile
+from trimtab.core.hardware import DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class ArmFacts:
     error: str = ""
 
 
-def utilisation(profile: Profile, fact: ArmFacts | None, step_s: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (MFU, HFU): FLOP/s of the model, and with recomputation, over the device's peak (math: section 8).
+def utilisation(
+    device: DeviceSpec, fact: ArmFacts | None, reference: ArmFacts | None, rows_per_s: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """Return (MFU, HFU): FLOP/s of the model, and as the arm runs it, over the device's peak (math: section 8).
 
     Args:
-        profile: of the reference loop, whose FLOP are the model's whatever else an arm computes.
-        step_s: the arm's seconds per batch of the reference, one per seed.
+        reference: the loop whose FLOP are the model's, whatever an arm computes besides.
+        rows_per_s: of the arm, one per seed.
     """
-    if fact is None or not fact.precision or not step_s:
+    if fact is None or reference is None or not fact.precision or not rows_per_s:
         return None, None
-    rows = profile.loop.batch_rows
-    done = fact.flops_per_row
-    counts = (profile.loop.flops_per_step, None if done is None else done * rows)
+    rate = statistics.median(rows_per_s)
     model, hardware = (
-        None if flop is None else profile.device.utilisation(flop / statistics.median(step_s), fact.precision)
-        for flop in counts
+        None if flop is None else device.utilisation(flop * rate, fact.precision)
+        for flop in (reference.flops_per_row, fact.flops_per_row)
     )
     return model, hardware

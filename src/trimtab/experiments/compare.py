@@ -9,6 +9,7 @@ was cut off.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -41,8 +42,10 @@ from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import Task, TaskData
 
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
-_FEW_STEPS, _FEW_S = 60, 10.0
+_FEW_STEPS, _FEW_S = 60, 6.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
+# A first look ends about here: with fewer pairs where planning left no more time.
+_QUICK_END_S = 110.0
 # Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
@@ -56,8 +59,7 @@ class Settings:
         num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
-        quick: a first look within two minutes: throughput and memory of the reference, its control and the tier-S plan
-            in short arms; no peers, no tier F, nothing run to its end.
+        quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
         adapt: whether to make and race a tier-F plan. peers: whether the paper's and the strong recipe take part.
         cap_s: training seconds after which an arm is censored.
     """
@@ -73,13 +75,13 @@ class Settings:
         checks.integer("pairs", self.num_pairs, high=1000)
         if self.whole_pairs is not None:
             checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
-        if self.quick and self.whole_pairs:
+        if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
             raise ValueGivenError(
-                "whole", given=f"{self.whole_pairs} with quick", expected="no whole pairs, or not quick"
+                "quick",
+                given="whole pairs, tier F or peers with it",
+                expected="throughput and memory of tier S alone",
+                way_out="Leave out --quick, or --whole, --adapt and --peers.",
             )
-        if self.quick:
-            for name, value in (("whole_pairs", 0), ("adapt", False), ("peers", False)):
-                object.__setattr__(self, name, value)
         if not self.cap_s > 0:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
 
@@ -95,6 +97,7 @@ def compare(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Run (or go on with) a comparison in the folder `out`; returns what it found."""
+    begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     progress(f"reading {task.name}")
@@ -108,11 +111,15 @@ def compare(
         check_step(task, data, device)
     plans = _plans(task, data, device, out, settings, budget, objective, progress)
     facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
-    races = {}
+    races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
+        race_begun = time.perf_counter()
+        if settings.quick and races and race_begun - begun + race_s > _QUICK_END_S:
+            break
         entries = _entries(task, plans, settings, brief=_is_brief(settings, seed))
         entries = [e for e in entries if not facts[e.name].error]
         races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
+        race_s = time.perf_counter() - race_begun
     raced_in = _environment(races)
     return summarise(task, data, plans, races, facts, command=command, environment=raced_in)
 
@@ -169,7 +176,7 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
         """Return an arm of all its rows, or of a few that are only timed."""
         budget = wanted if whole and not brief else min(wanted, few)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
-        return Entry(name, make, budget, evaluates=budget == wanted, detail=detail, **options)
+        return Entry(name, make, budget, is_timed_only=budget < wanted, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
     entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, whole=False)]
@@ -198,10 +205,12 @@ def _facts(
     facts = {}
     for entry in entries:
         path = out / f"arm-{entry.name}.json"
-        if not path.exists():
+        fact = read_json(ArmFacts, path) if path.exists() else None
+        if fact is None or not (fact.precision or fact.error):
             progress(f"memory and phases of {entry.name}")
-            write_whole(path, to_json(_measured(entry, task, data, device), indent=1))
-        facts[entry.name] = read_json(ArmFacts, path)
+            fact = _measured(entry, task, data, device)
+            write_whole(path, to_json(fact, indent=1))
+        facts[entry.name] = fact
     return facts
 
 

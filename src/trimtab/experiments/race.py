@@ -2,9 +2,9 @@
 
 All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps, in
 an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
-Evaluations happen at the same sample counts and are kept off the clock. Each arm has its own random generators and
-global modes. An arm that raises leaves the race with its error; only the first, which the others are held against,
-ends it.
+Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has none. Each arm
+has its own random generators and global modes. An arm that raises leaves the race with its error; only the first,
+which the others are held against, ends it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class Entry:
     Args:
         name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
         budget_rows: rows after which it stops. stop_at_target: stop once the hardest target is crossed for good.
-        evaluates: whether it is looked at on held-out data. detail: kept in its record's header.
+        is_timed_only: whether it runs a few steps for their time alone: after one off the clock, and never evaluated.
+        detail: kept in its record's header.
     """
 
     name: str
     make: MakeLoop
     budget_rows: int
     stop_at_target: bool = False
-    evaluates: bool = True
+    is_timed_only: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +103,8 @@ class Racer:
         due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
         stop = min(due, self.entry.budget_rows)
         rows = steps = 0
+        if self.entry.is_timed_only and not self.blocks:  # a few steps are too few to leave the first of them out
+            self.loop.step(self._batches)
         synchronize(self._device)
         start, cpu_start = time.perf_counter(), time.process_time()
         while self.rows + rows < stop and (steps < _BLOCK_STEPS or time.perf_counter() - start < _BLOCK_S):
@@ -111,7 +114,7 @@ class Racer:
         block = Block(rows, time.perf_counter() - start, time.process_time() - cpu_start)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
-        if self.entry.evaluates and self.rows >= min(due, self.entry.budget_rows):
+        if not self.entry.is_timed_only and self.rows >= min(due, self.entry.budget_rows):
             self._evaluate()
         self._finish_if_due(cap_s)
         self._state = ProcessState.capture()

@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 
-RESULT_SCHEMA = 1
+RESULT_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Ratio:
     """A paired ratio: geometric mean with a 95% t interval on log ratios (math: section 8).
 
     `low` and `high` are None below 2 pairs; a verdict needs 5 pairs, a claim 8. `pairs` are the raw ratios.
-    `counted` marks a ratio of exact counts (bytes allocated): the same again on every repeat, so it has no interval.
+    `counted` marks a ratio of counts (bytes allocated), which repeat to within 1% (`SAME_PEAK`): it has no interval.
     """
 
     mean: float
@@ -56,7 +56,7 @@ class Arm:
         label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
         step_s: median seconds per optimizer step, one per seed. terms_per_s: throughput, one per seed.
         peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per step by phase.
-        mfu, hfu: FLOP/s of the model, and as run with recomputation, over the peak named in `Comparison.peak_source`.
+        mfu, hfu: FLOP/s of the reference's step and of the arm's own, over the peak named in `Comparison.peak_source`.
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
     """

@@ -89,7 +89,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in whole.items())
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
-    mfu, hfu = utilisation(plans.profiles["S"], fact, step_s)
+    rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
+    mfu, hfu = utilisation(plans.profiles["S"].device, fact, facts.get("reference"), rows_per_s)
     return Arm(
         name,
         label,

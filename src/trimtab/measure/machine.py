@@ -16,7 +16,7 @@ from trimtab.core.hardware import DeviceSpec, lookup_peaks
 from trimtab.measure.timing import time_call
 
 _LARGEST_MATMUL = 1024
-_LONGEST_MATMUL_S = 0.03
+_LONGEST_MATMUL_S = 0.06
 
 
 def environment() -> dict[str, str]:
@@ -85,7 +85,7 @@ def measured_cpu_peaks(num_threads: int) -> dict[str, float]:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """Return the best FLOP/s over sizes 128 to 1024, as long as the next should take less than 30 ms."""
+    """Return the best FLOP/s over sizes 128 to 1024, as long as the next should take less than 60 ms."""
     best, size = 0.0, 128
     while size <= _LARGEST_MATMUL:
         left, right = (torch.rand(size, size).to(dtype) for _ in range(2))

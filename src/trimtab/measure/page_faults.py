@@ -1,7 +1,8 @@
 """What freed memory costs that was handed back to the system: page faults of a step, and seconds of one.
 
 Memory taken from the system again is mapped and cleared page by page when it is first written. Both figures are cheap
-to have, and say how much a step could gain at the most by keeping its memory, before anything is tried.
+to have, and estimate what a step could gain by keeping its memory, before anything is tried. How many faults there are
+depends on what else the process holds: they are of this process, now.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import mmap
+import statistics
 import time
 
 import torch
@@ -19,7 +21,7 @@ except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
 _PROBE_BYTES = 32 * 2**20
-_REPEATS = 3
+_REPEATS = 5
 
 
 def num_faults() -> int | None:
@@ -31,10 +33,14 @@ def num_faults() -> int | None:
 def fault_s() -> float | None:
     """Return seconds that one page fault costs: fresh memory written for the first time, against the second, and freed.
 
-    None where faults are not counted.
+    The median of a few; None where faults are not counted, or what was measured is no price.
     """
-    found = [cost for cost in (_probe() for _ in range(_REPEATS)) if cost is not None]
-    return max(0.0, min(found)) if found else None
+    try:
+        found = [cost for cost in (_probe() for _ in range(_REPEATS)) if cost is not None]
+    except (OSError, ValueError):  # no memory to be had for it
+        return None
+    price = statistics.median(found) if found else 0.0
+    return price if price > 0 else None
 
 
 def _probe() -> float | None:

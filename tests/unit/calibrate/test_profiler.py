@@ -113,15 +113,15 @@ def test_phases_that_cannot_be_timed_are_none(monkeypatch):
 
 
 def test_the_price_of_handing_memory_back_is_known_before_anything_is_tried(monkeypatch):
-    """The median of three steps' faults, each a microsecond, against a step's seconds."""
+    """The median of three steps' faults, and the price of one."""
     seen = itertools.cycle((0, 5000, 5100, 5200))
     monkeypatch.setattr(allocator, "can_retain", lambda: True)
     monkeypatch.setattr(page_faults, "num_faults", lambda: next(seen))
     monkeypatch.setattr(page_faults, "fault_s", lambda: 1e-6)
     found = profiled()
-    assert found.loop.returned_share == pytest.approx(1e-4 / sum(found.phases_s.values()))
-    monkeypatch.setattr(page_faults, "fault_s", lambda: None)
-    assert profiled().loop.returned_share is None
+    assert (found.loop.faults_per_step, found.loop.fault_s) == (100, 1e-6)
+    monkeypatch.setattr(allocator, "can_retain", lambda: False)
+    assert profiled().loop.fault_s is None
 
 
 def small_only(model, batch):

@@ -112,7 +112,8 @@ def measured(
 ) -> Profile:
     """Return the profile the search makes of the machine."""
     loop = replace(LOOP, **facts)
-    profile = Profile(device, loop, check, reference or Reference(), profiling_s=12.5)
+    phases_s = {"forward": 0.9, "optimizer": 0.1}
+    profile = Profile(device, loop, check, reference or Reference(), phases_s=phases_s, profiling_s=12.5)
     while (stage := next_stage(profile, objective or Objective(), budget or Budget())) is not None:
         assert len(machine.stages) < 10, "the search does not end"
         profile = profile.with_trials(machine.run(stage))

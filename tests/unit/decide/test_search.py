@@ -79,7 +79,7 @@ def test_no_candidate_of_a_stage_comes_twice():
         ({"is_fused": True}, SPLITTABLE, "optimizer"),
         ({"supports_fused": False}, SPLITTABLE, "optimizer"),
         ({"can_retain": False}, SPLITTABLE, "allocator"),
-        ({"returned_share": 0.01}, SPLITTABLE, "allocator"),
+        ({"faults_per_step": 10_000, "fault_s": 1e-6}, SPLITTABLE, "allocator"),
         ({}, REFUSED, "micro_batch"),
         ({"batch_rows": 1}, SPLITTABLE, "micro_batch"),
     ],
@@ -90,24 +90,40 @@ def test_a_stage_without_alternatives_is_left_out(facts, check, left_out):
     assert names(machine) == [name for name in STAGES if name != left_out]
 
 
+FAULTS = 1_000_000  # a step takes a second: each microsecond of a fault is that share of it
+
+
 @pytest.mark.parametrize(
-    ("share", "noise", "said"),
+    ("fault_s", "noise", "said"),
     [
         (None, 0.0, ""),
-        (0.3, 0.0, ""),
-        (0.3, 0.05, ""),
-        (0.019, 0.0, "not tried: page faults take 1.9% of a step"),
-        (0.03, 0.2, "not tried: page faults take 3% of a step, and a gain below "),
+        (3e-7, 0.0, ""),
+        (3e-7, 0.05, ""),
+        (1.9e-8, 0.0, "not tried: 1,000,000 page faults take about 1.9% of a step"),
+        (3e-8, 0.2, "not tried: 1,000,000 page faults take about 3% of a step, and a gain below "),
     ],
 )
-def test_memory_is_retained_on_trial_where_page_faults_leave_something_to_gain(share, noise, said):
+def test_memory_is_retained_on_trial_where_page_faults_leave_something_to_gain(fault_s, noise, said):
     machine = Machine(noise=noise)
-    profile = measured(machine, returned_share=share)
+    profile = measured(machine, faults_per_step=FAULTS, fault_s=fault_s)
     assert ("allocator" in names(machine)) is (said == "")
-    assert (retaining_refusal(profile) or "").startswith(said)
+    assert (retaining_refusal(profile, REFERENCE) or "").startswith(said)
     choice = choose(profile, Objective(), Budget()).allocator
     assert (choice.value, choice.changed) == ("keep", False)
     assert said in choice.reason
+
+
+def test_page_faults_are_a_larger_share_of_a_step_that_became_faster():
+    profile = measured(Machine(speed={"bf16": 3.0}), faults_per_step=FAULTS, fault_s=1.2e-8)
+    assert profile.stage("allocator")
+    assert retaining_refusal(profile, REFERENCE) is not None
+
+
+def test_a_control_of_few_blocks_refuses_nothing():
+    profile = profile_of(control=(1.5, 0.7, 1.2))
+    profile = replace(profile, loop=replace(LOOP, faults_per_step=FAULTS, fault_s=3e-8), phases_s={"forward": 1.0})
+    assert retaining_refusal(profile, REFERENCE) is None
+    assert retaining_refusal(replace(profile, phases_s={"data": 9.0, "forward": 1.0}), REFERENCE) is None
 
 
 def test_nothing_is_verified_when_nothing_won():

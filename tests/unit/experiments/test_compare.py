@@ -22,6 +22,7 @@ from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
+from trimtab.experiments import inspect_arm
 from trimtab.experiments import race as race_module
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.compare import Settings, compare
@@ -66,6 +67,10 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
 def folder(finished, tmp_path) -> Path:
     """A copy of the finished comparison's folder."""
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def first_look() -> Settings:
+    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=False, peers=False)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -123,7 +128,7 @@ def test_whole_pairs_are_among_the_pairs(whole):
 
 def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
-    found = run(tmp_path / "out", Settings(num_pairs=2, quick=True))
+    found = run(tmp_path / "out", first_look())
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"brief-0", "brief-1"}
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
     assert all((len(arm.step_s), arm.curves) == (2, ()) for arm in found.arms)
@@ -137,10 +142,37 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
     assert "No arm ran to its end" in page
 
 
-def test_quick_pairs_are_not_whole():
-    assert Settings(quick=True) == Settings(quick=True, whole_pairs=0, adapt=False, peers=False)
-    with pytest.raises(ValueGivenError, match="whole: given 3 with quick"):
-        Settings(quick=True, whole_pairs=3)
+@pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": True}, {"peers": True}])
+def test_quick_is_throughput_of_tier_s_alone(others):
+    settings = {"quick": True, "whole_pairs": 0, "adapt": False, "peers": False}
+    with pytest.raises(ValueGivenError, match="quick: given whole pairs, tier F or peers with it"):
+        Settings(**(settings | others if others else {"quick": True}))
+
+
+def test_a_quick_comparison_ends_when_its_time_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(compare_module, "_QUICK_END_S", 0.0)
+    found = run(tmp_path / "out", first_look())
+    assert found.num_pairs == 1
+    assert found.headline.kind == "no verdict"
+    monkeypatch.setattr(compare_module, "_QUICK_END_S", 1e9)
+    assert run(tmp_path / "out", first_look()).num_pairs == 2
+
+
+def test_facts_of_an_arm_that_lack_what_is_known_today_are_measured_again(folder):
+    path = folder / "arm-reference.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({"peak_bytes": 1, "phases_s": {}}))
+    run(folder)
+    assert json.loads(path.read_text()).keys() == kept.keys()
+    assert json.loads(path.read_text())["precision"] == "fp32"
+
+
+def test_a_loop_that_cannot_be_counted_is_still_raced(monkeypatch):
+    monkeypatch.setattr(inspect_arm, "count_flops", _raise)
+    facts = measure_arm(ReferenceLoop, tiny, load_data(), CPU)
+    assert facts.flops_per_row is None
+    assert facts.peak_bytes > 0
 
 
 def _raise(*arguments, **options):
@@ -178,9 +210,9 @@ def made_plans(step_s: float) -> Plans:
 
 @pytest.mark.parametrize(
     ("step_s", "steps"),
-    [(1.0, 60), (0.01, 1000), (0.001, 5000)],  # slow steps; about ten seconds of fast ones; at most the whole
+    [(1.0, 60), (0.01, 600), (0.001, 5000)],  # slow steps; about six seconds of fast ones; at most the whole
 )
-def test_short_arms_last_sixty_steps_and_about_ten_seconds(step_s, steps):
+def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
     entries = compare_module._entries(its, made_plans(step_s), Settings(), brief=True)
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
@@ -281,7 +313,7 @@ def test_more_pairs_may_be_added(folder):
 @pytest.mark.parametrize(
     ("changes", "options", "named"),
     [
-        ({"quick": True}, {}, "adapt, quick"),
+        ({"quick": True, "whole_pairs": 0, "adapt": False}, {}, "adapt, quick"),
         ({"adapt": False}, {}, "adapt"),
         ({"cap_s": 9.0}, {}, "cap_s"),
         ({}, {"budget": Budget(memory="1GiB")}, "budget, objective"),

@@ -218,7 +218,9 @@ def test_do_no_harm_says_how_many_pairs_would_show_it():
     assert "no number of pairs" in non_inferiority(ratio(0.95, 0.93, 0.96)).sentence
 
 
-@pytest.mark.parametrize(("ours", "kind"), [(98, "gain"), (100, "no gain"), (99.5, "no gain"), (102, "harm")])
+@pytest.mark.parametrize(
+    ("ours", "kind"), [(97, "gain"), (100, "no gain"), (98.5, "no gain"), (101.5, "no gain"), (103, "harm")]
+)
 def test_the_verdict_on_memory(ours, kind):
     row = memory_row("ours", "theirs", "S", int(10 * ours), 1000)
     assert (row.metric, row.verdict.kind) == ("peak_memory", kind)

@@ -11,6 +11,7 @@ from race_records import climbing
 from tiny_task import load_data, task
 
 from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
@@ -111,6 +112,8 @@ def test_every_arm_is_there_with_what_was_measured_of_it():
     assert (reference.mfu, reference.hfu) == pytest.approx((1e8 / 10 / 1e9,) * 2)
     assert (ours.mfu, ours.hfu) == pytest.approx((1e8 / 5 / 1e9, 1.5e8 / 5 / 1e9))
     assert (freed.mfu, freed.hfu) == (None, None)  # not looked at on its own
+    uncounted = comparison(facts={"reference": replace(FACTS["reference"], flops_per_row=None)})
+    assert (uncounted.arm("reference").mfu, uncounted.arm("reference").hfu) == (None, None)
     unknown = comparison(facts={"reference": replace(FACTS["reference"], precision="bf16")})
     assert (unknown.arm("reference").mfu, unknown.arm("reference").hfu) == (None, None)  # no peak for it
 
@@ -425,6 +428,12 @@ def test_processor_time_stands_beside_throughput():
 
 def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
     assert benchmark_row(comparison(races(4)), metric="throughput_ratio", arm="plan_S")["resolution"] is None
+
+
+def test_a_report_of_another_schema_is_refused_by_its_number():
+    data = json.loads(to_json(comparison())) | {"schema": 1, "quick": False}
+    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 2"):
+        from_json(Comparison, json.dumps(data))
 
 
 def test_a_report_written_before_these_fields_is_read():

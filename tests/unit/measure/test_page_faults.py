@@ -31,8 +31,31 @@ def test_a_fault_has_a_price():
     price = fault_s()
     if price is None:
         pytest.skip("nobody counts page faults here")
-    assert 0 <= price < 0.01
+    assert 0 < price < 0.01
     assert fault_s() == price  # measured once
+
+
+@pytest.mark.parametrize(
+    ("probes", "price"),
+    [
+        ([2e-6, -9e-6, 3e-6, 2e-6, 2e-6], 2e-6),  # a second fill that was held up
+        ([-1e-6] * 5, None),  # no price at all is not a price of nothing
+        ([None] * 5, None),
+        ([None, 2e-6, None, 4e-6, 3e-6], 3e-6),
+    ],
+)
+def test_the_price_is_a_median_and_above_zero(monkeypatch, probes, price):
+    found = iter(probes)
+    monkeypatch.setattr(page_faults, "_probe", lambda: next(found))
+    assert fault_s.__wrapped__() == price
+
+
+def test_without_memory_for_it_there_is_no_price(monkeypatch):
+    def fails():
+        raise OSError("cannot allocate memory")
+
+    monkeypatch.setattr(page_faults, "_probe", fails)
+    assert fault_s.__wrapped__() is None
 
 
 def test_where_nobody_counts_there_is_no_price(monkeypatch):

@@ -60,7 +60,7 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
 
 def _tile(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
     if value.counted:
-        return Tile(label, words(value.mean), f"exact count of allocated bytes; {against}")
+        return Tile(label, words(value.mean), f"count of allocated bytes; {against}")
     if value.n < say.PAIRS_FOR_A_VERDICT:
         return Tile(label, say.NO_VERDICT, f"raw pairs {say.raw_pairs(value, words)}; {against}")
     return Tile(label, words(value.mean), f"95% interval {say.interval(value, words)}, n = {value.n}; {against}")
