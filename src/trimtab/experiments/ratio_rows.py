@@ -8,8 +8,7 @@ from trimtab.experiments.result import Ratio, RatioRow, Verdict
 from trimtab.experiments.stats import Races, as_ratio, cpu_ratios, curve, throughput_ratios, to_the_end
 from trimtab.experiments.verdicts import control_verdict, quality_verdict, speed_verdict
 
-
-# Threads allocate in another order from run to run: peaks of the same step differ by up to 1%.
+# Counted again, the peak of the same step differs by up to 1%.
 SAME_PEAK = 0.02
 
 
