@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints where the report is
 	@rm -rf runs/demo
-	@$(BIN)/trimtab compare digits_resnet --no-peers --whole 2 --out runs/demo
+	@$(BIN)/trimtab compare digits_resnet --no-peers --whole 1 --out runs/demo
 	@echo "Report: runs/demo/report.html (the same as text: runs/demo/report.md)"
 
 test: $(STAMP) ## Run the tests

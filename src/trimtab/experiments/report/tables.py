@@ -168,8 +168,8 @@ def arm_table(comparison: Comparison) -> Table:
         columns=("Arm", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
-        note="Median over seeds (lowest to highest). MFU counts the FLOP of the reference's step, HFU those of the arm's "
-        f"own with recomputation; both are of this peak: {say.one_line(comparison.peak_source)}.",
+        note="Median over seeds (lowest to highest). MFU counts the FLOP of the reference's step, HFU those of the "
+        f"arm's own with recomputation; both are of this peak: {say.one_line(comparison.peak_source)}.",
         numeric=("Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
     )
 
