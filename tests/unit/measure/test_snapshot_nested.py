@@ -99,7 +99,9 @@ def look(model, optimizer):
     held += [optimizer.scratch[0], optimizer.param_groups[0]["window"]]
     for state in optimizer.state.values():
         held += [state, state["factors"], *state["factors"], *state["rest"]["deep"]]
-    values = (model.history, model.running, {k: v for k, v in model.nest.items() if k != "itself"})
+    nest = {k: v for k, v in model.nest.items() if k != "itself"}
+    nest["seen"] = sorted(map(repr, nest["seen"]))  # a set has no order to be put back
+    values = (model.history, model.running, nest)
     values += (optimizer.calls, optimizer.scratch, optimizer.param_groups[0]["window"], list(optimizer.state.values()))
     return [id(each) for each in held], repr(values)
 
