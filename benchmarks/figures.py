@@ -95,9 +95,10 @@ def _sections(results: list[Row]) -> Iterator[str]:
         yield f"## {found['file'].removesuffix('.json')}"
         yield ""
         machine = ", ".join(environment[key] for key in ("cpu", "gpu") if key in environment)
-        yield f"{machine}, {environment['threads']} threads, torch {environment['torch']}.{_how(found)}"
+        threads = "1 thread" if environment["threads"] == "1" else f"{environment['threads']} threads"
+        yield f"{machine}, {threads}, torch {environment['torch']}.{_how(found)}"
         yield ""
-        kinds = {"compare": _comparison, "overhead": _overhead, "strong_sweep": _sweep}
+        kinds = {"compare": _comparison, "overhead": _overhead, "strong_sweep": _sweep, "planted": _planted}
         yield from kinds[found["name"]](found["rows"])
         yield ""
 
@@ -118,7 +119,7 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for row in rows:
         if row["metric"] == "planning_s":
-            yield f"| planning, seconds | | | {row['planning_s']:.1f} | 1 | |"
+            yield f"| planning, seconds | {NAMES['plan_' + row.get('tier', 'S')]} | | {row['planning_s']:.1f} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:
@@ -150,8 +151,15 @@ def _overhead(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} |"
 
 
+def _planted(rows: list[Row]) -> Iterator[str]:
+    yield "| plans of a loop that nothing makes faster | of them changed something | 95%: at most |"
+    yield "|---|---|---|"
+    for row in rows:
+        yield f"| {row['n']} | {row['share']:.1%} | {row['high']:.1%} |"
+
+
 def _sweep(rows: list[Row]) -> Iterator[str]:
-    yield f"| peak rate | {rows[0]['of']} after {rows[0]['rows']:,} rows |"
+    yield f"| peak rate | {rows[0]['of']} after {rows[0]['rows']:,} rows (n = 1) |"
     yield "|---|---|"
     for row in rows:
         yield f"| {row['lr']:g} | {row['value']:.4g} |"

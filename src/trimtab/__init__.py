@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core import errors
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Choice, Mark, Plan
-from trimtab.core.record import RecordWriter, RunRecord, read_record
+from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 
 if TYPE_CHECKING:
     from trimtab.api import plan, profile, start
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "Choice",
+    "Header",
     "Mark",
     "Objective",
     "Plan",

@@ -21,6 +21,7 @@ from trimtab.core.profile import Profile
 from trimtab.core.record import RecordWriter
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose
+from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
 
@@ -49,20 +50,22 @@ def profile(
         example_batch: what the loader yields for one optimizer step.
         budget, objective: limits and weights; they decide which settings are tried.
         reference: what the user's loop does today; undeclared, "assumed fp32 eager".
-        longest_batch: the longest batch the data holds, if lengths vary: everything is measured on it.
-        data: the loop's loader; a few batches are drawn from it, to see how long the loop waits for them. An iterator
-            is that much further on afterwards.
+        longest_batch: the longest batch the data holds, if lengths vary, of as many rows: everything is measured on it.
+        data: the loop's loader; a few batches are drawn from it, to see how long the loop waits for them. Its torch
+            generators are put back and workers started for this end, so that its next epochs are as without it. An
+            iterator is that much further on afterwards.
         num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
         progress: called with a line of text as work goes on.
 
     Raises:
-        UsageError: model, optimizer, loss or batch do not fit together; nothing was changed.
+        UsageError: model, optimizer, loss or batch do not fit together, or the device is neither CPU nor CUDA; nothing
+            was changed.
     """
     reference = _typed("reference", reference, Reference, ASSUMED_REFERENCE)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
     _refuse_unmeasurable(objective, budget)
-    batch = example_batch if longest_batch is None else longest_batch
+    batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
     blocks = checks.integer("num_blocks", num_blocks, low=3)
     return profile_loop(subject, reference, objective, budget, data=data, num_blocks=blocks, progress=progress)
@@ -171,6 +174,18 @@ def _typed(field: str, value: Any, cls: type, default: Any) -> Any:
         fields = ", ".join(f.name for f in dataclasses.fields(cls))
         raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
     return value
+
+
+def _as_many_rows(longest: Any, example: Any) -> Any:
+    rows, expected = count_rows(longest), count_rows(example)
+    if rows != expected:
+        raise ValueGivenError(
+            "longest_batch",
+            given=f"{rows} rows",
+            expected=f"the {expected} of example_batch, for which the plan is made",
+            way_out="Where the loader's rows vary too, give the example_batch that asks for most, alone.",
+        )
+    return longest
 
 
 def _refuse_unmeasurable(objective: Objective, budget: Budget) -> None:

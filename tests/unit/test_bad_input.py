@@ -65,6 +65,12 @@ PLANNING = {
     "a loader for a batch": (lambda k: {"example_batch": iter([k.batch])}, BatchError, "batch", "list_iterator"),
     "an array": (lambda k: {"example_batch": numpy.zeros(3)}, BatchError, "batch", "ndarray"),
     "a longest batch that is none": (lambda k: {"longest_batch": Unknown()}, BatchError, "batch", "Unknown"),
+    "a longest batch of fewer rows": (
+        lambda k: {"longest_batch": {name: column[:2] for name, column in k.batch.items()}},
+        ValueGivenError,
+        "longest_batch",
+        "2 rows",
+    ),
     "a budget as text": (lambda k: {"budget": "8GiB"}, ValueGivenError, "budget", "'8GiB'"),
     "an objective as text": (lambda k: {"objective": "time"}, ValueGivenError, "objective", "'time'"),
     "a reference as text": (lambda k: {"reference": "bf16"}, ValueGivenError, "reference", "'bf16'"),

@@ -19,6 +19,7 @@ from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.decide.search import next_stage, reference_candidate
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.flops import count_flops
+from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
@@ -70,15 +71,16 @@ def profile_loop(
 def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
     """Return seconds that drawing one batch takes, of a few drawn in a row; None where there are not even two.
 
-    The first is drawn before the clock starts: it opens files and starts workers.
+    The first is drawn before the clock starts: it opens files and starts workers. A loader is left as `borrowed` says.
 
     Raises:
         BatchError: there is nothing to iterate over.
     """
-    batches = islice(iterate("data", data), 1 + _DATA_BATCHES)
-    next(batches, None)
-    drawn: list[int] = []
-    seconds = time_call(lambda: drawn.extend(1 for _ in batches), subject.device)
+    with borrowed(data) as lent:
+        batches = islice(iterate("data", lent), 1 + _DATA_BATCHES)
+        next(batches, None)
+        drawn: list[int] = []
+        seconds = time_call(lambda: drawn.extend(1 for _ in batches), subject.device)
     return seconds / len(drawn) if drawn else None
 
 

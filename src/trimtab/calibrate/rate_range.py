@@ -9,6 +9,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
+from trimtab.measure.loader_state import borrowed
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.engine import Run
@@ -29,17 +30,19 @@ def range_test(
     """Return (scale, loss) at rates rising from the user's own to `widest` times it. Leaves no trace.
 
     Args:
-        batches: training batches; at least `num_steps` of them, or the test ends early.
+        batches: training batches; at least `num_steps` of them, or the test ends early. A loader is left as `borrowed`
+            says.
 
     Raises:
         ValueGivenError: there are no batches. BatchError: there is nothing to iterate over.
     """
     points: list[RatePoint] = []
-    with Snapshot(subject.model, subject.optimizer), Run(subject.model, subject.optimizer, plan) as run:
-        for index, batch in zip(range(num_steps), iterate("data", batches), strict=False):
+    model, optimizer = subject.model, subject.optimizer
+    with borrowed(batches) as lent, Snapshot(model, optimizer), Run(model, optimizer, plan) as run:
+        for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
             progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")
-            with scaled_rates(subject.optimizer, scale):
+            with scaled_rates(optimizer, scale):
                 loss = run.train_step(run.window(batch), subject.loss_fn)
             points.append(RatePoint(scale, float(loss)))
             if index > 10 and has_diverged([point.loss for point in points]):

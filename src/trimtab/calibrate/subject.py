@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.errors import LossError, ValueGivenError
+from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
+from trimtab.measure.machine import MEASURED
 from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
@@ -31,6 +32,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)
+        _check_measured(self.device)
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         count_rows(self.batch)
@@ -83,3 +85,14 @@ class Subject:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from tensors_in(self.batch)
+
+
+def _check_measured(device: torch.device) -> None:
+    """Raise `ModelError` for a device on which seconds would be those of enqueueing, and bytes those of the host."""
+    if device.type not in MEASURED:
+        raise ModelError(
+            "model",
+            given=f"parameters on {device}",
+            expected=f"parameters on {' or '.join(MEASURED)}: time and memory of other devices cannot be measured",
+            way_out="Move the model to one of them, then build its optimizer.",
+        )

@@ -11,8 +11,7 @@
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── DataMissingError      a public data set is not on this machine; says how to get it
-    ├── DependencyError       an optional package is missing; names the extra   (also an ImportError)
-    └── NotReversibleError    a change could not be undone in place
+    └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
 Every message says what was given, what was expected and the way out.
 """
@@ -88,7 +87,3 @@ class DataMissingError(TrimtabError):
 
 class DependencyError(TrimtabError, ImportError):
     """An optional package is missing."""
-
-
-class NotReversibleError(TrimtabError):
-    """A change could not be undone in place."""

@@ -1,6 +1,6 @@
 """A plan: every choice with its value, its reason, its mark and the losers.
 
-Marks (math: section 1 of the design): *exact* changes no number; *rounding* changes only rounding; *dynamics* changes
+Marks: *exact* changes no number; *rounding* changes only rounding; *dynamics* changes
 the training itself. A plan with only exact and rounding changes is tier S (the user's maths); one dynamics change
 makes it tier F. Equivalence tests are generated from the marks.
 """
@@ -17,7 +17,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -111,6 +111,7 @@ class Plan:
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost.
         predicted: cost of the chosen settings, as measured in trials.
+        verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
         planning_s: seconds the planning took; search_s: the part spent on tier-F search.
         advice: what the user could gain outside of what a plan may change.
     """
@@ -128,6 +129,7 @@ class Plan:
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
     predicted: Measured | None = None
+    verified: tuple[float, float] | None = None
     planning_s: float = 0.0
     search_s: float = 0.0
     advice: tuple[str, ...] = ()
@@ -147,7 +149,7 @@ class Plan:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
         if not isinstance(self.fused_optimizer.value, bool):
             raise FormatError("plan.fused_optimizer", given=repr(self.fused_optimizer.value), expected="true or false")
-        if self._splits and self.check is not None and not self.check.splittable:
+        if self.splits and self.check is not None and not self.check.splittable:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 
     @classmethod
@@ -167,7 +169,8 @@ class Plan:
             for name, value in values.items()
         }
         micro = rows if micro_batch is None else micro_batch
-        plan = cls(rows, Choice(micro, "set by hand", marks["micro_batch"], changed=micro != rows))
+        by_hand = "set by hand" if micro == rows else "set by hand; not proved to keep the maths"
+        plan = cls(rows, Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows))
         for name, choice in choices.items():
             plan = replace(plan, **{name: choice})  # type: ignore[arg-type]
         return plan
@@ -197,10 +200,11 @@ class Plan:
         the maths: cut where batch statistics are computed, it would train otherwise than the user's loop.
         """
         proved = self.check is not None and self.check.splittable
-        return int(self.micro_batch.value or 1) if self._splits or proved else max(rows, 1)
+        return int(self.micro_batch.value or 1) if self.splits or proved else max(rows, 1)
 
     @property
-    def _splits(self) -> bool:
+    def splits(self) -> bool:
+        """Whether a full batch is cut into micro-batches."""
         return int(self.micro_batch.value or 1) < self.batch_rows
 
     @property
@@ -244,8 +248,18 @@ def _verdict(plan: Plan) -> str:
     what = ", ".join(f"{name.replace('_', ' ')} {getattr(plan, name).value}" for name in plan.changes)
     text = f"Change {what} ({_TIERS[plan.tier]})"
     if plan.baseline and plan.predicted:
-        text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed in trials"
+        text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
+    if plan.splits and plan.check is None:
+        text += ". That splitting keeps this model's maths is not proved"
     return text + "."
+
+
+def _certainty(verified: tuple[float, float] | None) -> str:
+    if verified is None or not all(map(math.isfinite, verified)):
+        return ""
+    low, high = verified
+    doubt = "" if low > 1 or high < 1 else ", not to be told from 1"
+    return f" (95% {low:.2f} to {high:.2f}{doubt})"
 
 
 def _cost(label: str, cost: Measured | None) -> str:

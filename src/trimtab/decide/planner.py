@@ -48,6 +48,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         reference=profile.reference,
         baseline=_cost(profile, reference),
         predicted=_cost(profile, winner),
+        verified=_verified(winner, outcomes),
         planning_s=profile.profiling_s,
         advice=_advice(profile),
     )
@@ -88,6 +89,11 @@ def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective,
     floor = search.FREE_SPEED if _saves_memory(profile, candidate, reference) else 1.0
     agrees = found.mean > floor and found.high >= _promised(outcomes)
     return candidate if agrees or outcomes["verify"].winner == candidate else reference
+
+
+def _verified(winner: Candidate, outcomes: dict[str, Outcome]) -> tuple[float, float] | None:
+    found = outcomes["verify"].ratios.get(winner) if "verify" in outcomes else None
+    return None if found is None else (found.low, found.high)
 
 
 def _promised(outcomes: dict[str, Outcome]) -> float:

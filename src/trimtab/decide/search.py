@@ -26,8 +26,9 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain, 
 # and saves at least this share of the peak.
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
-# The optimizer's step is a small share of the whole: it has to get this much faster to be worth a change.
-WORTH_FUSING = 1.1
+# The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
+# to be this share.
+WORTH_FUSING = 0.01
 # Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
 # After this many blocks a stage may drop who lost each of them; what it accepts takes as many as any verdict.
@@ -109,8 +110,11 @@ def decide_stage(profile: Profile, name: str, objective: Objective, budget: Budg
     for trial in fitting:
         ratios[trial.candidate] = speed = speed_ratio(trial, base)
         score = _score_ratio(profile, trial, base, objective, name)
-        gain, free = _is_worth(score, control, name), _free_memory(trial, base, speed, name)
-        reasons[trial.candidate] = _reason(name, speed, control, gain, _saved(trial, base) if free else None)
+        share = _share_saved(profile, trial, base) if name == "optimizer" else None
+        gain = is_gain(score, control) and (share is None or share >= WORTH_FUSING)
+        free = _free_memory(trial, base, speed, name)
+        saved = _saved(trial, base) if free else None
+        reasons[trial.candidate] = _reason(speed, control, gain, saved=saved, share=share)
         accepted += [trial] if gain or must_leave else []
         if trial in accepted and score.mean > best:
             winner, best = trial, score.mean
@@ -208,9 +212,13 @@ def _changed(trial: Trial, incumbent: Trial) -> frozenset[str]:
     return frozenset(trial.candidate.differences(incumbent.candidate))
 
 
-def _is_worth(score: Interval, control: Interval | None, stage: str) -> bool:
-    least = WORTH_FUSING if stage == "optimizer" else 1.0
-    return is_gain(score, control) and score.mean >= least
+def _share_saved(profile: Profile, trial: Trial, base: Trial) -> float:
+    """Return what a faster optimizer's step saves of a whole step, whose time is that of its last trial."""
+    whole = [t for t in profile.trials if t.stage != "optimizer" and t.candidate == base.candidate and t.step_s]
+    phases_s = sum(seconds for name, seconds in profile.phases_s.items() if name != "data")
+    own_s, ours_s = base.step_s or 0.0, trial.step_s or 0.0
+    step_s = max((whole[-1].step_s if whole else None) or phases_s, own_s)
+    return (own_s - ours_s) / step_s if step_s > 0 else 0.0
 
 
 def _free_memory(trial: Trial, incumbent: Trial, speed: Interval, stage: str) -> bool:
@@ -225,9 +233,11 @@ def _saved(trial: Trial, incumbent: Trial) -> float:
     return 1 - (trial.peak_bytes or 0) / (incumbent.peak_bytes or 1)
 
 
-def _reason(stage: str, speed: Interval, control: Interval | None, gain: bool, saved: float | None) -> str:
-    what = "the optimizer's step alone at" if stage == "optimizer" else ""
-    figures = f"{what} {speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})".strip()
+def _reason(speed: Interval, control: Interval | None, gain: bool, *, saved: float | None, share: float | None) -> str:
+    """Return what the figures say; `saved` of the peak, `share` of a whole step for the optimizer's."""
+    figures = f"{speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})"
+    if share is not None:
+        figures = f"the optimizer's step alone at {figures}, {100 * share:.2g}% of a whole step"
     if gain:
         return figures
     if saved is not None:

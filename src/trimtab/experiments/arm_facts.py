@@ -17,6 +17,8 @@ class ArmFacts:
         peak_bytes: peak of a step. phases_s: seconds per step by phase.
         flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted.
         precision: what its matrix products compute in, "": not known.
+        terms_per_row: what the loss counted in a row, padding not; where it is a mean, the task's own figure. None: not
+            known, from a file written before it was measured.
     """
 
     peak_bytes: int | None
@@ -24,6 +26,12 @@ class ArmFacts:
     flops_per_row: float | None = None
     precision: str = ""
     error: str = ""
+    terms_per_row: float | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all was looked at that is today, so that a file of it need not be measured again."""
+        return bool(self.error) or (self.precision != "" and self.terms_per_row is not None)
 
 
 def utilisation(

@@ -12,6 +12,7 @@ import trimtab
 from trimtab.core.codec import to_json, write_whole
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import Budget, Objective
+from trimtab.experiments.fingerprint import build_of, code_of
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task, TaskData
 
@@ -53,6 +54,8 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "adapted_rows": task.adapted_rows,
         "strong_budget_rows": task.strong.budget_rows if task.strong else None,
         "reference_precision": task.reference.precision,
+        "code": code_of(task),
+        "model or optimizer": build_of(task),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,8 @@ from trimtab.tasks.task import Task, TaskData
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
+# And in a race whose other arms run to the end: the control is what that race can resolve, and laps are what it lacks.
+_CONTROL_S = 60.0
 # A first look ends about here: with fewer pairs where planning left no more time.
 _QUICK_END_S = 110.0
 # Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
@@ -120,8 +122,14 @@ def compare(
         entries = [e for e in entries if not facts[e.name].error]
         races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
         race_s = time.perf_counter() - race_begun
-    raced_in = _environment(races)
-    return summarise(task, data, plans, races, facts, command=command, environment=raced_in)
+    found = summarise(task, data, plans, races, facts, command=command, environment=_environment(races))
+    return replace(found, notes=(*found.notes, *_read_back(done, len(races), out)))
+
+
+def _read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
+    if not done:
+        return ()
+    return (f"{done} of {races} races were read back from {out}, where an earlier run of this comparison left them",)
 
 
 def _environment(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
@@ -169,28 +177,31 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
     rows = task.budget_rows
     step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if settings.quick else (_FEW_STEPS, _FEW_S)
-    few = min(rows, max(steps, math.ceil(seconds / step_s)) * task.batch_rows)
+    few, control = (
+        min(rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)
+        for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))
+    )
     too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
-    def entry(name: str, make: MakeLoop, wanted: int, *, whole: bool = True, why: str = "", **options: bool) -> Entry:
+    def entry(name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", **options: bool) -> Entry:
         """Return an arm of all its rows, or of a few that are only timed."""
-        budget = wanted if whole and not brief else min(wanted, few)
+        budget = min(wanted, timed or wanted, few if brief else wanted)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
         return Entry(name, make, budget, is_timed_only=budget < wanted, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
-    entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, whole=False)]
+    entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, timed=control)]
     entries.append(entry("plan_S", same, rows))
     if "F" in plans.plans:
         horizon = min(rows, task.adapted_rows or rows)
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
         entries.append(entry("plan_F", freed, horizon, stop_at_target=horizon == rows))
     if settings.peers:
-        entries.append(entry("paper", PaperLoop, rows, whole=not too_long, why=too_long))
+        entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
         if "strong" in plans.plans and task.strong is not None:
             entries.append(entry("strong", StrongLoop, min(rows, task.strong.budget_rows)))
             planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
-            entries.append(entry("strong_plan", planned, rows, whole=False))
+            entries.append(entry("strong_plan", planned, rows, timed=control))
     return entries
 
 
@@ -206,7 +217,7 @@ def _facts(
     for entry in entries:
         path = out / f"arm-{entry.name}.json"
         fact = read_json(ArmFacts, path) if path.exists() else None
-        if fact is None or not (fact.precision or fact.error):
+        if fact is None or not fact.is_current:
             progress(f"memory and phases of {entry.name}")
             fact = _measured(entry, task, data, device)
             write_whole(path, to_json(fact, indent=1))

@@ -45,7 +45,8 @@ def _findings() -> Iterator[Finding]:
         refusal = precision_refusal(spec, precision)
         peak = f"{format_count(spec.peak(precision))}FLOP/s peak ({spec.source})"
         yield Finding(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
-    yield Finding("memory figures", True, "allocator statistics" if device.type == "cuda" else "exact allocation count")
+    counted = "allocator statistics" if device.type == "cuda" else "bytes allocated, counted; repeats to about 1%"
+    yield Finding("memory figures", True, counted)
     yield Finding("energy", False, "no meter is read by this version: energy is reported as not measured")
     for package, extra in _EXTRAS.items():
         there = importlib.util.find_spec(package) is not None

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trimtab.core.plan import Plan
 from trimtab.experiments.result import Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.verdicts import figures
 
 
-def headline(ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan) -> Verdict:
-    """Return the verdict read first; `plan` is that of tier S."""
-    same = _find(ratios, "plan_S", "throughput")
-    kind = same.verdict.kind if same else "no verdict"
-    sentences = [_same_maths(same, plan)] if same else []
-    freed = _freed(targets, _find(ratios, "plan_F", "final_metric_difference"))
-    sentences += [freed.sentence] if freed.sentence else []
-    if kind != "harm" and freed.kind == "gain":
-        kind = "gain"
+def headline(
+    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str]
+) -> Verdict:
+    """Return the verdict read first.
+
+    Args:
+        plan: that of tier S. failed: of each arm that failed, where. Its tier brings no gain, whatever the races show
+            that it survived.
+    """
+    same = _failure("keeps the maths", failed.get("plan_S")) or _same_maths(_find(ratios, "plan_S", "throughput"), plan)
+    freed = _failure("frees the learning rate", failed.get("plan_F")) or _freed(
+        targets, _find(ratios, "plan_F", "final_metric_difference")
+    )
+    kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
+    sentences = [found.sentence for found in (same, freed) if found.sentence]
     return Verdict(kind, " ".join(sentences) or "Nothing was measured.")
+
+
+def _failure(what: str, where: str | None) -> Verdict | None:
+    return Verdict("no verdict", f"The plan that {what} failed {where}: no verdict.") if where else None
 
 
 def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
     return next((r for r in ratios if (r.arm, r.metric, r.against) == (arm, metric, "reference")), None)
 
 
-def _same_maths(row: RatioRow, plan: Plan) -> str:
+def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
+    if row is None:
+        return Verdict("no verdict", "")
     found = figures(row.ratio)
-    if row.verdict.kind == "gain":
-        return f"Same maths, {found} the throughput of the reference."
-    if row.verdict.kind == "harm":
-        return f"Same maths, but slower: {found} the throughput of the reference."
-    if row.verdict.kind == "no verdict":
-        return f"No verdict on throughput: {row.verdict.sentence}."
     advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
-    return f"No gain from settings that keep the maths ({found}): {advice}."
+    sentences = {
+        "gain": f"Same maths, {found} the throughput of the reference.",
+        "harm": f"Same maths, but slower: {found} the throughput of the reference.",
+        "no verdict": f"No verdict on throughput: {row.verdict.sentence}.",
+    }
+    otherwise = f"No gain from settings that keep the maths ({found}): {advice}."
+    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise))
 
 
 def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:

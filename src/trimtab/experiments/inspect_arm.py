@@ -1,9 +1,10 @@
-"""One arm looked at on its own, apart from the races: peak memory of a step, seconds by phase, counted FLOP."""
+"""One arm looked at on its own, apart from the races: peak memory of a step, seconds by phase, FLOP and terms."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,29 +15,66 @@ from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.timing import PhaseClock, time_call
-from trimtab.recipes.loop import Loop, MakeLoop
+from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
 from trimtab.tasks.task import Task, TaskData
 
 _PHASE_STEPS = 4
 
 
 def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
-    """Return what a step of a fresh loop takes, once the optimizer's state exists.
+    """Return what a step of a fresh loop takes, once the optimizer's state exists, and what its loss counts.
 
     The forward pass is timed inside the loss function, the optimizer by its step hooks; what is left of a step is the
     backward pass and the loop itself.
     """
-    clock = PhaseClock(device)
+    watch = _Watch(task, device)
     torch.manual_seed(0)
-    loop = make(replace(task, loss_fn=_timed(task.loss_fn, clock)), device)
+    loop = make(replace(task, loss_fn=watch.loss), device)
+    batches = watch.drawn(data.batches(0, task.batch_rows))
     try:
-        batches = data.batches(0, task.batch_rows)
         for _ in range(2):
             loop.step(batches)
         peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
-        return ArmFacts(peak, _phases(loop, batches, clock, device), _flops_per_row(loop, batches), loop.precision)
+        phases, terms = _phases(loop, batches, watch), _terms_per_row(loop, batches, watch)
+        return ArmFacts(peak, phases, _flops_per_row(loop, batches), loop.precision, terms_per_row=terms)
     finally:
         loop.close()
+
+
+class _Watch:
+    """What passes through a loop: seconds of its data and its forward passes, and what its loss counted."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device, self.clock = task, device, PhaseClock(device)
+        self.num_batches = 0
+        self.counts: list[Any] = []  # of each forward pass; None where the loss is a mean
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Return the task's loss."""
+        with self.clock.phase("forward"):
+            result = self.task.loss_fn(model, batch)
+        self.counts.append(result[1] if isinstance(result, tuple) else None)
+        return result
+
+    def drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches."""
+        while True:
+            with self.clock.phase("data"):
+                batch = next(batches)
+            self.num_batches += 1
+            yield batch
+
+
+def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: _Watch) -> float:
+    """Return what the loss counted in a row of all batches so far; the task's own figure where it is a mean."""
+    if not watch.counts:  # a step of the user's own takes its loss itself: the declared one is asked apart
+        watch.num_batches = 0
+        for _ in range(_PHASE_STEPS):
+            with autocast(loop.precision, watch.device):
+                watch.loss(loop.model, move(next(batches), watch.device))
+    if any(count is None for count in watch.counts):
+        return float(watch.task.terms_per_row)
+    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.task.batch_rows)
 
 
 def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
@@ -49,33 +87,21 @@ def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
     return None if flops is None else flops / rows[0]
 
 
-def _phases(loop: Loop, batches: Iterator[Any], clock: PhaseClock, device: torch.device) -> dict[str, float]:
+def _phases(loop: Loop, batches: Iterator[Any], watch: _Watch) -> dict[str, float]:
+    clock = watch.clock
     step = contextlib.ExitStack()  # entered before the optimizer's step, closed after it
     before = loop.optimizer.register_step_pre_hook(lambda *args: step.enter_context(clock.phase("optimizer")))
     after = loop.optimizer.register_step_post_hook(lambda *args: step.close())
     clock.seconds.clear()
-    total = time_call(lambda: loop.step(_timed_data(batches, clock)), device, _PHASE_STEPS)
+    total = time_call(lambda: loop.step(batches), watch.device, _PHASE_STEPS)
     before.remove()
     after.remove()
     phases = {name: seconds / _PHASE_STEPS for name, seconds in clock.seconds.items()}
-    phases["backward and rest"] = max(0.0, total - sum(phases.values()))
-    order = ("data", "forward", "backward and rest", "optimizer")
+    # A step of the user's own calls no loss function of ours: its forward pass is in what is left.
+    rest = "backward and rest" if "forward" in phases else "forward, backward and rest"
+    phases[rest] = max(0.0, total - sum(phases.values()))
+    order = ("data", "forward", rest, "optimizer")
     return {name: phases[name] for name in order if name in phases}
-
-
-def _timed(function: Callable[..., Any], clock: PhaseClock) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with clock.phase("forward"):
-            return function(*args)
-
-    return call
-
-
-def _timed_data(batches: Iterator[Any], clock: PhaseClock) -> Iterator[Any]:
-    while True:
-        with clock.phase("data"):
-            batch = next(batches)
-        yield batch
 
 
 def _live(loop: Loop) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -62,10 +63,10 @@ def make_plans(
     if adapt:
         plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
     if strong and task.strong is not None:
-        peer = StrongLoop(task, device)
         reference = Reference(task.strong.precision, task.strong.clip_norm)
-        profiles["strong"] = profile(
-            peer.model, peer.optimizer, task.loss_fn, batch, reference=reference, progress=progress
-        )
+        with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after
+            profiles["strong"] = profile(
+                peer.model, peer.optimizer, task.loss_fn, batch, reference=reference, progress=progress
+            )
         plans["strong"] = choose(profiles["strong"], Objective(), Budget())
     return Plans(plans, profiles)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.result import Ratio, RatioRow, Verdict
-from trimtab.experiments.stats import Races, as_ratio, cpu_ratios, curve, throughput_ratios, to_the_end
-from trimtab.experiments.verdicts import control_verdict, quality_verdict, speed_verdict
+from trimtab.experiments.stats import Races, as_ratio, cpu_ratios, curve, failures, throughput_ratios, to_the_end
+from trimtab.experiments.verdicts import control_verdict, non_inferiority, quality_verdict, speed_verdict
 
 # Counted again, the peak of the same step differs by up to 1%.
 SAME_PEAK = 0.02
@@ -22,7 +22,24 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
+    verdict = _unless_failed(verdict, races, arm, against)
     return RatioRow("throughput", arm, against, tier, ratio, verdict, _cpu(races, arm, against, len(ratios)))
+
+
+def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
+    """Return the throughput ratio of a plan over the tuned loop that it was made for; None without a common race."""
+    ratios = throughput_ratios(races, arm, against)
+    if not ratios:
+        return None
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = _unless_failed(non_inferiority(ratio), races, arm, against)
+    return RatioRow("do_no_harm", arm, against, tier, ratio, verdict)
+
+
+def _unless_failed(verdict: Verdict, races: Races, arm: str, against: str) -> Verdict:
+    """Return the verdict, or none where one of the two failed in some race."""
+    said = failures(races, arm, against)
+    return Verdict("no verdict", f"{said}: the figure is that of the others") if said else verdict
 
 
 def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
@@ -54,7 +71,8 @@ def quality_row(
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    return RatioRow("final_metric_difference", arm, against, tier, ratio, quality_verdict(ratio, tier))
+    verdict = _unless_failed(quality_verdict(ratio, tier), races, arm, against)
+    return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 
 def _difference(ours: float, theirs: float, higher_is_better: bool) -> float:

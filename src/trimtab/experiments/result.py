@@ -13,6 +13,10 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 
 RESULT_SCHEMA = 2
+# Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
+PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
+# Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
+PLAN_LOOPS = {"strong": "strong"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Arm:
     """One recipe as it ran.
 
     Args:
-        name: reference, self (the A/A control), paper, strong, plan_S, plan_F.
+        name: reference, self (the A/A control), paper, strong, plan_S, plan_F, strong_plan.
         label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
         step_s: median seconds per optimizer step, one per seed. terms_per_s: throughput, one per seed.
         peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per step by phase.
@@ -103,7 +107,7 @@ class TargetRow:
         ratio: theirs over ours in seconds (above 1: ours is faster), over the pairs in which both reached it.
         bound: when an arm was censored in some pair: a sentence such as ">= 3.1x" (no interval then).
         reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
-        arm_s, against_s: seconds to target per pair (inf: never).
+        arm_s, against_s: seconds to target per pair (inf: never, or it failed).
         arm_rows, against_rows: rows each was to train on (0: not recorded).
     """
 
@@ -131,7 +135,7 @@ class Comparison:
 
     Args:
         headline: the verdict, first thing read. resolution: A/A interval as a ratio row (arm "self"), or None.
-        plans: tier -> plan. trials: every planning trial, infeasible ones too.
+        plans: key of `PLAN_ARMS` -> plan. trials: every planning trial, infeasible ones too.
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
     """

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from trimtab.core.codec import to_jsonable
+from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.result import Comparison, Ratio, RatioRow, TargetRow
 
@@ -25,7 +26,7 @@ def benchmark_object(comparison: Comparison) -> dict[str, Any]:
     """Return the object of every benchmark; a row is flat, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
-    rows.append({"metric": "planning_s", "task": comparison.task, "planning_s": comparison.planning_s})
+    rows += [_planning_row(comparison, tier, plan) for tier, plan in sorted(comparison.plans.items(), reverse=True)]
     found = {
         "schema": ROWS_SCHEMA,
         "name": "compare",
@@ -39,6 +40,12 @@ def _run(comparison: Comparison) -> dict[str, Any]:
     """Return what was run, on what data."""
     sha256 = comparison.data_source.get("sha256")
     return {"command": comparison.command, "data_sha256": sha256}
+
+
+def _planning_row(comparison: Comparison, tier: str, plan: Plan) -> dict[str, Any]:
+    """Return what a tier is charged with, its search included."""
+    seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
+    return {"metric": "planning_s", "task": comparison.task, "tier": tier} | seconds
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         return head | {"bound": row.bound, "verdict": row.verdict.kind}
     ratio = row.ratio
     low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
-    interval = {"mean": 1 / ratio.mean, "low": low, "high": high}
+    interval = {"mean": 1 / ratio.mean, "low": low, "high": high, "pairs": tuple(1 / pair for pair in ratio.pairs)}
     return head | interval | _resolution(comparison) | {"verdict": row.verdict.kind}
 
 
@@ -90,7 +97,7 @@ def _median(seconds: tuple[float, ...]) -> float | None:
 
 
 def _interval(ratio: Ratio) -> dict[str, Any]:
-    return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n}
+    return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n, "pairs": ratio.pairs}
 
 
 def _cpu(ratio: Ratio | None) -> dict[str, Any]:

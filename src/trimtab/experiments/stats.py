@@ -15,15 +15,40 @@ Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 GIVEN_ROWS = "given_rows"
 
 
-def paired(races: Races, arm: str, against: str) -> list[tuple[RunRecord, RunRecord]]:
-    """Return (arm, against) of every race both ran without an error, by seed."""
-    both = [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
-    return [(ours, theirs) for ours, theirs in both if not failed(ours) and not failed(theirs)]
+Pair = tuple[RunRecord, RunRecord]
 
 
-def to_the_end(races: Races, arm: str, against: str) -> list[tuple[RunRecord, RunRecord]]:
-    """Return the pairs in which neither was only timed for a few steps."""
-    return [pair for pair in paired(races, arm, against) if not any(map(is_brief, pair))]
+def paired(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return (arm, against) of every race both ran without an error, by seed; `failures` says what that leaves out."""
+    return [pair for pair in _both(races, arm, against) if not any(map(failed, pair))]
+
+
+def to_the_end(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return the pairs in which neither was only timed for a few steps, and neither failed."""
+    return [pair for pair in whole(races, arm, against) if not any(map(failed, pair))]
+
+
+def whole(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return the pairs in which neither was only timed for a few steps, those too in which one failed."""
+    return [pair for pair in _both(races, arm, against) if not any(map(is_brief, pair))]
+
+
+def _both(races: Races, arm: str, against: str) -> list[Pair]:
+    return [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
+
+
+def failures(races: Races, *arms: str) -> str:
+    """Return `plan_S failed in 1 of 5 races` of each of the arms that did, or "".
+
+    The races that such an arm survived were selected by their outcome: they show a ratio and allow no verdict.
+    """
+    return " and ".join(f"{arm} failed {where}" for arm in arms if (where := failed_in(races, arm)))
+
+
+def failed_in(races: Races, arm: str) -> str:
+    """Return `in 1 of 5 races` of an arm that failed in some, or ""."""
+    errors = [failed(race[arm]) for race in races.values() if arm in race]
+    return f"in {sum(map(bool, errors))} of {len(errors)} races" if any(errors) else ""
 
 
 def is_brief(record: RunRecord) -> bool:

@@ -11,10 +11,9 @@ from trimtab.experiments.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
-from trimtab.experiments.ratio_rows import memory_row, quality_row, throughput_row
-from trimtab.experiments.result import Arm, ArmCurve, Comparison, RatioRow, TargetRow
+from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
+from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, RatioRow, TargetRow
 from trimtab.experiments.target_rows import target_row
-from trimtab.experiments.verdicts import non_inferiority
 from trimtab.tasks.task import Task, TaskData
 
 _LABELS = {
@@ -26,6 +25,10 @@ _LABELS = {
     "strong": ("P2 strong, hand-tuned", "", "recipes/strong.py"),
     "strong_plan": ("trimtab's plan for P2", "S", "experiments/loops.py"),
 }
+
+
+# What search and planning are charged to: arm -> key of its plan.
+_CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
 
 
 def summarise(
@@ -40,7 +43,7 @@ def summarise(
 ) -> Comparison:
     """Return everything a report shows."""
     present = [name for name in _LABELS if any(name in race for race in races.values())]
-    failed = [name for name in _LABELS if name in facts and facts[name].error]
+    failed = [name for name in _LABELS if name in facts and facts[name].error and name not in present]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
@@ -49,7 +52,7 @@ def summarise(
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=headline(ratios, targets, plans.plans["S"]),
+        headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts)),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         terms=task.terms,
@@ -78,13 +81,20 @@ def _control(races: stats.Races) -> Interval | None:
     return ratio_interval(ratios) if len(ratios) > 1 else None
 
 
+def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
+    """Return where each arm that failed did."""
+    raced = {name: stats.failed_in(races, name) for name in _LABELS}
+    early = {name: "before the first race" for name, fact in facts.items() if fact.error}
+    return early | {name: where for name, where in raced.items() if where}
+
+
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts]) -> Arm:
     label, tier, source = _LABELS[name]
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := stats.failed(record))]
     records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
     step_s = tuple(stats.step_seconds(record, task.batch_rows) for record in records.values())
-    terms = task.batch_rows * task.terms_per_row
+    terms = task.batch_rows * _terms_per_row(task, facts)
     whole = {seed: record for seed, record in records.items() if not stats.is_brief(record)}
     curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in whole.items())
     finals = [curve.points[-1] for curve in curves if curve.points]
@@ -110,13 +120,19 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     )
 
 
+def _terms_per_row(task: Task, facts: Mapping[str, ArmFacts]) -> float:
+    """Return what a row holds: as the reference's loss counted it, for every arm, so that rates compare as rows do."""
+    counted = facts["reference"].terms_per_row if "reference" in facts else None
+    return task.terms_per_row if counted is None else counted
+
+
 def _error_in(errors: list[str], races: int) -> str | None:
     return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
 
 
 def _charge(name: str, plans: Plans) -> float | None:
-    tier = {"plan_S": "S", "plan_F": "F"}.get(name)
-    return plans.plans[tier].planning_s if tier in plans.plans else None
+    key = _CHARGED.get(name, "")
+    return plans.plans[key].planning_s if key in plans.plans else None
 
 
 def _ratio_rows(
@@ -141,10 +157,7 @@ def _ratio_rows(
         rows.append(throughput_row(races, "plan_S", "strong", "S", control))
         rows.append(_memory(facts, "plan_S", "strong", "S"))
     if "strong_plan" in present:
-        row = throughput_row(races, "strong_plan", "strong", "S", control)
-        if row is not None:
-            verdict = non_inferiority(row.ratio)
-            rows.append(RatioRow("do_no_harm", row.arm, row.against, row.tier, row.ratio, verdict))
+        rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
     return [row for row in rows if row is not None]
 
 

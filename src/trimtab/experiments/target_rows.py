@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.result import Ratio, TargetRow, Verdict
-from trimtab.experiments.stats import Races, as_ratio, given_rows, time_to_target, to_the_end
+from trimtab.experiments.stats import Races, as_ratio, failed, failures, given_rows, time_to_target, whole
 from trimtab.experiments.verdicts import figures, speed_verdict
 
 OTHER_EARLY = "not measured: the other crossed before its first evaluation"
@@ -17,7 +18,8 @@ OTHER_EARLY = "not measured: the other crossed before its first evaluation"
 class _Pair:
     """Seconds to a target of an arm (charge included) and of another, and what is known of them.
 
-    `early`: crossed by the first evaluation, so that the time is an upper bound. `cap_s`: how long the other trained.
+    An arm that failed never reached it. `early`: crossed by the first evaluation, so that the time is an upper bound.
+    `cap_s`: how long the other is known to have taken at least, where it never reached it.
     """
 
     ours: float
@@ -40,18 +42,15 @@ def target_row(
 ) -> TargetRow | None:
     """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given.
 
-    None when the two never ran to the end in one race.
+    None when the two were to run to the end in no race.
     """
-    records = to_the_end(races, arm, against)
+    records = whole(races, arm, against)
     if not records:
         return None
-    pairs = []
-    for record, other in records:
-        ours, ours_early = time_to_target(record, metric, target, higher_is_better)
-        theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
-        cap_s = float(other.end.detail["train_s"]) if other.end else 0.0
-        pairs.append(_Pair(ours + (charge_s or 0.0), theirs, ours_early, theirs_early, cap_s))
+    pairs = [_pair(*pair, metric, target, higher_is_better, charge_s or 0.0) for pair in records]
     ratio, bound, verdict = _judge(pairs, control, arm, against)
+    if said := failures(races, arm, against):
+        verdict = Verdict("no verdict", f"{said}: {verdict.sentence}")
     return TargetRow(
         target=target,
         arm=arm,
@@ -70,6 +69,17 @@ def target_row(
         arm_rows=max(given_rows(record) for record, _ in records),
         against_rows=max(given_rows(other) for _, other in records),
     )
+
+
+def _pair(
+    record: RunRecord, other: RunRecord, metric: str, target: float, higher_is_better: bool, charge_s: float
+) -> _Pair:
+    ours, ours_early = time_to_target(record, metric, target, higher_is_better)
+    theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
+    # Where the other failed after it had crossed, no more than that time may be counted against it.
+    cap_s = min(float(other.end.detail["train_s"]), theirs) if other.end else 0.0
+    ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
+    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s)
 
 
 def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:

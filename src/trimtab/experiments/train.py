@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.api import start
 from trimtab.core.codec import to_jsonable
@@ -28,7 +29,10 @@ def train_task(
     record: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation."""
+    """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
+
+    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds.
+    """
     if plan.batch_rows != task.batch_rows:
         raise FormatError(
             "plan.batch_rows", given=f"{plan.batch_rows}, made for another batch", expected=f"{task.batch_rows}"
@@ -40,12 +44,12 @@ def train_task(
     optimizer = task.make_optimizer(model)
     header = Header(task.name, seed, to_jsonable(plan), environment(), {"data": to_jsonable(data.source)})
     writer = None if record is None else _new_record(record, header)
-    total = steps * task.batch_rows
+    counted, total = _Counted(task), steps * task.batch_rows
     batches = data.batches(seed, task.batch_rows)
     begin = time.perf_counter()
     with start(model, optimizer, plan, total_samples=total, record=writer) as run:
         for index in range(steps):
-            run.train_step(run.window(next(batches)), task.loss_fn)
+            run.train_step(run.window(next(batches)), counted.loss)
             progress(f"step {index + 1} of {steps}")
         synchronize(device)
         seconds = time.perf_counter() - begin
@@ -60,11 +64,39 @@ def train_task(
         "steps": steps,
         "rows": total,
         "train_s": round(seconds, 3),
-        f"{task.terms}_per_s": round(total * task.terms_per_row / seconds, 1),
+        f"{task.terms}_per_s": round(counted.terms(total) / seconds, 1),
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
     }
+
+
+class _Counted:
+    """A task's loss, and what it counted."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._is_mean = False
+        self._sum: Any = 0.0  # a tensor where the counts are: to read each of them would be to wait for it
+        self._last: Any = 0.0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Return the task's loss."""
+        self._add_last()
+        result = self._task.loss_fn(model, batch)
+        count = result[1] if isinstance(result, tuple) and len(result) == 2 else None
+        self._is_mean, self._last = count is None, 0.0 if count is None else count
+        return result
+
+    def _add_last(self) -> None:
+        """Add the last count, which the run has accepted by now: it had raised else."""
+        last = self._last.detach().double() if isinstance(self._last, Tensor) else self._last
+        self._sum, self._last = self._sum + last, 0.0
+
+    def terms(self, rows: int) -> float:
+        """Return the terms of so many rows, all there were."""
+        self._add_last()
+        return rows * float(self._task.terms_per_row) if self._is_mean else float(self._sum)
 
 
 def _new_record(path: Path, header: Header) -> RecordWriter:

@@ -15,6 +15,8 @@ import torch
 from trimtab.core.hardware import DeviceSpec, lookup_peaks
 from trimtab.measure.timing import time_call
 
+# The device types this package can time (`timing`), count bytes on (`memory`) and name the peaks of.
+MEASURED = ("cpu", "cuda")
 _LARGEST_MATMUL = 1024
 _LONGEST_MATMUL_S = 0.06
 

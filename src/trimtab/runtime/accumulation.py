@@ -4,7 +4,8 @@ A bare loss is a mean over rows: the window's rows are known before its first ba
 `n_j / n` and nothing has to be corrected afterwards. A token loss is `(loss_sum, count)`, and the window's count is
 known only at its end: each sum is divided by a constant power of two `n_ref` (exact, keeps an fp16 loss scale
 meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is divided by its own
-count instead. No device synchronisation, but for one when the first count of a run is a tensor.
+count instead. `n_ref` comes from the first micro-batch, until the first window is known whole: it may hold next to none
+of the window's terms. No device synchronisation, but for these two in a run whose counts are tensors.
 """
 
 from __future__ import annotations
@@ -71,11 +72,16 @@ class WindowWeights:
     """The weighting of one window after another; `open` begins a window."""
 
     def __init__(self) -> None:
-        self._reference_count: float | None = None
+        self._kept: float | None = None  # n_ref, once a whole window was seen
+        self._divisor: float | None = None  # of this window
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int) -> None:
         """Begin a window of `rows` rows in `num_micro_batches` micro-batches."""
+        if self._kept is None and self._divisor is not None:
+            terms = float(self._count)
+            self._kept = _power_of_two(terms) if 0 < terms < math.inf else None
+        self._divisor = self._kept
         self._rows = rows
         self._num_micro_batches = num_micro_batches
         self._is_sum: bool | None = None
@@ -94,9 +100,9 @@ class WindowWeights:
                 given="a mean for one micro-batch and (loss_sum, count) for another",
                 expected="the same kind throughout a window",
             )
-        if count is not None and self._num_micro_batches > 1 and self._reference_count is None:
+        if count is not None and self._num_micro_batches > 1 and self._divisor is None:
             terms = float(_checked_count(float(count))) * self._num_micro_batches
-            self._reference_count = 2.0 ** round(math.log2(max(1.0, terms)))
+            self._divisor = _power_of_two(max(float(self._rows), terms))
         self._is_sum = count is not None
         if count is None:
             return self._weigh_mean(loss, rows)
@@ -110,9 +116,9 @@ class WindowWeights:
     def _weigh_sum(self, loss: Tensor, count: Count) -> Tensor:
         self._add(loss.detach())
         self._count = count if self._num_micro_batches == 1 else self._count + count
-        if self._num_micro_batches == 1 or self._reference_count is None:
+        if self._num_micro_batches == 1 or self._divisor is None:
             return loss / _or_one(count)
-        return loss * (1.0 / self._reference_count)
+        return loss * (1.0 / self._divisor)
 
     def _add(self, value: Tensor) -> None:
         self._loss = value if self._loss is None else self._loss + value
@@ -120,10 +126,10 @@ class WindowWeights:
     @property
     def correction(self) -> float | Tensor:
         """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
-        if not self._is_sum or self._num_micro_batches == 1 or self._reference_count is None:
+        if not self._is_sum or self._num_micro_batches == 1 or self._divisor is None:
             return 1.0
         count = _or_one(self._count)  # in double: an integer tensor would divide in float32
-        return self._reference_count / (count.double() if isinstance(count, Tensor) else count)
+        return self._divisor / (count.double() if isinstance(count, Tensor) else count)
 
     @property
     def mean_loss(self) -> Tensor:
@@ -136,6 +142,10 @@ class WindowWeights:
     def terms(self) -> Count:
         """What the loss averaged over: rows, or the window's count."""
         return self._count if self._is_sum else self._rows
+
+
+def _power_of_two(terms: float) -> float:
+    return float(2.0 ** round(math.log2(max(1.0, terms))))
 
 
 def _or_one(count: Count) -> Count:

@@ -1,7 +1,7 @@
 """The public data sets, read and verified: CIFAR-10, WikiText-2 and the GPT-2 byte-pair encoding.
 
-Two layouts are read: the one of ../shared/data (gzip and xz, described in its README) and the public one. Whatever
-the origin, what was read must have the sha256 written here, which are those of the README.
+Two layouts are read: the packed one of `sources` (gzip and xz) and the public one. Whatever the origin, what was read
+must have the sha256 written here.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def gpt2_bpe() -> BpeFiles:
 
 
 def undo_differences(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return images (N, 3, 32, 32) and labels (N,) of one batch file as ../shared/data stores it, unpacked.
+    """Return images (N, 3, 32, 32) and labels (N,) of one batch file of the packed layout, decompressed.
 
     Label bytes, then the planes R-G, G and B-G, each differenced along columns, then rows, modulo 256.
     """

@@ -1,9 +1,13 @@
 """Where public data comes from, in this order, and how a download earns trust.
 
-    TRIMTAB_DATA         a folder of the user's, laid out like ../shared/data
+    TRIMTAB_DATA         a folder of the user's, laid out as below
     public source        downloaded into ~/.cache/trimtab (XDG_CACHE_HOME), unless TRIMTAB_OFFLINE=1; a file already
                          there is used either way
-    ../shared/data       beside the working directory, or beside the checkout
+    ../shared/data       the same layout, beside the working directory or beside the checkout
+
+    cifar10/data_batch_1.gz ... data_batch_5.gz, test_batch.gz     (how it is packed: `datasets.undo_differences`)
+    wikitext-2/train.txt.xz, valid.txt.xz
+    gpt2/encoder.json, vocab.bpe
 
 Nothing from the public source is opened before its sha256 is the expected one: it is streamed into a temporary file,
 hashed on the way, and renamed into place only then.
@@ -48,7 +52,7 @@ class DataSet:
     """A public data set.
 
     Args:
-        name: as people call it. folder, files: where it lies in a folder laid out like ../shared/data.
+        name: as people call it. folder, files: where it lies in such a folder.
         public: its files on the web, all in one web folder.
     """
 

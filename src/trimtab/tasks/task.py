@@ -102,7 +102,8 @@ class Task:
         loss_fn: `loss_fn(model, batch)` -> mean over rows, or `(loss_sum, count)`.
         load_data: reads the data; called once.
         targets: ladder of metric values, easiest first.
-        batch_rows: rows per optimizer step. terms_per_row: what a row holds (1 sample, or its tokens).
+        batch_rows: rows per optimizer step. terms: the name of what throughput counts. terms_per_row: how many a row
+            holds (1 sample, or its tokens) where the loss is a mean; where it returns a count, that is counted.
         budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
         adapted_rows: rows a plan that may change learning rate and schedule trains on; None: as many as the reference.
         reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,

@@ -137,7 +137,7 @@ def test_what_is_no_plan_is_refused_by_field(arguments, values, error, field):
 
 def test_another_schema_is_refused():
     with pytest.raises(FormatError, match=r"plan\.schema"):
-        dataclasses.replace(Plan.fixed(8), schema=2)
+        dataclasses.replace(Plan.fixed(8), schema=1)
 
 
 def test_a_plan_cannot_be_changed():
@@ -198,6 +198,25 @@ def test_the_page_shows_costs_check_and_advice():
         "planning took 90 s, 30 s of it search for tier F",
     ):
         assert words in page.splitlines() or f"check: {words}" in page.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("verified", "said"),
+    [((1.5, 2.5), " (95% 1.50 to 2.50)."), ((0.9, 1.2), " (95% 0.90 to 1.20, not to be told from 1)."), (None, ".")],
+)
+def test_the_verdict_says_how_sure_its_speed_is(verified, said):
+    plan = dataclasses.replace(
+        Plan.fixed(8, precision="bf16"), baseline=Measured(0.5), predicted=Measured(0.25), verified=verified
+    )
+    assert str(plan).splitlines()[0].endswith("2.00x the speed in trials" + said)
+
+
+def test_a_split_set_by_hand_is_not_said_to_be_proved():
+    assert Plan.fixed(8, 4).micro_batch.reason == "set by hand; not proved to keep the maths"
+    assert str(Plan.fixed(8, 4)).splitlines()[0].endswith("That splitting keeps this model's maths is not proved.")
+    proved = dataclasses.replace(Plan.fixed(8, 4), check=Check(True, "proved"))
+    assert "not proved" not in str(proved).splitlines()[0]
+    assert "not proved" not in str(Plan.fixed(8))
 
 
 def test_the_page_says_when_nothing_changes_and_what_was_not_measured():

@@ -401,6 +401,22 @@ def test_the_optimizers_step_is_judged_by_time_alone():
     assert outcome.reasons[fused].startswith("the optimizer's step alone at 2x the speed")
 
 
+def test_a_faster_optimizer_has_to_save_a_hundredth_of_a_whole_step():
+    fused = replace(REFERENCE, fused_optimizer=True)
+    alone = Trial("optimizer", REFERENCE, (2.0,) * 5), Trial("optimizer", fused, (1.0,) * 5)
+
+    def winner(step_s: float) -> Candidate:
+        whole = Trial("precision", REFERENCE, (step_s,) * 5), Trial("precision", REFERENCE, (step_s,) * 5, control=True)
+        return decide_stage(profile_of(*whole, *alone), "optimizer", Objective(), Budget()).winner
+
+    assert winner(99.0) == fused
+    assert winner(101.0) == REFERENCE
+    little = decide_stage(
+        profile_of(Trial("precision", REFERENCE, (250.0,) * 5), *alone), "optimizer", Objective(), Budget()
+    )
+    assert "0.4% of a whole step" in little.reasons[fused]
+
+
 def test_the_reference_is_not_run_alone_where_the_next_stage_runs_it_too():
     slow_halves = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e9, "fp16": 1e9})
     machine = Machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +24,11 @@ from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
 from trimtab.experiments import inspect_arm
+from trimtab.experiments import planning as planning_module
 from trimtab.experiments import race as race_module
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.compare import Settings, compare
+from trimtab.experiments.fingerprint import build_of
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import PLANNING_SEED, Plans, make_plans
@@ -95,6 +98,7 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     """Throughput from both pairs, targets and final metrics from the whole one; a longer second try keeps the first."""
     monkeypatch.setattr(compare_module, "_FEW_STEPS", 6)
     monkeypatch.setattr(compare_module, "_FEW_S", 0.0)
+    monkeypatch.setattr(compare_module, "_CONTROL_S", 0.0)
     its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
     folder = tmp_path / "out"
     found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
@@ -218,6 +222,16 @@ def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
 
 
+def test_the_controls_of_a_whole_race_run_for_a_minute():
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), Settings(), brief=False)}
+    assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
+        "self": 600, "strong_plan": 600, "paper": 60
+    }  # fmt: skip
+    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.001), Settings(), brief=False)}
+    assert not any(e.is_timed_only for e in entries.values())
+
+
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
 def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
@@ -257,7 +271,9 @@ def test_a_finished_comparison_is_read_back_without_running(finished, folder, mo
     monkeypatch.setattr(compare_module, "make_plans", None)
     monkeypatch.setattr(compare_module, "measure_arm", None)
     again = run(folder)
-    assert replace(again, created="") == replace(finished[1], created="")
+    said = f"2 of 2 races were read back from {folder}, where an earlier run of this comparison left them"
+    assert again.notes == (*finished[1].notes, said)
+    assert replace(again, created="", notes=()) == replace(finished[1], created="", notes=())
 
 
 def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
@@ -332,6 +348,10 @@ def test_a_folder_of_another_task_is_refused(folder):
         run(folder, task=replace(tiny, name="other"))
 
 
+def retuned(model, lr):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -342,12 +362,32 @@ def test_a_folder_of_another_task_is_refused(folder):
         ({"strong": replace(tiny.strong, budget_rows=BATCH_ROWS)}, "strong_budget_rows"),
         ({"strong": None}, "strong_budget_rows"),
         ({"reference": Reference("bf16")}, "reference_precision"),
-        ({"load_data": lambda: other_data()}, "data_sha256"),
+        ({"load_data": lambda: other_data()}, "code, data_sha256"),
+        ({"make_model": lambda: torch.nn.Linear(3, 3)}, "code, model or optimizer"),
+        ({"make_optimizer": partial(retuned, lr=0.5)}, "code, model or optimizer"),
+        ({"terms_per_row": 2}, "model or optimizer"),
+        ({"reference": Reference(clip_norm=1.0)}, "model or optimizer"),
     ],
 )
 def test_a_folder_of_a_task_that_has_changed_is_refused(folder, changes, named):
     with pytest.raises(FormatError, match=f"a comparison with another {named};.*another folder with --out"):
         run(folder, task=replace(tiny, **changes))
+
+
+def test_a_folder_of_a_task_whose_file_was_edited_is_refused(tmp_path):
+    path, folder = tmp_path / "edited.py", tmp_path / "out"
+    text = Path(__file__).with_name("tiny_task.py").read_text()
+    path.write_text(text)
+    run(folder, task=load_task(f"{path}:task"))
+    path.write_text(text + "\n# another loss, say\n")
+    with pytest.raises(FormatError, match="a comparison with another code;"):
+        run(folder, task=load_task(f"{path}:task"))
+
+
+def test_looking_at_a_task_draws_no_random_number():
+    before = torch.get_rng_state()
+    assert build_of(tiny) == build_of(tiny)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def other_data() -> TaskData:
@@ -459,7 +499,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 # Plans and arms.
 
 
-def test_plans_are_made_on_data_no_race_uses():
+def test_plans_are_made_on_data_no_race_uses(monkeypatch):
     seeds = []
     data = load_data()
 
@@ -469,10 +509,13 @@ def test_plans_are_made_on_data_no_race_uses():
             return super().batches(seed, batch_rows)
 
     watching = Watching(data.columns, data.held_out, data.source)
+    closed = []
+    monkeypatch.setattr(planning_module.StrongLoop, "close", lambda loop: closed.append(True))
     plans = make_plans(tiny, watching, CPU, adapt=True, strong=True, progress=lambda text: None)
     assert set(seeds) == {PLANNING_SEED}
     assert set(plans.plans) == {"S", "F", "strong"}
     assert set(plans.profiles) == {"S", "strong"}
+    assert closed == [True]
     assert (plans.plans["S"].tier, plans.plans["F"].tier) == ("S", "F")
     assert plans.plans["F"].planning_s == plans.plans["S"].planning_s + plans.plans["F"].search_s
     assert plans.plans["S"].reference == tiny.reference

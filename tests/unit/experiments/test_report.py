@@ -27,7 +27,7 @@ from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_report
 from trimtab.experiments.report.outline import Picture
 from trimtab.experiments.report.planning_figures import memory_time
-from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
@@ -80,6 +80,19 @@ def plan_f(batch: int, micro: int) -> Plan:
     )
 
 
+def plan_strong(batch: int, micro: int) -> Plan:
+    """Return the plan made for the hand-tuned loop: same maths too, against a loop that is in bf16 already."""
+    found = plan_s(batch, micro)
+    return replace(
+        found,
+        precision=Choice("bf16", "the loop's own", Mark.EXACT, changed=False),
+        fused_optimizer=Choice(True, "the loop's own", Mark.EXACT, changed=False),
+        reference=Reference("bf16", 1.0),
+        predicted=Measured(0.28, 730_000_000),
+        planning_s=12.0,
+    )
+
+
 def trials(batch: int) -> tuple[Trial, ...]:
     found = []
     for precision, speed, memory in (("fp32", 0.412, 1.45e9), ("bf16", 0.298, 0.98e9), ("tf32", 0.405, 1.45e9)):
@@ -120,6 +133,11 @@ def arm(name: str, label: str, speed: float, learn: float, n: int, *, accuracy: 
         curves=found,
         **({"tier": ""} | values),  # type: ignore[arg-type]
     )
+
+
+def only_timed(arm: Arm) -> Arm:
+    """Return an arm that ran a few steps in each race and was never evaluated."""
+    return replace(arm, curves=(), final_metric=(), final_rows=0)
 
 
 def ratio_rows(arms: tuple[Arm, ...], name: str, tier: str, against: str, *, accuracy: bool) -> tuple[RatioRow, ...]:
@@ -171,8 +189,8 @@ def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[floa
 
 
 def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
-    """Return a GPT-like (perplexity) or ResNet-like (accuracy) comparison of six arms."""
-    plans = {"S": plan_s(64, 32), "F": plan_f(64, 32)}
+    """Return a GPT-like (perplexity) or ResNet-like (accuracy) comparison of seven arms."""
+    plans = {"S": plan_s(64, 32), "F": plan_f(64, 32), "strong": plan_strong(64, 16)}
     arms = (
         arm("reference", "reference loop, fp32", 1.0, 1.0, n, accuracy=accuracy),
         arm("self", "reference again (A/A)", 1.002, 1.0, n, accuracy=accuracy),
@@ -180,6 +198,7 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         arm("strong", "hand-tuned bf16 loop", 1.37, 1.0, n, accuracy=accuracy),
         arm("plan_S", "trimtab plan", 1.42, 1.0, n, accuracy=accuracy, tier="S", search_s=41.3),
         arm("plan_F", "trimtab plan, freed schedule", 1.41, 1.7, n, accuracy=accuracy, tier="F", search_s=167.0),
+        only_timed(arm("strong_plan", "plan for the hand-tuned loop", 1.45, 1.0, n, accuracy=accuracy, tier="S")),
     )
     targets = (0.6, 0.8, 0.918) if accuracy else (200.0, 60.0, 22.05)
     rows = tuple(
@@ -194,6 +213,9 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         )
         for row in ratio_rows(arms, name, tier, against, accuracy=accuracy)
     )
+    harmless = interval([a / b for a, b in zip(arms[6].terms_per_s, arms[3].terms_per_s, strict=True)])
+    unharmed = Verdict("no gain", "do no harm: the interval lies above 0.97")
+    rows += (RatioRow("do_no_harm", "strong_plan", "strong", "S", harmless, unharmed),)
     return Comparison(
         task="digits_resnet" if accuracy else "source_gpt",
         description="A byte-level GPT of 0.9 M parameters on the library's own source text.",
@@ -470,6 +492,58 @@ def test_a_ratio_without_an_interval_has_none() -> None:
 )
 def test_break_even_is_cost_over_saving(cost: float, saved: float | None, words: str) -> None:
     assert plan_tables.break_even(cost, saved) == words
+
+
+def row_of(table: tables.Table, index: int) -> dict[str, str]:
+    return dict(zip(table.columns, map(str, table.rows[index]), strict=True))
+
+
+def test_each_plan_is_shown_with_the_arm_that_ran_it(pages: dict[str, str]) -> None:
+    """The plan for the strong recipe is of tier S too, and no other plan's arm."""
+    case = CASES["gpt"]
+    assert list(case.plans) == ["S", "F", "strong"]
+    for page in (pages["gpt"], markdown_report(case)):
+        assert "not run as an arm" not in page
+    for index, (key, name) in enumerate(PLAN_ARMS.items()):
+        assert plan_tables.arm_of(case, key) == case.arm(name)
+        shown = row_of(plan_tables.prediction_table(case), index)
+        assert shown["measured"] == wording.seconds(statistics.median(case.arm(name).step_s))
+        assert shown["measured "] == wording.size(case.arm(name).peak_bytes)
+
+
+def test_the_plan_for_the_strong_recipe_is_paid_back_against_that() -> None:
+    case = CASES["gpt"]
+    saved = statistics.median(case.arm("strong").step_s) - statistics.median(case.arm("strong_plan").step_s)
+    shown = row_of(plan_tables.cost_table(case), 2)
+    assert shown["Saved per step"] == wording.seconds(saved)
+    assert shown["Break-even"] == f"{math.ceil(12.0 / saved):,} steps"
+    assert (shown["Charged"], shown["Throughput"]) == ("12 s", "no gain")  # it did no harm
+    assert row_of(plan_tables.cost_table(case), 0)["Throughput"] == "gain"
+
+
+def test_a_plan_that_failed_is_not_shown_as_another() -> None:
+    """Failed before the races, it comes after the arms that ran: one of them is of its tier."""
+    case = CASES["gpt"]
+    lost = replace(case.arm("plan_S"), step_s=(), terms_per_s=(), peak_bytes=None, error="out of memory")
+    ratios = tuple(row for row in case.ratios if row.arm != "plan_S")
+    targets = tuple(row for row in case.target_rows if row.arm != "plan_S")
+    arms = (*(arm for arm in case.arms if arm.name != "plan_S"), lost)
+    failed = replace(case, arms=arms, ratios=ratios, target_rows=targets)
+    assert plan_tables.arm_of(failed, "S") == lost
+    assert row_of(plan_tables.cost_table(failed), 0)["Break-even"] == "not measured"
+    assert {tile.value for tile in key_figures(failed)} == {"not measured"}
+    assert all("this arm failed" in tile.detail for tile in key_figures(failed))
+    assert not any("this arm failed" in tile.detail for tile in key_figures(case))
+
+
+def test_the_reference_in_the_figure_of_trials_is_the_users_loop() -> None:
+    """The plan for the strong recipe was made against another."""
+    case = CASES["gpt"]
+    loops = (("reference", ("fp32", False)), ("strong", ("bf16", True)))
+    for name, (precision, fused) in loops:
+        trial = next(t for t in case.trials if t.candidate == Candidate(precision, "keep", fused, 64))
+        assert plan_tables.role(case, trial) == name
+    assert ">strong</text>" in memory_time(case).svg
 
 
 def test_infinite_and_unknown_values_are_words() -> None:

@@ -15,7 +15,7 @@ from scipy import stats as scipy_stats
 from trimtab.core.record import BRIEF, End, Event, RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
-from trimtab.experiments.ratio_rows import memory_row, quality_row, throughput_row
+from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
 from trimtab.experiments.result import Ratio
 from trimtab.experiments.target_rows import OTHER_EARLY, target_row
 from trimtab.experiments.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
@@ -505,10 +505,94 @@ def test_without_a_whole_pair_there_is_no_rung():
     assert quality_row(found, "ours", "theirs", "S", "accuracy", True) is None
 
 
-def test_an_arm_that_failed_is_in_no_pair():
-    broken = replace(timed(1.0), end=End("error", {"rows": 10, "train_s": 1.0, "error": "RuntimeError: no"}))
-    found = races([broken, timed(1.0)], [timed(2.0), timed(2.0)])
-    assert stats.throughput_ratios(found, "ours", "theirs") == pytest.approx([2.0])
+# Arms that failed.
+
+
+def broken(found: RunRecord) -> RunRecord:
+    """Return the arm as it left its race with an error."""
+    assert found.end is not None
+    return replace(found, end=End("error", {**found.end.detail, "error": "RuntimeError: no"}))
+
+
+FAILS = pytest.mark.parametrize("who", ["ours", "theirs"])
+
+
+def one_broken(ours: RunRecord, theirs: RunRecord, who: str) -> dict[int, dict[str, RunRecord]]:
+    """Return six races, in the first of which one arm failed."""
+    arms = {"ours": [ours] * 6, "theirs": [theirs] * 6}
+    arms[who] = [broken(arms[who][0]), *arms[who][1:]]
+    return races(*arms.values())
+
+
+@FAILS
+def test_the_races_an_arm_survived_are_no_verdict_on_its_throughput(who):
+    """The ratio is that of the others; what it shows was selected by its outcome."""
+    row = throughput_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", TIGHT)
+    assert row.ratio.pairs == pytest.approx((2.0,) * 5)
+    assert row.verdict.kind == "no verdict"
+    assert row.verdict.sentence.startswith(f"{who} failed in 1 of 6 races")
+
+
+@FAILS
+def test_nor_on_the_harm_it_does(who):
+    row = do_no_harm_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S")
+    assert row.ratio.n == 5
+    assert row.verdict.kind == "no verdict"
+    assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
+    assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no gain"
+
+
+@FAILS
+@pytest.mark.parametrize("tier", ["S", "F"])
+def test_nor_on_its_quality(who, tier):
+    ours, theirs = (arms[0] for arms in finals([3.0]))
+    row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", tier, "accuracy", True)
+    assert row.ratio.n == 5
+    assert row.verdict.kind == "no verdict"
+    assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
+
+
+def test_a_control_that_failed_is_no_verdict_either():
+    found = {seed: {"self": timed(1.0), "reference": timed(1.0)} for seed in range(6)}
+    found[3]["self"] = broken(timed(1.0))
+    row = throughput_row(found, "self", "reference", "", None)
+    assert (row.verdict.kind, row.ratio.n) == ("no verdict", 5)
+    assert "self failed in 1 of 6 races" in row.verdict.sentence
+
+
+def test_an_arm_that_failed_never_reached_the_target():
+    """Neither where it would have gone on to it, nor where it had crossed it already."""
+    row = target([broken(reaching(1)), *[reaching(10)] * 5], [reaching(20)] * 6)
+    assert (row.reached_arm, row.reached_against, row.n) == (5, 6, 6)
+    assert row.arm_s == pytest.approx((math.inf, *[10] * 5))
+    assert (row.ratio, row.bound) == (None, "reached in some pairs only")
+    assert row.verdict.kind == "no verdict"
+    assert "ours failed in 1 of 6 races" in row.verdict.sentence
+
+
+def test_another_arm_that_failed_is_censored_where_it_did():
+    """It trained 45 s without a target; where it had crossed at 15 s, no more than that is known against it."""
+    row = target([reaching(10)] * 6, [broken(failing(45)), *[reaching(20)] * 5])
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, ">= 2.00x", "no verdict")
+    assert (row.reached_arm, row.reached_against) == (6, 5)
+    assert row.against_s[0] == math.inf
+    assert "theirs failed in 1 of 6 races" in row.verdict.sentence
+    assert target([reaching(10)] * 6, [broken(reaching(15)), *[reaching(20)] * 5]).bound == ">= 1.50x"
+    assert target([reaching(10)] * 6, [broken(early(15)), *[reaching(20)] * 5]).bound == OTHER_EARLY
+
+
+def test_an_arm_that_failed_in_every_race_has_a_rung_and_no_ratio():
+    found = races([broken(reaching(1))] * 5, [reaching(20)] * 5)
+    row = target_row(found, "ours", "theirs", "F", 0.5, "accuracy", True, 3.0, TIGHT)
+    assert (row.bound, row.reached_arm, row.n) == ("never reached", 0, 5)
+    assert "ours failed in 5 of 5 races" in row.verdict.sentence
+    assert throughput_row(found, "ours", "theirs", "F", TIGHT) is None
+
+
+def test_a_race_without_the_arm_is_none_that_it_failed():
+    found = {0: {"theirs": timed(1.0)}, 1: {"ours": broken(timed(1.0))}, 2: {"ours": timed(1.0)}}
+    assert stats.failures(found, "ours", "theirs", "nobody") == "ours failed in 1 of 2 races"
+    assert stats.failures(found, "theirs") == ""
 
 
 # What holds for any records.

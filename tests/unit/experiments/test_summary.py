@@ -15,7 +15,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
-from trimtab.core.record import BRIEF, RunRecord
+from trimtab.core.record import BRIEF, End, RunRecord
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.planning import Plans
@@ -118,6 +118,17 @@ def test_every_arm_is_there_with_what_was_measured_of_it():
     assert (unknown.arm("reference").mfu, unknown.arm("reference").hfu) == (None, None)  # no peak for it
 
 
+def test_throughput_counts_what_the_loss_counted():
+    """One figure for all arms, the reference's: other batches make no arm faster or slower."""
+    its = replace(TASK, terms="tokens", terms_per_row=8)
+    counted = {name: replace(fact, terms_per_row=n) for (name, fact), n in zip(FACTS.items(), (5.5, 5.4), strict=True)}
+    for facts, terms in ((counted, 5.5), (FACTS, 8)):  # from facts that do not say: as the task does
+        found = comparison(its=its, facts=facts)
+        for name in ("reference", "plan_S", "plan_F"):
+            rates = [100 * terms / step_s for step_s in found.arm(name).step_s]
+            assert found.arm(name).terms_per_s == pytest.approx(rates)
+
+
 def test_ratios_against_the_reference():
     found = comparison()
     assert row(found, "throughput", "plan_S").ratio.mean == pytest.approx(2.0, rel=1e-4)
@@ -204,6 +215,80 @@ def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
     found = headline_of((0.8, 0.85, 0.9))
     assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
     assert found.kind == "gain"
+
+
+def fails(found: dict[int, dict[str, RunRecord]], name: str, *seeds: int) -> dict[int, dict[str, RunRecord]]:
+    """Return the races with an arm that left some of them with an error."""
+    for seed in seeds:
+        last = found[seed][name]
+        found[seed][name] = replace(last, end=End("error", {**last.end.detail, "error": "RuntimeError: no"}))
+    return found
+
+
+def test_an_arm_that_failed_in_a_race_is_no_gain_of_its_tier():
+    result = comparison(fails(races(8, freed=20.0), "plan_S", 2, 5))
+    assert row(result, "throughput", "plan_S").ratio.n == 6
+    assert row(result, "throughput", "plan_S").verdict.kind == "no verdict"
+    assert result.headline.kind == "no verdict"
+    assert result.headline.sentence.startswith("The plan that keeps the maths failed in 2 of 8 races")
+    assert "2.00x" not in result.headline.sentence
+    assert result.arm("plan_S").error == "RuntimeError: no (in 2 of 8 races)"
+
+
+def test_a_tier_f_that_failed_is_no_gain():
+    found = fails(races(8, ours=1.0), "plan_F", 1)
+    result = comparison(found, changed=False)
+    assert result.headline.kind == "no gain"
+    assert "The plan that frees the learning rate failed in 1 of 8 races" in result.headline.sentence
+    charged = [r for r in result.target_rows if r.arm == "plan_F" and r.charged]
+    assert [(r.reached_arm, r.reached_against, r.n, r.verdict.kind) for r in charged] == [(7, 8, 8, "no verdict")] * 2
+
+
+def test_a_tier_f_that_failed_where_it_was_only_timed_is_no_gain():
+    """Every pair of a rung is whole: none of the rungs would show it."""
+    found = fails(races(8, ours=1.0), "plan_F", 7)
+    for name, record in found[7].items():
+        found[7][name] = replace(record, header=replace(record.header, detail={BRIEF: True}))
+    result = comparison(found, changed=False)
+    rungs = [r for r in result.target_rows if r.arm == "plan_F"]
+    assert {(r.n, r.reached_arm, r.verdict.kind) for r in rungs} == {(7, 7, "no verdict")}
+    assert result.headline.kind == "no gain"
+    assert "failed in 1 of 8 races" in result.headline.sentence
+
+
+def test_one_tier_that_failed_takes_nothing_from_the_other():
+    result = comparison(fails(races(8), "plan_S", 0))
+    assert result.headline.kind == "gain"
+    assert "The plan that keeps the maths failed in 1 of 8 races" in result.headline.sentence
+    assert "target 0.7 is reached" in result.headline.sentence
+
+
+def test_a_plan_that_failed_before_the_races_is_told():
+    found = races()
+    for race in found.values():
+        del race["plan_S"], race["plan_F"]
+    failed = {name: ArmFacts(None, error="out of memory") for name in ("plan_S", "plan_F")}
+    result = comparison(found, facts=FACTS | failed)
+    assert result.headline.kind == "no verdict"
+    assert "The plan that keeps the maths failed before the first race" in result.headline.sentence
+    assert "The plan that frees the learning rate failed before the first race" in result.headline.sentence
+
+
+def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():
+    result = comparison(facts=FACTS | {"plan_S": ArmFacts(None, error="out of memory")})
+    assert [arm.name for arm in result.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert result.arm("plan_S").error == "out of memory"
+    assert "The plan that keeps the maths failed" in result.headline.sentence
+
+
+def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
+    for name in ("strong", "strong_plan"):
+        found = races(6)
+        for race in found.values():
+            race |= {"strong": arm(4.0), "strong_plan": arm(4.0)}
+        harm = row(comparison(fails(found, name, 0)), "do_no_harm", "strong_plan", "strong")
+        assert (harm.ratio.n, harm.verdict.kind) == (5, "no verdict")
+        assert f"{name} failed in 1 of 6 races" in harm.verdict.sentence
 
 
 def test_without_a_control_nothing_is_a_gain():
@@ -336,7 +421,8 @@ def test_the_object_has_the_keys_of_every_benchmark():
 
 def test_rows_are_flat_and_named():
     rows = benchmark_object(comparison())["rows"]
-    assert {type(value) for row in rows for value in row.values()} <= {str, int, float, bool, type(None)}
+    flat = [value for row in rows for name, value in row.items() if name != "pairs"]
+    assert {type(value) for value in flat} <= {str, int, float, bool, type(None)}
     assert {row["metric"] for row in rows} == {
         "throughput_ratio",
         "peak_memory_ratio",
@@ -349,7 +435,20 @@ def test_rows_are_flat_and_named():
         if row["metric"] != "planning_s":
             assert row.keys() >= INTERVAL, row
             assert {"tier", "against"} <= row.keys()
-    assert rows[-1] == {"metric": "planning_s", "task": "tiny", "planning_s": 2.0}
+    planning = {"metric": "planning_s", "task": "tiny"}
+    assert rows[-2:] == [
+        planning | {"tier": "S", "planning_s": 2.0, "search_s": 0.0},
+        planning | {"tier": "F", "planning_s": 5.0, "search_s": 3.0},
+    ]
+
+
+def test_a_row_holds_its_pairs_the_way_round_it_is_told():
+    rows = benchmark_object(comparison())["rows"]
+    for row in rows:
+        if row["metric"] in ("throughput_ratio", "time_to_target_ratio") and "mean" in row:
+            assert len(row["pairs"]) == row["n"]
+            logs = [math.log(pair) for pair in row["pairs"]]
+            assert math.exp(sum(logs) / len(logs)) == pytest.approx(row["mean"])
 
 
 def benchmark_row(found: Comparison, **wanted):

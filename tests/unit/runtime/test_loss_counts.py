@@ -36,3 +36,28 @@ def test_only_a_count_of_zero_is_divided_by_as_one(count, as_tensor, dtype):
     weights.open(rows=2, num_micro_batches=1)
     weighted = weights.weigh(loss(), torch.tensor(count, dtype=dtype) if as_tensor else count, 2)
     assert float(weighted.detach()) == float(weights.mean_loss) == pytest.approx(1 / (count or 1))
+
+
+def scale_of(weights, counts, rows=8):
+    """Return the factor on each micro-batch's loss sum in one window."""
+    weights.open(rows=rows, num_micro_batches=len(counts))
+    return [float(weights.weigh(loss(), count, rows // len(counts)).detach()) for count in counts]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("make", [int, torch.tensor])
+def test_a_first_micro_batch_that_is_all_but_empty_sets_the_scale_of_one_window_only(first, make):
+    weights = WindowWeights()
+    odd = scale_of(weights, [make(count) for count in (first, 4096, 4096, 4096)])
+    assert set(odd) == {1 / 8}  # never larger than a loss of one term a row
+    assert weights.correction == pytest.approx(8 / (first + 3 * 4096))
+    usual = scale_of(weights, [make(4096)] * 4)
+    assert set(usual) == {1 / 16384}
+    assert set(scale_of(weights, [make(1)] * 4)) == {1 / 16384}  # constant from there on
+
+
+def test_a_window_that_counts_nothing_leaves_the_scale_open():
+    weights = WindowWeights()
+    assert scale_of(weights, [0, 0]) == [1 / 8, 1 / 8]
+    assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
+    assert scale_of(weights, [0, 512]) == [1 / 1024, 1 / 1024]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.result import Arm, Comparison, Ratio
+from trimtab.experiments.result import PLAN_ARMS, Arm, Comparison, Ratio
 
 _LABEL = 48  # characters of a name under a figure
 
@@ -22,12 +22,15 @@ class Tile:
 
 def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
     """Return the tiles under the headline; of one plan only, tier S when there is one."""
-    leading = next((arm for tier in ("S", "F") for arm in comparison.arms if arm.tier == tier), None)
+    leading = next((arm for key in ("S", "F") if (arm := comparison.arm(PLAN_ARMS[key]))), None)
     if leading is None:
         return ()
     metrics = ("throughput", "peak_memory", "final_metric_difference")
     tiles = [_ratio_tile(comparison, leading, name) for name in metrics]
-    return (*tiles, *_target_tile(comparison, leading))
+    tiles += _target_tile(comparison, leading)
+    # A figure of the races that it survived must not be read without that.
+    said = "; this arm failed: see every arm as it ran" if leading.error else ""
+    return tuple(replace(tile, detail=tile.detail + said) for tile in tiles)
 
 
 def _ratio_tile(comparison: Comparison, arm: Arm, name: str) -> Tile:

@@ -8,7 +8,7 @@ from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table, tiers
-from trimtab.experiments.result import Arm, Comparison
+from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, Comparison
 
 MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.DYNAMICS: "other dynamics"}
 
@@ -96,9 +96,10 @@ def trial_table(comparison: Comparison) -> Table:
 
 
 def role(comparison: Comparison, trial: Trial) -> str:
-    """Return what a trial stands for: the reference, what a plan chose, the A/A control, or nothing."""
+    """Return what a trial stands for: the loop a plan was made for, what a plan chose, the A/A control, or nothing."""
     plans = comparison.plans
-    roles = ["reference"] if any(trial.candidate == reference_candidate(plan) for plan in plans.values()) else []
+    loops = [_loop(key) for key, plan in plans.items() if trial.candidate == reference_candidate(plan)]
+    roles = list(dict.fromkeys(loops))
     choosing = [tier for tier in tiers(plans) if trial.candidate == chosen_candidate(plans[tier])]
     roles += [f"chosen ({', '.join(choosing)})"] if choosing else []
     return " and ".join(roles + (["A/A control"] if trial.control else []))
@@ -117,9 +118,14 @@ def reference_candidate(plan: Plan) -> Candidate:
     return Candidate(plan.reference.precision, "keep", was_fused, plan.batch_rows)
 
 
-def arm_of(comparison: Comparison, tier: str) -> Arm | None:
-    """Return the arm that ran the plan of this tier."""
-    return next((arm for arm in comparison.arms if arm.tier == tier), None)
+def arm_of(comparison: Comparison, key: str) -> Arm | None:
+    """Return the arm that ran the plan of this key."""
+    return comparison.arm(PLAN_ARMS.get(key, ""))
+
+
+def _loop(key: str) -> str:
+    """Return the arm whose loop the plan of this key was made for."""
+    return PLAN_LOOPS.get(key, "reference")
 
 
 def prediction_table(comparison: Comparison) -> Table:
@@ -150,16 +156,17 @@ def cost_table(comparison: Comparison) -> Table:
         columns=("Plan", "Planning", "Search in it", "Charged", "Saved per step", "Break-even", "Throughput"),
         rows=tuple(_cost_row(tier, comparison) for tier in tiers(comparison.plans)),
         empty="No plan was made.",
-        note="Saved per step: median step of the reference less that of the plan. Break-even: charged seconds over "
-        "seconds saved per step; for tier F read time to target too, since its steps do not teach the same.",
+        note="Saved per step: median step of the loop that the plan was made for, less that of the plan. Break-even: "
+        "charged seconds over seconds saved per step; for tier F read time to target too, since its steps do not teach "
+        "the same. Throughput: the verdict; of the plan for the strong recipe, whether it does no harm.",
         numeric=("Planning", "Search in it", "Charged", "Saved per step", "Break-even"),
     )
 
 
 def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
-    plan, arm, reference = comparison.plans[tier], arm_of(comparison, tier), comparison.arm("reference")
+    plan, arm, loop = comparison.plans[tier], arm_of(comparison, tier), comparison.arm(_loop(tier))
     charged = (arm.search_s if arm else 0.0) or plan.planning_s
-    ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, reference))
+    ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, loop))
     saved = None if ours is None or theirs is None else theirs - ours
     return (
         f"plan (tier {tier})",
@@ -168,7 +175,7 @@ def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
         say.seconds(charged),
         _signed(saved),
         break_even(charged, saved),
-        _throughput_verdict(arm, comparison),
+        _speed_verdict(tier, comparison),
     )
 
 
@@ -184,7 +191,8 @@ def break_even(charged_s: float, saved_s: float | None) -> str:
     return f"{math.ceil(round(charged_s / saved_s, 6)):,} steps" if saved_s > 0 else say.NEVER
 
 
-def _throughput_verdict(arm: Arm | None, comparison: Comparison) -> str:
-    rows = [row for row in comparison.ratios if arm and row.arm == arm.name and row.metric == "throughput"]
-    row = next((row for row in rows if row.against == "reference"), None)
+def _speed_verdict(key: str, comparison: Comparison) -> str:
+    """Return the verdict on a plan's speed against the loop that it was made for."""
+    rows = [row for row in comparison.ratios if (row.arm, row.against) == (PLAN_ARMS.get(key), _loop(key))]
+    row = next((row for row in rows if row.metric in ("throughput", "do_no_harm")), None)
     return say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED

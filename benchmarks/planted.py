@@ -1,0 +1,76 @@
+"""How often planning finds a gain where there is none: a loop that is already as good as its plan could make it.
+
+`python benchmarks/planted.py [--quick] [--json] [--precision fp32]` plans a multilayer perceptron, its optimizer fused,
+its batch small enough that splitting costs, n times from fresh weights, and counts the plans that change something. The
+upper bound is that of the exact 95% binomial interval. `--precision`: what is fastest on the machine at hand, declared as
+the loop's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.measure.machine import environment
+
+PLANS, QUICK_PLANS = 30, 3
+ROWS, WIDTH, CLASSES = 128, 768, 10
+
+
+def plan_once(seed: int, precision: str) -> tuple[str, ...]:
+    """Return what the plan of a fresh loop changes."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, reference=trimtab.Reference(precision))
+    return plan.changes
+
+
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross entropy of inputs (B, WIDTH) and labels (B,)."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def upper_bound(found: int, n: int, confidence: float = 0.975) -> float:
+    """Return the largest share under which `found` or fewer of n still have a chance of 1 - confidence."""
+    if found == n:
+        return 1.0
+    low, high = found / n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        chance = math.fsum(math.comb(n, i) * middle**i * (1 - middle) ** (n - i) for i in range(found + 1))
+        low, high = (middle, high) if chance > 1 - confidence else (low, middle)
+    return high
+
+
+def main() -> None:
+    """Plan n times, and print a line or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--precision", default="fp32")
+    options = parser.parse_args()
+    n = QUICK_PLANS if options.quick else PLANS
+    changes = []
+    for seed in range(n):
+        changes.append(plan_once(seed, options.precision))
+        print(f"plan {seed + 1} of {n}: {', '.join(changes[-1]) or 'change nothing'}", file=sys.stderr)
+    found = sum(map(bool, changes))
+    row = {"metric": "false_gain_share", "share": found / n, "high": upper_bound(found, n), "n": n}
+    row["changes"] = sorted({name for each in changes for name in each})
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "planted", "environment": environment(), "rows": [row]}))
+    else:
+        print(f"{found} of {n} plans change something (95%: at most {100 * row['high']:.0f}%)")
+
+
+if __name__ == "__main__":
+    main()

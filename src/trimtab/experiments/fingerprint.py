@@ -1,0 +1,77 @@
+"""What tells a task from another of its name: the code it is written in, its model and its optimizer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.measure.process_state import ProcessState
+from trimtab.tasks.task import Task
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def code_of(task: Task) -> str:
+    """Return the sha256 of the files that the task's functions are written in; what those import is not in it."""
+    digest = hashlib.sha256()
+    for path in sorted(set(_files(task))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_of(task: Task) -> str:
+    """Return the sha256 of what the task builds: the model's tensors by name, shape and type, the optimizer's groups.
+
+    A task that cannot build has one too: whatever runs it next says why.
+    """
+    outside = ProcessState.capture()
+    try:
+        torch.manual_seed(0)
+        model = task.make_model()
+        optimizer = task.make_optimizer(model)
+    except Exception:
+        return "cannot be built"
+    finally:
+        outside.restore()
+    tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if _is_tensor(t)]
+    groups = [_group(group) for group in optimizer.param_groups]
+    said = (
+        tensors,
+        type(optimizer).__qualname__,
+        groups,
+        task.reference.clip_norm,
+        task.terms_per_row,
+        task.metric.name,
+    )
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def _group(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    named = [(name, value) for name, value in sorted(group.items()) if isinstance(value, (*_PLAIN, tuple))]
+    return [*named, ("params", len(group["params"]))]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _files(task: Task) -> Iterator[Path]:
+    functions = [task.make_model, task.make_optimizer, task.loss_fn, task.load_data, task.metric.evaluate, task.step]
+    functions.append(task.strong.make_optimizer if task.strong else None)
+    for function in functions:
+        module = sys.modules.get(getattr(_plain(function), "__module__", None) or "")
+        path = getattr(module, "__file__", None)
+        if path is not None and Path(path).is_file():
+            yield Path(path)
+
+
+def _plain(function: Callable[..., Any] | None) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function

@@ -1,0 +1,46 @@
+"""A loader lent for a few batches: the order of its epochs to come, and its workers, are afterwards as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+
+@contextlib.contextmanager
+def borrowed(data: Any) -> Iterator[Any]:
+    """Yield what to draw from in place of `data`; on leaving, the loader's torch generators are put back.
+
+    Those are what the loader, its sampler, its batch sampler and the sampler below that hold as `generator`. Persistent
+    workers that the drawing starts end once neither what was yielded nor its iterator is held. Not put back: an
+    iterator, which is that much further on; other state of a sampler or data set; the random state inside persistent
+    workers that were there before, which only private attributes of the loader would spare.
+    """
+    generators = [] if isinstance(data, Iterator) else _generators(data)
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield _without_lasting_workers(data)
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    batch_sampler = getattr(data, "batch_sampler", None)
+    holders = data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _without_lasting_workers(data: Any) -> Any:
+    """Return a shallow copy of a loader with persistent workers, else `data` itself.
+
+    Such a loader keeps its first iterator, and with it the workers; a copy keeps it only as long as itself. Workers
+    that are there already are shared.
+    """
+    lasting = isinstance(data, DataLoader) and data.persistent_workers and data.num_workers > 0
+    return copy.copy(data) if lasting else data

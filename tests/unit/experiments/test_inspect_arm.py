@@ -1,0 +1,89 @@
+"""One arm looked at on its own: where its seconds go, and what its loss counts in a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_task import BATCH_ROWS, load_data
+from tiny_task import task as tiny
+from torch import Tensor
+from torch.nn import functional as F
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.plan import Plan
+from trimtab.experiments.arm_facts import ArmFacts
+from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.loops import PlanLoop
+from trimtab.recipes.paper import PaperLoop
+from trimtab.recipes.reference import ReferenceLoop
+
+CPU = torch.device("cpu")
+# Rows that the loss below does not ignore.
+KEPT = load_data().columns[1] == 0
+
+
+def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
+    """Return (loss_sum, count) over the rows of one class."""
+    points, labels = batch
+    kept = labels == 0
+    return F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum()
+
+
+def own_step(model, optimizer, batch) -> None:
+    loss, count = counting_loss(model, batch)
+    (loss / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def facts(make=ReferenceLoop, **changes) -> ArmFacts:
+    return measure_arm(make, replace(tiny, terms_per_row=3, **changes), load_data(), CPU)
+
+
+def split(task, device) -> PlanLoop:
+    return PlanLoop(task, device, Plan.fixed(BATCH_ROWS, 8))
+
+
+# Phases.
+
+
+def test_a_step_of_the_users_own_hides_its_forward():
+    """Timed with the backward, it must not carry the name of what other arms spend on theirs alone."""
+    assert list(facts().phases_s) == ["data", "forward", "backward and rest", "optimizer"]
+    assert list(facts(step=own_step).phases_s) == ["data", "forward, backward and rest", "optimizer"]
+
+
+# Terms.
+
+
+@pytest.mark.parametrize("make", [ReferenceLoop, split, PaperLoop])
+def test_terms_are_what_the_loss_counted(make):
+    """About a quarter of the rows is of the one class."""
+    assert facts(make, loss_fn=counting_loss).terms_per_row == pytest.approx(float(KEPT.float().mean()), abs=0.08)
+
+
+def test_the_terms_of_one_batch_are_those_of_its_slices():
+    whole, sliced = (facts(make, loss_fn=counting_loss).terms_per_row for make in (ReferenceLoop, split))
+    assert whole == sliced
+
+
+def test_a_step_of_the_users_own_counts_what_the_declared_loss_does():
+    reference = facts(loss_fn=counting_loss)
+    assert facts(loss_fn=counting_loss, step=own_step).terms_per_row == pytest.approx(reference.terms_per_row, abs=0.08)
+
+
+@pytest.mark.parametrize("step", [None, lambda model, optimizer, batch: None])
+def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds(step):
+    assert facts(step=step).terms_per_row == 3.0
+
+
+def test_facts_that_lack_what_is_known_today_are_not_current():
+    found = facts()
+    assert found.is_current
+    assert from_json(ArmFacts, to_json(found)) == found
+    assert not replace(found, precision="").is_current
+    assert not replace(found, terms_per_row=None).is_current
+    assert not from_json(ArmFacts, '{"peak_bytes": 1, "flops_per_row": 1.0, "precision": "fp32"}').is_current
+    assert ArmFacts(None, error="out of memory").is_current

@@ -1,0 +1,63 @@
+"""`train`: what its figures count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tiny_task import BATCH_ROWS, load_data
+from tiny_task import task as tiny
+from torch import Tensor
+from torch.nn import functional as F
+
+from trimtab.core.errors import LossError
+from trimtab.core.plan import Plan
+from trimtab.experiments import train as train_module
+from trimtab.experiments.train import train_task
+
+STEPS = 6
+
+
+def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
+    """Return (loss_sum, count) over the rows of one class."""
+    points, labels = batch
+    kept = labels == 0
+    return F.cross_entropy(model(points), labels, reduction="none")[kept].sum(), kept.sum()
+
+
+def trained(**changes) -> dict:
+    task = replace(tiny, terms="tokens", terms_per_row=7, **changes)
+    plan = Plan.fixed(BATCH_ROWS, 8)
+    return train_task(task, plan, steps=STEPS, seed=0, record=None, progress=lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def second(monkeypatch):
+    """Every run takes a second."""
+    readings = iter((10.0, 11.0))
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+
+
+def test_tokens_per_second_are_those_the_loss_counted():
+    batches = load_data().batches(0, BATCH_ROWS)
+    counted = sum(int((next(batches)[1] == 0).sum()) for _ in range(STEPS))
+    assert 0 < counted < STEPS * BATCH_ROWS
+    assert trained(loss_fn=counting_loss)["tokens_per_s"] == counted
+
+
+def test_a_count_that_is_a_number_is_added_up_too():
+    def loss_fn(model, batch):
+        return tiny.loss_fn(model, batch) * len(batch[0]), 5
+
+    assert trained(loss_fn=loss_fn)["tokens_per_s"] == 5 * STEPS * BATCH_ROWS / 8
+
+
+def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():
+    assert trained()["tokens_per_s"] == 7 * STEPS * BATCH_ROWS
+
+
+@pytest.mark.parametrize("count", ["many", -1])
+def test_a_count_that_is_none_is_refused_as_ever(count):
+    with pytest.raises(LossError):
+        trained(loss_fn=lambda model, batch: (tiny.loss_fn(model, batch), count))
