@@ -119,7 +119,7 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for row in rows:
         if row["metric"] == "planning_s":
-            yield f"| planning, seconds | {NAMES['plan_' + row.get('tier', 'S')]} | | {row['planning_s']:.1f} | 1 | |"
+            yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {row['planning_s']:.1f} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:

@@ -213,8 +213,9 @@ def _changed(trial: Trial, incumbent: Trial) -> frozenset[str]:
 
 
 def _share_saved(profile: Profile, trial: Trial, base: Trial) -> float:
-    """Return what a faster optimizer's step saves of a whole step, whose time is that of its last trial."""
-    whole = [t for t in profile.trials if t.stage != "optimizer" and t.candidate == base.candidate and t.step_s]
+    """Return what a faster optimizer's step saves of a whole one, as that was timed before this stage."""
+    before = STAGES[: STAGES.index("optimizer")]
+    whole = [t for t in profile.trials if t.stage in before and t.candidate == base.candidate and t.step_s]
     phases_s = sum(seconds for name, seconds in profile.phases_s.items() if name != "data")
     own_s, ours_s = base.step_s or 0.0, trial.step_s or 0.0
     step_s = max((whole[-1].step_s if whole else None) or phases_s, own_s)
@@ -240,6 +241,8 @@ def _reason(speed: Interval, control: Interval | None, gain: bool, *, saved: flo
         figures = f"the optimizer's step alone at {figures}, {100 * share:.2g}% of a whole step"
     if gain:
         return figures
+    if share is not None and is_gain(speed, control):
+        return f"too little of a whole step, below {100 * WORTH_FUSING:.0f}%: {figures}"
     if saved is not None:
         return f"{100 * saved:.0f}% less peak memory at {figures}"
     if speed.mean < 1 and speed.high < 1:

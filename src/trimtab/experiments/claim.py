@@ -18,6 +18,8 @@ from trimtab.tasks.task import Task, TaskData
 
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
+# Written down only where they are given; a key that is missing otherwise tells of an older version.
+_OPTIONAL = {"budget", "objective", "gpu"}
 _MACHINE = ("cpu", "threads", "gpu")
 
 
@@ -37,11 +39,19 @@ def claim(
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))
     elif (found := _read(path)) != wanted:
-        different = sorted(k for k in wanted.keys() | found.keys() if found.get(k) != wanted.get(k))
         raise FormatError(
-            str(out), given=f"a comparison with another {', '.join(different)}", expected="the same settings",
-            way_out="Name another folder with --out."
-        )  # fmt: skip
+            str(out),
+            given=f"a comparison with another {_difference(found, wanted)}",
+            expected="the same settings",
+            way_out="Name another folder with --out.",
+        )
+
+
+def _difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Return the keys that differ; those that only one of the two has where no others do."""
+    both = found.keys() & wanted.keys()
+    different = {key for key in both if found[key] != wanted[key]} | ((found.keys() ^ wanted.keys()) & _OPTIONAL)
+    return ", ".join(sorted(different)) or "version's settings"
 
 
 def _subject(task: Task, data: TaskData) -> dict[str, object]:
@@ -54,6 +64,9 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "adapted_rows": task.adapted_rows,
         "strong_budget_rows": task.strong.budget_rows if task.strong else None,
         "reference_precision": task.reference.precision,
+        "clip_norm": task.reference.clip_norm,
+        "terms_per_row": task.terms_per_row,
+        "metric": task.metric.name,
         "code": code_of(task),
         "model or optimizer": build_of(task),
     }

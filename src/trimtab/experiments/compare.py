@@ -199,9 +199,10 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
     if settings.peers:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
         if "strong" in plans.plans and task.strong is not None:
-            entries.append(entry("strong", StrongLoop, min(rows, task.strong.budget_rows)))
+            horizon = min(rows, task.strong.budget_rows)
+            entries.append(entry("strong", StrongLoop, horizon))
             planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
-            entries.append(entry("strong_plan", planned, rows, timed=control))
+            entries.append(entry("strong_plan", planned, horizon, timed=control))
     return entries
 
 

@@ -19,10 +19,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def code_of(task: Task) -> str:
     """Return the sha256 of the files that the task's functions are written in; what those import is not in it."""
-    digest = hashlib.sha256()
-    for path in sorted(set(_files(task))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(task)})  # wherever they lie
+    return hashlib.sha256(" ".join(each).encode()).hexdigest()
 
 
 def build_of(task: Task) -> str:
@@ -41,19 +39,13 @@ def build_of(task: Task) -> str:
         outside.restore()
     tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict().items() if _is_tensor(t)]
     groups = [_group(group) for group in optimizer.param_groups]
-    said = (
-        tensors,
-        type(optimizer).__qualname__,
-        groups,
-        task.reference.clip_norm,
-        task.terms_per_row,
-        task.metric.name,
-    )
+    said = (tensors, type(optimizer).__qualname__, groups)
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def _group(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    named = [(name, value) for name, value in sorted(group.items()) if isinstance(value, (*_PLAIN, tuple))]
+    held = {name: value.tolist() if _is_tensor(value) else value for name, value in group.items() if name != "params"}
+    named = [(name, value) for name, value in sorted(held.items()) if isinstance(value, (*_PLAIN, tuple, list))]
     return [*named, ("params", len(group["params"]))]
 
 

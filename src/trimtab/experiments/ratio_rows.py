@@ -39,7 +39,7 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
 def _unless_failed(verdict: Verdict, races: Races, arm: str, against: str) -> Verdict:
     """Return the verdict, or none where one of the two failed in some race."""
     said = failures(races, arm, against)
-    return Verdict("no verdict", f"{said}: the figure is that of the others") if said else verdict
+    return Verdict("no verdict", f"{said}: the figure is of what ran") if said else verdict
 
 
 def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
@@ -87,9 +87,10 @@ def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
     return {rows: value for rows, _, value in curve(record, metric)}
 
 
-def memory_row(arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
+def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
     value = ours / theirs
     kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
     ratio = Ratio(value, None, None, 1, (value,), counted=True)
-    return RatioRow("peak_memory", arm, against, tier, ratio, Verdict(kind, f"{value:.3f}x the peak of {against}"))
+    verdict = _unless_failed(Verdict(kind, f"{value:.3f}x the peak of {against}"), races, arm, against)
+    return RatioRow("peak_memory", arm, against, tier, ratio, verdict)

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.codec import to_jsonable
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.result import Comparison, Ratio, RatioRow, TargetRow
+from trimtab.experiments.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
 
 ROWS_SCHEMA = 1
 _METRICS = {
@@ -23,10 +23,10 @@ _TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
-    """Return the object of every benchmark; a row is flat, ratios are ours over theirs."""
+    """Return the object of every benchmark; a row is flat but for its `pairs`, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
-    rows += [_planning_row(comparison, tier, plan) for tier, plan in sorted(comparison.plans.items(), reverse=True)]
+    rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
     found = {
         "schema": ROWS_SCHEMA,
         "name": "compare",
@@ -42,10 +42,10 @@ def _run(comparison: Comparison) -> dict[str, Any]:
     return {"command": comparison.command, "data_sha256": sha256}
 
 
-def _planning_row(comparison: Comparison, tier: str, plan: Plan) -> dict[str, Any]:
-    """Return what a tier is charged with, its search included."""
-    seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
-    return {"metric": "planning_s", "task": comparison.task, "tier": tier} | seconds
+def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
+    """Return what a plan's arm is charged with, its search included."""
+    head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
+    return head | {"planning_s": plan.planning_s, "search_s": plan.search_s}
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def summarise(
 
 def _control(races: stats.Races) -> Interval | None:
     ratios = stats.throughput_ratios(races, "self", "reference")
-    return ratio_interval(ratios) if len(ratios) > 1 else None
+    return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
 
 
 def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
@@ -150,22 +150,22 @@ def _ratio_rows(
         tier = _LABELS[name][1]
         rows.append(throughput_row(races, name, "reference", tier, control))
         if name != "self":
-            rows.append(_memory(facts, name, "reference", tier))
+            rows.append(_memory(races, facts, name, "reference", tier))
         if name in ("plan_S", "plan_F"):
             rows.append(quality_row(races, name, "reference", tier, task.metric.name, better))
     if "strong" in present:
         rows.append(throughput_row(races, "plan_S", "strong", "S", control))
-        rows.append(_memory(facts, "plan_S", "strong", "S"))
+        rows.append(_memory(races, facts, "plan_S", "strong", "S"))
     if "strong_plan" in present:
         rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
     return [row for row in rows if row is not None]
 
 
-def _memory(facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) -> RatioRow | None:
+def _memory(races: stats.Races, facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) -> RatioRow | None:
     ours, theirs = facts.get(arm), facts.get(against)
     if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:
         return None
-    return memory_row(arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
+    return memory_row(races, arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
 
 
 def _target_rows(

@@ -1,8 +1,8 @@
-"""Peak bytes of a step: the allocator's statistics on CUDA, an exact count of allocated bytes on CPU.
+"""Peak bytes of a step: the allocator's statistics on CUDA, a count of allocated bytes on CPU.
 
 CPU torch keeps no statistics. The profiler's allocation events, summed in time order on top of what was alive before,
-count every byte torch's allocator hands out, scratch inside operators too. It costs time, so memory is measured in a
-pass of its own.
+count every byte torch's allocator hands out, scratch inside operators too; counted again, the peak repeats to about 1%.
+It costs time, so memory is measured in a pass of its own.
 """
 
 from __future__ import annotations

@@ -74,19 +74,24 @@ class WindowWeights:
     def __init__(self) -> None:
         self._kept: float | None = None  # n_ref, once a whole window was seen
         self._divisor: float | None = None  # of this window
+        self._is_whole = False
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int) -> None:
         """Begin a window of `rows` rows in `num_micro_batches` micro-batches."""
-        if self._kept is None and self._divisor is not None:
+        if self._kept is None and self._divisor is not None and self._is_whole:
             terms = float(self._count)
             self._kept = _power_of_two(terms) if 0 < terms < math.inf else None
-        self._divisor = self._kept
+        self._divisor, self._is_whole = self._kept, False
         self._rows = rows
         self._num_micro_batches = num_micro_batches
         self._is_sum: bool | None = None
         self._loss: Tensor | None = None
         self._count: Count = 0
+
+    def close(self) -> None:
+        """The window's step is done: it was seen whole."""
+        self._is_whole = True
 
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
         """Return the scalar to call backward on for a micro-batch of `rows` rows.

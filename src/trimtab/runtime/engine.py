@@ -152,6 +152,7 @@ class Run:
         self.consumed_rows, self.applied_steps = consumed, self.applied_steps + applied
         self._optimizer.zero_grad(set_to_none=True)
         self._order.reset()
+        self._weights.close()
         if self._recorder is not None:
             rate = factor * self._optimizer.param_groups[0]["lr"]
             terms = self._weights.terms

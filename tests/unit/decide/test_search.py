@@ -414,7 +414,21 @@ def test_a_faster_optimizer_has_to_save_a_hundredth_of_a_whole_step():
     little = decide_stage(
         profile_of(Trial("precision", REFERENCE, (250.0,) * 5), *alone), "optimizer", Objective(), Budget()
     )
-    assert "0.4% of a whole step" in little.reasons[fused]
+    assert little.reasons[fused].startswith("too little of a whole step, below 1%: the optimizer's step alone at 2x")
+    assert little.reasons[fused].endswith("0.4% of a whole step")
+
+
+@pytest.mark.parametrize("later_s", [50.0, 400.0])
+def test_what_a_later_stage_times_changes_no_decision_on_the_optimizer(later_s):
+    fused = replace(REFERENCE, fused_optimizer=True)
+    alone = Trial("optimizer", REFERENCE, (2.0,) * 5), Trial("optimizer", fused, (1.0,) * 5)
+    for step_s in (95.0, 105.0):
+        found = profile_of(Trial("precision", REFERENCE, (step_s,) * 5), *alone)
+        later = [Trial(stage, REFERENCE, (later_s,) * 5) for stage in ("micro_batch", "verify")]
+        before, after = (
+            decide_stage(p, "optimizer", Objective(), Budget()) for p in (found, found.with_trials(tuple(later)))
+        )
+        assert before == after
 
 
 def test_the_reference_is_not_run_alone_where_the_next_stage_runs_it_too():

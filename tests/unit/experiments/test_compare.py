@@ -28,7 +28,7 @@ from trimtab.experiments import planning as planning_module
 from trimtab.experiments import race as race_module
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.compare import Settings, compare
-from trimtab.experiments.fingerprint import build_of
+from trimtab.experiments.fingerprint import build_of, code_of
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import PLANNING_SEED, Plans, make_plans
@@ -223,7 +223,8 @@ def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
 
 
 def test_the_controls_of_a_whole_race_run_for_a_minute():
-    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    rows = 5000 * BATCH_ROWS
+    its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
     entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), Settings(), brief=False)}
     assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
         "self": 600, "strong_plan": 600, "paper": 60
@@ -365,8 +366,8 @@ def retuned(model, lr):
         ({"load_data": lambda: other_data()}, "code, data_sha256"),
         ({"make_model": lambda: torch.nn.Linear(3, 3)}, "code, model or optimizer"),
         ({"make_optimizer": partial(retuned, lr=0.5)}, "code, model or optimizer"),
-        ({"terms_per_row": 2}, "model or optimizer"),
-        ({"reference": Reference(clip_norm=1.0)}, "model or optimizer"),
+        ({"terms_per_row": 2}, "terms_per_row"),
+        ({"reference": Reference(clip_norm=1.0)}, "clip_norm"),
     ],
 )
 def test_a_folder_of_a_task_that_has_changed_is_refused(folder, changes, named):
@@ -382,6 +383,28 @@ def test_a_folder_of_a_task_whose_file_was_edited_is_refused(tmp_path):
     path.write_text(text + "\n# another loss, say\n")
     with pytest.raises(FormatError, match="a comparison with another code;"):
         run(folder, task=load_task(f"{path}:task"))
+
+
+def test_a_folder_of_an_older_version_is_said_to_be_one(folder):
+    path = folder / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["code"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(FormatError, match="a comparison with another version's settings;"):
+        run(folder)
+
+
+def test_code_is_told_by_what_it_says_not_by_where_it_lies(tmp_path):
+    text, codes = Path(__file__).with_name("tiny_task.py").read_text(), []
+    for index, (one, other) in enumerate(("az", "za", "zz")):
+        tasks = []
+        for folder, added in ((one, "# one\n"), (other + "b", "# other\n" if index < 2 else "# a third\n")):
+            path = tmp_path / str(index) / folder / "its.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(text + added)
+            tasks.append(load_task(f"{path}:task"))
+        codes.append(code_of(replace(tasks[0], loss_fn=tasks[1].loss_fn)))
+    assert codes[0] == codes[1] != codes[2]
 
 
 def test_looking_at_a_task_draws_no_random_number():

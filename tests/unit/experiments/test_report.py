@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ from trimtab.experiments.report.markdown import markdown_report
 from trimtab.experiments.report.outline import Picture
 from trimtab.experiments.report.planning_figures import memory_time
 from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.rows import benchmark_object
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
@@ -622,3 +624,15 @@ def test_a_missing_package_names_its_extra(package: str, call: str, extra: str) 
 def test_importing_loads_no_torch_and_no_optional_package() -> None:
     loaded = "print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
     assert python(f"import sys, trimtab.experiments.report; {loaded}") == "[]"
+
+
+def test_the_results_page_shows_every_row_of_a_comparison_with_peers() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "figures.py"
+    spec = importlib.util.spec_from_file_location("figures", path)
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    rows = benchmark_object(comparison())["rows"]
+    shown = list(figures._comparison(rows))
+    assert len(shown) == len(rows) + 2
+    planning = [line for line in shown if line.startswith("| planning")]
+    assert [line.split(" | ")[1] for line in planning] == ["trimtab S", "trimtab F", "plan made for P2"]

@@ -222,7 +222,7 @@ def test_do_no_harm_says_how_many_pairs_would_show_it():
     ("ours", "kind"), [(97, "gain"), (100, "no gain"), (98.5, "no gain"), (101.5, "no gain"), (103, "harm")]
 )
 def test_the_verdict_on_memory(ours, kind):
-    row = memory_row("ours", "theirs", "S", int(10 * ours), 1000)
+    row = memory_row({}, "ours", "theirs", "S", int(10 * ours), 1000)
     assert (row.metric, row.verdict.kind) == ("peak_memory", kind)
     assert row.ratio == Ratio(ours / 100, None, None, 1, (ours / 100,), counted=True)
 

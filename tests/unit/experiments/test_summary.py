@@ -228,7 +228,8 @@ def fails(found: dict[int, dict[str, RunRecord]], name: str, *seeds: int) -> dic
 def test_an_arm_that_failed_in_a_race_is_no_gain_of_its_tier():
     result = comparison(fails(races(8, freed=20.0), "plan_S", 2, 5))
     assert row(result, "throughput", "plan_S").ratio.n == 6
-    assert row(result, "throughput", "plan_S").verdict.kind == "no verdict"
+    for metric in ("throughput", "peak_memory", "final_metric_difference"):
+        assert row(result, metric, "plan_S").verdict.kind == "no verdict", metric
     assert result.headline.kind == "no verdict"
     assert result.headline.sentence.startswith("The plan that keeps the maths failed in 2 of 8 races")
     assert "2.00x" not in result.headline.sentence
@@ -289,6 +290,13 @@ def test_a_peer_or_its_plan_that_failed_is_no_verdict_on_harm():
         harm = row(comparison(fails(found, name, 0)), "do_no_harm", "strong_plan", "strong")
         assert (harm.ratio.n, harm.verdict.kind) == (5, "no verdict")
         assert f"{name} failed in 1 of 6 races" in harm.verdict.sentence
+
+
+def test_a_control_that_failed_resolves_nothing():
+    result = comparison(fails(races(8), "self", 0))
+    assert result.resolution is None
+    assert row(result, "throughput", "plan_S").verdict.kind == "no verdict"
+    assert result.headline.kind != "gain" or "target" in result.headline.sentence
 
 
 def test_without_a_control_nothing_is_a_gain():
@@ -437,8 +445,8 @@ def test_rows_are_flat_and_named():
             assert {"tier", "against"} <= row.keys()
     planning = {"metric": "planning_s", "task": "tiny"}
     assert rows[-2:] == [
-        planning | {"tier": "S", "planning_s": 2.0, "search_s": 0.0},
-        planning | {"tier": "F", "planning_s": 5.0, "search_s": 3.0},
+        planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0},
+        planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0},
     ]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import trimtab
 from trimtab.core.errors import LossError
+from trimtab.core.plan import Plan
 from trimtab.runtime.accumulation import WindowWeights, as_loss
 
 
@@ -38,10 +40,13 @@ def test_only_a_count_of_zero_is_divided_by_as_one(count, as_tensor, dtype):
     assert float(weighted.detach()) == float(weights.mean_loss) == pytest.approx(1 / (count or 1))
 
 
-def scale_of(weights, counts, rows=8):
-    """Return the factor on each micro-batch's loss sum in one window."""
+def scale_of(weights, counts, rows=8, seen=None):
+    """Return the factor on each micro-batch's loss sum in one window, given up after the first `seen` of them."""
     weights.open(rows=rows, num_micro_batches=len(counts))
-    return [float(weights.weigh(loss(), count, rows // len(counts)).detach()) for count in counts]
+    found = [float(weights.weigh(loss(), count, rows // len(counts)).detach()) for count in counts[:seen]]
+    if seen is None:
+        weights.close()
+    return found
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -61,3 +66,28 @@ def test_a_window_that_counts_nothing_leaves_the_scale_open():
     assert scale_of(weights, [0, 0]) == [1 / 8, 1 / 8]
     assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
     assert scale_of(weights, [0, 512]) == [1 / 1024, 1 / 1024]
+
+
+def test_a_window_that_was_given_up_sets_no_scale():
+    weights = WindowWeights()
+    assert scale_of(weights, [1, 4096, 4096, 4096], seen=1) == [1 / 8]
+    assert set(scale_of(weights, [4096] * 4)) == {1 / 16384}
+
+
+def test_a_run_tells_its_weights_which_windows_were_whole():
+    model = torch.nn.Linear(2, 1)
+    batches = [(torch.ones(4, 2), torch.tensor([count] * 4)) for count in (1, 64, 64)]
+
+    def loss_fn(model, batch):
+        if not fails:
+            return model(batch[0]).sum(), batch[1].sum()
+        fails.pop()
+        return model(batch[0]).sum(), batch[1].sum() if fails else "no count"
+
+    fails = [1, 1]
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4, 2)) as run:
+        with pytest.raises(LossError):
+            run.train_step(run.window(batches[0]), loss_fn)
+        run.train_step(run.window(batches[1]), loss_fn)
+        run.train_step(run.window(batches[2]), loss_fn)
+        assert run._weights._divisor == 256

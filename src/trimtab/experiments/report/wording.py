@@ -116,7 +116,7 @@ def measure(name: str, comparison: Comparison) -> str:
 def estimate(value: Ratio, words: Words) -> tuple[str, str]:
     """Return (estimate, interval); under 5 pairs the raw pairs stand for both."""
     if value.counted:
-        return words(value.mean), "exact"
+        return words(value.mean), "counted once"
     if value.n < PAIRS_FOR_A_VERDICT:
         return raw_pairs(value, words), "none"
     return words(value.mean), interval(value, words)
