@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from trimtab.core.plan import Rejected
 
 # The rate at the lowest smoothed loss is already at the edge of divergence; a run holds its peak for long, so it takes
-# this fraction of it.
+# this fraction of it at the most.
 SAFETY = 1 / 3
+# Past most of its way down a loss falls slower and turns ragged: where on that floor it is lowest is chance.
+FALLEN = 0.85
+_WINDOW = 7  # losses of a centred mean, which does not lag behind the rate as an exponential one does
 SMOOTHING = 0.8
 DIVERGED = 1.5
 # A loss fell when it did by this many standard deviations of what the comparison makes of noise alone.
@@ -50,9 +53,10 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
-    """Return a third of the rate at which the smoothed loss was lowest, never below the user's own.
+    """Return a third of the rate at which the smoothed loss was lowest, or where it had come most of its way down.
 
-    A test whose loss is lowest at the user's own rate, or did not fall by more than its noise, keeps it.
+    The lower of the two, never below the user's own. A test whose loss is lowest at the user's own rate, or did not
+    fall by more than its noise, keeps it.
     """
     finite = [point for point in points if math.isfinite(point.loss)]
     if len(finite) < _FIRST:
@@ -60,7 +64,8 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     smooth = smoothed([point.loss for point in finite])
     lowest = min(range(len(smooth)), key=smooth.__getitem__)
     edge = finite[lowest].scale
-    scale = float(f"{max(1.0, edge * SAFETY):.2g}")
+    fallen = _fallen_at(finite)
+    scale = float(f"{max(1.0, min(edge * SAFETY, fallen)):.2g}")
     if scale == 1.0:
         return RateChoice(1.0, f"the loss was lowest at {edge:.3g}x: no higher rate is safe")
     fall, least = _fall([point.loss for point in finite], lowest)
@@ -71,6 +76,8 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     if lowest == len(points) - 1:
         where = "the test's limit: the loss still fell there"
     reason = f"a third of {edge:.3g}x, {where} ({len(points)} steps)"
+    if fallen < edge * SAFETY:
+        reason = f"where {100 * FALLEN:.0f}% of the fall of the loss in the range test had come ({len(points)} steps)"
     return RateChoice(scale, reason, (Rejected(1.0, "the loss still fell at higher rates"),))
 
 
@@ -88,6 +95,20 @@ def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
     fall = math.fsum(losses[:_FIRST]) / _FIRST - smoothed(losses)[lowest]
     rounding = 1e-9 * max(map(abs, until))
     return fall, max(NOISE * spread, rounding)
+
+
+def _fallen_at(points: Sequence[RatePoint]) -> float:
+    """Return the scale at which the loss had come `FALLEN` of its way from its first value to its lowest."""
+    reach = _WINDOW // 2
+    losses = [point.loss for point in points]
+    near = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(losses))]
+    means = [math.fsum(each) / len(each) for each in near]
+    limit = means[0] - FALLEN * (means[0] - min(means))
+    at = next(i for i, mean in enumerate(means) if mean <= limit)
+    if at == 0 or means[at - 1] <= means[at]:
+        return points[at].scale
+    share = (means[at - 1] - limit) / (means[at - 1] - means[at])
+    return float(points[at - 1].scale * (points[at].scale / points[at - 1].scale) ** share)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

@@ -51,6 +51,7 @@ _QUICK_END_S = 110.0
 # Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
+_UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
     entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, timed=control)]
-    entries.append(entry("plan_S", same, rows))
+    unchanged = _UNCHANGED if too_long and not plans.plans["S"].changes else ""
+    entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged))
     if "F" in plans.plans:
         horizon = min(rows, task.adapted_rows or rows)
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)

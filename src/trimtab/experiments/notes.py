@@ -55,8 +55,12 @@ def _horizon(races: stats.Races) -> list[str]:
 
 
 def _only_timed(races: stats.Races) -> list[str]:
-    reasons = {str(r["paper"].header.detail.get(WHY_TIMED, "")) for r in races.values() if "paper" in r}
-    return [f"P1 was only timed here: {reason}" for reason in sorted(reasons) if reason]
+    return [
+        f"{name} was only timed here: {reason}"
+        for arm, name in (("plan_S", "tier S"), ("paper", "P1"))
+        for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
+        if reason
+    ]
 
 
 def _spread(plans: Plans, races: stats.Races) -> list[str]:

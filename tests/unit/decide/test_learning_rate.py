@@ -44,6 +44,25 @@ def test_noise_of_single_steps_is_smoothed_away():
     assert choose_rate(lone).scale == pytest.approx(10, rel=0.3)
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("steps", [40, 60, 100])
+def test_where_on_a_floor_the_loss_is_lowest_does_not_matter(steps, seed):
+    """It falls to a floor at 12x, and is ragged from there on."""
+    rng = random.Random(seed)
+    scales = [WIDEST ** (i / (steps - 1)) for i in range(steps)]
+    points = [RatePoint(s, 3 + max(0.0, 1 - math.log(s) / math.log(12)) * 2.5 + rng.gauss(0, 0.1)) for s in scales]
+    found = choose_rate(points)
+    assert 5 < found.scale < 13
+    assert "where 85% of the fall of the loss" in found.reason or "a third of" in found.reason
+
+
+def test_a_rate_that_is_tuned_already_is_hardly_moved():
+    """The loss falls because the model learns, and the next higher rates take it apart."""
+    losses = [5.5 * 0.8**i + 3 + max(0.0, math.log(s / 2.5)) * 2 for i, s in enumerate(SCALES)]
+    points = [RatePoint(scale, loss) for scale, loss in zip(SCALES, losses, strict=True)]
+    assert choose_rate(points).scale < 1.5
+
+
 def test_a_loss_that_only_rises_keeps_the_users_rate():
     found = choose_rate([RatePoint(scale, 2 + scale) for scale in SCALES])
     assert (found.scale, found.losers) == (1.0, ())

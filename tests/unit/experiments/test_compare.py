@@ -227,10 +227,24 @@ def test_the_controls_of_a_whole_race_run_for_a_minute():
     its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
     entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), Settings(), brief=False)}
     assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
-        "self": 600, "strong_plan": 600, "paper": 60
+        "self": 600, "plan_S": 600, "strong_plan": 600, "paper": 60
     }  # fmt: skip
     entries = {e.name: e for e in compare_module._entries(its, made_plans(0.001), Settings(), brief=False)}
     assert not any(e.is_timed_only for e in entries.values())
+
+
+@pytest.mark.parametrize(
+    ("step_s", "changes", "timed"), [(0.1, False, True), (0.1, True, False), (0.001, False, False)]
+)
+def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_long(step_s, changes, timed):
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    plans = made_plans(step_s)
+    if changes:
+        fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
+        plans = replace(plans, plans=plans.plans | {"S": replace(plans.plans["S"], fused_optimizer=fused)})
+    entries = {e.name: e for e in compare_module._entries(its, plans, Settings(), brief=False)}
+    assert entries["plan_S"].is_timed_only is timed
+    assert ("its plan changes nothing" in str(entries["plan_S"].detail)) is timed
 
 
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
