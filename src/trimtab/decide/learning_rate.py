@@ -67,7 +67,8 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     fallen = _fallen_at(finite)
     scale = float(f"{max(1.0, min(edge * SAFETY, fallen)):.2g}")
     if scale == 1.0:
-        return RateChoice(1.0, f"the loss was lowest at {edge:.3g}x: no higher rate is safe")
+        why = "most of its fall had come there" if fallen < edge * SAFETY else f"it was lowest at {edge:.3g}x"
+        return RateChoice(1.0, f"the loss gains nothing safe above the user's rate: {why}")
     fall, least = _fall([point.loss for point in finite], lowest)
     if not fall > least:
         figures = f"by {fall:.2g}, and {least:.2g} would be clear of its noise"
@@ -105,7 +106,7 @@ def _fallen_at(points: Sequence[RatePoint]) -> float:
     means = [math.fsum(each) / len(each) for each in near]
     limit = means[0] - FALLEN * (means[0] - min(means))
     at = next(i for i, mean in enumerate(means) if mean <= limit)
-    if at == 0 or means[at - 1] <= means[at]:
+    if at == 0:
         return points[at].scale
     share = (means[at - 1] - limit) / (means[at - 1] - means[at])
     return float(points[at - 1].scale * (points[at].scale / points[at - 1].scale) ** share)
