@@ -119,12 +119,19 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for row in rows:
         if row["metric"] == "planning_s":
-            yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {row['planning_s']:.1f} | 1 | |"
+            yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {_planning(row)} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:
             value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row)
             yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
+
+
+def _planning(row: Row) -> str:
+    """Return seconds and, where the file says so, what the plan changes."""
+    if "changes" not in row:
+        return f"{row['planning_s']:.1f}"
+    return f"{row['planning_s']:.1f}; changes {row['changes']}"
 
 
 def _rung(row: Row) -> str:
@@ -143,12 +150,13 @@ def _line(figure: str, row: Row, value: str) -> str:
 
 
 def _overhead(rows: list[Row]) -> Iterator[str]:
-    yield "| task | micro-batches | our loop over a plain one (95%) | n | 1% and the A/A half-width |"
-    yield "|---|---|---|---|---|"
+    yield "| task | micro-batches | our loop over a plain one (95%) | n | 1% and the A/A half-width | within |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         bar = 1.01 + row["control_half_width"]
+        within = "yes" if row["high"] <= bar else "no"
         interval = f"{row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f})"
-        yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} |"
+        yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} | {within} |"
 
 
 def _planted(rows: list[Row]) -> Iterator[str]:

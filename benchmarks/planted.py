@@ -1,9 +1,10 @@
-"""How often planning finds a gain where there is none: a loop that is already as good as its plan could make it.
+"""Whether planning leaves a loop alone that is already as good as its plan could make it.
 
 `python benchmarks/planted.py [--quick] [--json] [--precision fp32]` plans a multilayer perceptron, its optimizer fused,
 its batch small enough that splitting costs, n times from fresh weights, and counts the plans that change something.
-The upper bound is that of the exact 95% binomial interval. `--precision`: what is fastest on the machine at hand,
-declared as the loop's own.
+What is tried on it is slower or refused beforehand, so this says nothing of rivals that are equal: how often one of
+those wins is a test of its own (`tests/unit/calibrate/test_false_gains.py`). The upper bound is that of the exact 95%
+binomial interval. `--precision`: what is fastest on the machine at hand, declared as the loop's own.
 """
 
 from __future__ import annotations

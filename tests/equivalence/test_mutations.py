@@ -251,17 +251,16 @@ def no_autocast(patch):
     patch.setattr(engine.precision, "autocast", lambda precision, device: contextlib.nullcontext())
 
 
-def gradients_kept_after_the_step(patch):
-    step = engine.Run.step
+def gradients_kept_as_a_window_opens(patch):
+    opened = engine.Run.open_window
 
-    def keep(self):
+    def keep(self, window):
         kept = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        applied = step(self)
+        opened(self, window)
         for parameter, grad in kept:
             parameter.grad = grad
-        return applied
 
-    patch.setattr(engine.Run, "step", keep)
+    patch.setattr(engine.Run, "open_window", keep)
 
 
 def window_not_voided(patch):
@@ -298,7 +297,7 @@ FAULTS = [
     (slices_in_reverse, dropout),
     (one_pass, dropout),
     (no_autocast, bf16),
-    (gradients_kept_after_the_step, unequal_split),
+    (gradients_kept_as_a_window_opens, unequal_split),
     (window_not_voided, overflow),
     (state_not_aligned, fused_layout),
     (state_not_aligned, closed_layout),

@@ -189,6 +189,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
                 arm.first_s = time_call(lambda: _step(run, subject), subject.device)
             _require_finite(run)
             if measure_memory:
+                subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
                 arm.peak_bytes = peak_bytes(lambda: _step(run, subject), subject.device, subject.live_tensors)
     except _Unusable as error:
         arm.error = str(error)

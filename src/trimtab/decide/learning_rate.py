@@ -28,7 +28,11 @@ _FIRST = 5
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One step of the test: factor on the user's rates, and the training loss of that step."""
+    """One step of the test: factor on the user's rates, and the training loss of that step.
+
+    The loss is from before the step, so that it shows what the rates until then did. `FALLEN` and `SAFETY` were set on
+    curves that pair them so.
+    """
 
     scale: float
     loss: float

@@ -55,8 +55,15 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
 
 
 def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
-    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress."""
+    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
+
+    Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
+    """
+    total = plan.planning_s + search_s
     scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
+    if not scale.changed:
+        kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
+        return replace(plan, learning_rate_scale=scale, schedule=kept, search_s=search_s, planning_s=total)
     schedule = Choice(
         "warmup_cosine",
         "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
@@ -64,7 +71,6 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
         changed=True,
         losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
-    total = plan.planning_s + search_s
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
 
 

@@ -197,7 +197,7 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
     if "F" in plans.plans:
         horizon = min(rows, task.adapted_rows or rows)
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
-        entries.append(entry("plan_F", freed, horizon, stop_at_target=horizon == rows))
+        entries.append(entry("plan_F", freed, horizon))
     if settings.peers:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
         if "strong" in plans.plans and task.strong is not None:

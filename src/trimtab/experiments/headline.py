@@ -58,7 +58,7 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
     decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict"]
     hardest = decided[-1] if decided else -1
-    against = _missed(rungs[hardest + 1 :]) + _quality(quality, ("harm", "no verdict") if decided else ("harm",))
+    against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:
         return Verdict("no verdict", f"With the learning rate freed, {' and '.join(against)}." if against else "")
     row = rungs[hardest]
@@ -91,8 +91,11 @@ def _missed(rungs: Sequence[TargetRow]) -> list[str]:
     ]
 
 
-def _quality(row: RatioRow | None, kinds: tuple[str, ...]) -> list[str]:
-    if row is None or row.verdict.kind not in kinds:
+def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
+    """Say what a final metric has against a rung that was decided; where none was, only what harm it shows."""
+    if row is None:
+        return ["its final quality was not measured"] if decided else []
+    if row.verdict.kind not in (("harm", "no verdict") if decided else ("harm",)):
         return []
     what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
     return [f"{what}: {row.verdict.sentence}"]

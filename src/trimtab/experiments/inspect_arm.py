@@ -34,6 +34,7 @@ def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device
     try:
         for _ in range(2):
             loop.step(batches)
+        loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
         peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
         phases, terms = _phases(loop, batches, watch), _terms_per_row(loop, batches, watch)
         return ArmFacts(peak, phases, _flops_per_row(loop, batches), loop.precision, terms_per_row=terms)

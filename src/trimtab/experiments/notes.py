@@ -11,7 +11,7 @@ from trimtab.experiments.result import TargetRow
 
 # In a header's detail: why an arm was only timed where others ran to their end.
 WHY_TIMED = "why_timed"
-_ENDS = {"target": "stopped after the hardest target", "cap": "stopped at the time cap", "diverged": "diverged"}
+_ENDS = {"cap": "stopped at the time cap", "diverged": "diverged"}
 
 
 def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:

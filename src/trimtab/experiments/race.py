@@ -48,7 +48,7 @@ class Entry:
 
     Args:
         name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
-        budget_rows: rows after which it stops. stop_at_target: stop once the hardest target is crossed for good.
+        budget_rows: rows after which it stops.
         is_timed_only: whether it runs a few steps for their time alone: after one off the clock, and never evaluated.
         detail: kept in its record's header.
     """
@@ -56,7 +56,6 @@ class Entry:
     name: str
     make: MakeLoop
     budget_rows: int
-    stop_at_target: bool = False
     is_timed_only: bool = False
     detail: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +72,6 @@ class Racer:
         self.train_s = 0.0
         self.blocks: list[Block] = []
         self.evaluations: list[Evaluation] = []
-        self._beyond = 0
         self.end, self.error = "", ""
         self._loop: Loop | None = None
 
@@ -120,18 +118,13 @@ class Racer:
         self._state = ProcessState.capture()
 
     def _evaluate(self) -> None:
-        value = self._task.metric.evaluate(self.loop.model, self._data.held_out)
-        self.evaluations.append(Evaluation(self.rows, self.train_s, {self._task.metric.name: value}))
-        hardest = self._task.targets[-1] if self._task.targets else None
-        if hardest is not None:
-            met = value >= hardest if self._task.metric.higher_is_better else value <= hardest
-            self._beyond = self._beyond + 1 if met else 0
+        metric = self._task.metric
+        value = metric.check(metric.evaluate(self.loop.model, self._data.held_out))
+        self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
 
     def _finish_if_due(self, cap_s: float) -> None:
         if self.rows >= self.entry.budget_rows:
             self.end = "budget"
-        elif self.entry.stop_at_target and self._beyond >= 2:
-            self.end = "target"
         elif self.train_s >= cap_s:
             self.end = "cap"
         elif self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):

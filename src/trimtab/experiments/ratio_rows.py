@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.result import Ratio, RatioRow, Verdict
@@ -49,12 +51,16 @@ def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
 
 
 def quality_row(
-    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool
+    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool, unit: str
 ) -> RatioRow | None:
-    """Return the difference of the held-out metric: points for accuracy, else percent (better > 0).
+    """Return the difference of the held-out metric (better > 0): points of a share or a percentage, else percent.
 
-    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both. None for tier F as soon as
-    one run of a pair stopped before its end: the pairs that are left would be selected by their outcome.
+    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both, which a cap on the time
+    may be. None for tier F as soon as one run of a pair stopped for another reason: the pairs that are left would be
+    selected by their outcome. Nothing is relative to a metric of zero: no verdict then.
+
+    Args:
+        unit: of the metric, as `Metric` has it: "share", "percent" or "relative".
     """
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
@@ -64,9 +70,9 @@ def quality_row(
         mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
         common = mine.keys() & yours.keys()
         if tier == "F" and mine and yours:
-            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better))
+            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
         elif tier != "F" and common:
-            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better))
+            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None
     interval = mean_interval(differences)
@@ -75,12 +81,15 @@ def quality_row(
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 
-def _difference(ours: float, theirs: float, higher_is_better: bool) -> float:
-    return (ours - theirs) * (100.0 if higher_is_better else -100.0 / theirs)
+def _difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+    better = ours - theirs if higher_is_better else theirs - ours
+    if unit == "relative":
+        return 100.0 * better / abs(theirs) if theirs else math.nan
+    return better * (100.0 if unit == "share" else 1.0)
 
 
 def _ran_out(record: RunRecord) -> bool:
-    return record.end is not None and record.end.reason == "budget"
+    return record.end is not None and record.end.reason in ("budget", "cap")
 
 
 def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:

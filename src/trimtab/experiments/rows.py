@@ -45,7 +45,9 @@ def _run(comparison: Comparison) -> dict[str, Any]:
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
     """Return what a plan's arm is charged with, its search included."""
     head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
-    return head | {"planning_s": plan.planning_s, "search_s": plan.search_s}
+    seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
+    changes = ", ".join(f"{name.replace('_', ' ')} {getattr(plan, name).value}" for name in plan.changes)
+    return head | seconds | {"changes": changes or "nothing"}
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:

@@ -57,8 +57,12 @@ def is_brief(record: RunRecord) -> bool:
 
 
 def failed(record: RunRecord) -> str:
-    """Return the error an arm left its race with, or ""."""
-    return str(record.end.detail.get("error", "")) if record.end and record.end.reason == "error" else ""
+    """Return the error an arm left its race with, a metric that was no number among them, or ""."""
+    if record.end is None:
+        return ""
+    if record.end.reason == "diverged":
+        return "its held-out metric was not finite"
+    return str(record.end.detail.get("error", "")) if record.end.reason == "error" else ""
 
 
 def given_rows(record: RunRecord) -> int:

@@ -152,7 +152,7 @@ def _ratio_rows(
         if name != "self":
             rows.append(_memory(races, facts, name, "reference", tier))
         if name in ("plan_S", "plan_F"):
-            rows.append(quality_row(races, name, "reference", tier, task.metric.name, better))
+            rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
     if "strong" in present:
         rows.append(throughput_row(races, "plan_S", "strong", "S", control))
         rows.append(_memory(races, facts, "plan_S", "strong", "S"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.result import Ratio, TargetRow, Verdict
-from trimtab.experiments.stats import Races, as_ratio, failed, failures, given_rows, time_to_target, whole
+from trimtab.experiments.stats import Races, as_ratio, curve, failed, failures, given_rows, time_to_target, whole
 from trimtab.experiments.verdicts import figures, speed_verdict
 
 OTHER_EARLY = "not measured: the other crossed before its first evaluation"
@@ -77,9 +77,23 @@ def _pair(
     ours, ours_early = time_to_target(record, metric, target, higher_is_better)
     theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
     # Where the other failed after it had crossed, no more than that time may be counted against it.
-    cap_s = min(float(other.end.detail["train_s"]), theirs) if other.end else 0.0
+    cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
     ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
     return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s)
+
+
+def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
+    """Return how long an arm trained without a crossing that its last evaluation may be one of.
+
+    A last evaluation beyond the target confirms none, and rules none out since the one before.
+    """
+    points, sign = curve(record, metric), 1 if higher_is_better else -1
+    before = len(points)
+    while before and sign * points[before - 1][2] >= sign * target:
+        before -= 1
+    if before == len(points):
+        return float(record.end.detail["train_s"]) if record.end else 0.0
+    return points[before - 1][1] if before else 0.0
 
 
 def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:

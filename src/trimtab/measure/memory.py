@@ -22,7 +22,8 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
     """Return peak bytes while `step` runs once.
 
     Args:
-        step: one optimizer step, its state already materialised.
+        step: one optimizer step, its state already materialised, no gradients left from the one before: on CPU, what
+            was allocated before the count and is freed in it is not seen.
         live: returns the tensors alive before the step (parameters, buffers, optimizer state, batch); CPU only.
 
     Returns:

@@ -150,7 +150,6 @@ class Run:
         with scaled_rates(self._optimizer, factor):
             applied = precision.step(self._scaler, self._optimizer)
         self.consumed_rows, self.applied_steps = consumed, self.applied_steps + applied
-        self._optimizer.zero_grad(set_to_none=True)
         self._order.reset()
         self._weights.close()
         if self._recorder is not None:
@@ -193,6 +192,7 @@ class Run:
         if self._closed:
             return
         self._abandon()
+        self._optimizer.zero_grad(set_to_none=True)
         self._closed = True
         self._undo.close()
         if self._recorder is not None:
@@ -231,6 +231,9 @@ class Run:
         """Called by the window before its first micro-batch."""
         self._require_open()
         self._order.open(window)
+        # Here as in a plain loop, not after the step: freed last, gradients let the C library hand the heap's end back,
+        # and every step would fault it in again.
+        self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)
 
     def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:

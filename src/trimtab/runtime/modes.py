@@ -11,16 +11,21 @@ Undo = Callable[[], None]
 
 
 class SharedMode:
-    """A mode that runs may hold at the same time (two models of one program), closed in any order."""
+    """A mode that runs may hold at the same time (two models of one program), closed in any order.
+
+    Args:
+        apply: sets the mode, also where it is set already; returns what puts back what it found.
+    """
 
     def __init__(self, apply: Callable[[], Undo]) -> None:
         self._apply = apply
         self._holders = 0
 
     def hold(self) -> Undo:
-        """Set the mode unless it is held already; returns what lets go of it."""
+        """Set the mode, held already or not: what holds it may be suspended; returns what lets go of it."""
+        undo = self._apply()
         if self._holders == 0:
-            self._undo = self._apply()
+            self._undo = undo
         self._holders += 1
         return self._let_go
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
 
+METRIC_UNITS = ("share", "percent", "relative")
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | int | float]]
 
@@ -28,11 +30,37 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Metric:
-    """A held-out measure. `evaluate(model, batches)` leaves the model's training mode as it found it."""
+    """A held-out measure. `evaluate(model, batches)` leaves the model's training mode as it found it.
+
+    Args:
+        unit: how differences are read. "share": a number from 0 to 1, in points. "percent": one from 0 to 100, in
+            points. "relative": any other, in percent of the reference's. By default a share where higher is better.
+    """
 
     name: str
     higher_is_better: bool
     evaluate: Callable[[nn.Module, Sequence[Batch]], float]
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.unit:
+            object.__setattr__(self, "unit", "share" if self.higher_is_better else "relative")
+        checks.one_of("metric.unit", self.unit, METRIC_UNITS)
+
+    def check(self, value: float) -> float:
+        """Return a value of the metric.
+
+        Raises:
+            ValueGivenError: it cannot be one of its unit.
+        """
+        if self.unit == "share" and 1 + 1e-9 < value < math.inf:
+            raise ValueGivenError(
+                f"metric {self.name}",
+                given=f"{value:g}",
+                expected="a share from 0 to 1",
+                way_out='Declare Metric(..., unit="percent"), or "relative" where it has no upper end.',
+            )
+        return value
 
 
 @dataclass(frozen=True)

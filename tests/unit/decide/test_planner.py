@@ -336,14 +336,23 @@ def test_waiting_for_data_is_the_users_to_change():
     assert choose(quick, Objective(), Budget()).advice == ()
 
 
-@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_range_test_that_found_nothing_changes_nothing_and_is_charged():
+    base = planned(Machine(speed={"bf16": 2.0}))
+    plan = adapt_learning_rate(base, RateChoice(1.0, "the loss gains nothing above it"), 7.5)
+    assert (plan.tier, plan.changes) == ("S", base.changes)
+    assert (plan.schedule.value, plan.schedule.changed) == ("user", False)
+    assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
+    assert "the loss gains nothing above it" in str(plan)
+
+
+@pytest.mark.parametrize("scale", [1.5, 4.0])
 def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
     base = planned(Machine(speed={"bf16": 2.0}))
     plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x"), 7.5)
     assert plan.tier == "F"
     assert plan.schedule.value == "warmup_cosine"
     assert plan.learning_rate_scale.value == scale
-    assert plan.learning_rate_scale.changed is (scale != 1.0)
+    assert plan.learning_rate_scale.changed
     assert (plan.planning_s, plan.search_s) == (20.0, 7.5)
     assert values(plan)[:5] == values(base)[:5]
     assert "7.5 s of it search for tier F" in str(plan)

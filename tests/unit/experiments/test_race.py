@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -16,13 +17,14 @@ import torch
 from tiny_task import BATCH_ROWS, BUDGET_ROWS, EVAL_EVERY_ROWS, load_data, task
 from torch import Tensor
 
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import RunRecord, read_record, write_record
 from trimtab.experiments import race as race_module
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.turns import turns
+from trimtab.measure import allocator
 from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
@@ -357,23 +359,50 @@ def test_an_arm_is_censored_at_the_cap(clock):
     assert fast.end.reason == "budget"
 
 
-def test_an_arm_may_stop_once_the_hardest_target_is_crossed_for_good(clock):
-    values = [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9]
-    its = scripted(clock, values, targets=(0.3, 0.6))
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350, stop_at_target=True), its=its)
-    assert (found.end.reason, found.end.detail["rows"]) == ("target", 250)  # the second of 0.8, 0.9
-    its = scripted(clock, values, targets=(0.3, 0.6))
+def test_an_arm_runs_on_past_the_hardest_target(clock):
+    """What it ends with is compared: it may not stop where it looks best."""
+    its = scripted(clock, [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], targets=(0.3, 0.6))
     (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 350), its=its)
     assert (found.end.reason, found.end.detail["rows"]) == ("budget", 350)
 
 
-def test_a_metric_that_should_fall_is_crossed_from_above(clock):
-    its = scripted(clock, [90.0, 44.0, 43.0, 40.0])
-    metric = replace(its.metric, name="perplexity", higher_is_better=False)
-    its = replace(its, metric=metric, targets=(80.0, 45.0))
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 500, stop_at_target=True), its=its)
-    assert (found.end.reason, found.end.detail["rows"]) == ("target", 150)
-    assert found.evaluations[1].metrics == {"perplexity": 44.0}
+def test_a_share_above_one_is_refused_with_the_way_out(clock):
+    its = scripted(clock, [93.0] * 9)
+    with pytest.raises(ValueGivenError, match="percent"):
+        run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+    its = scripted(clock, [93.0] * 9)
+    its = replace(its, metric=replace(its.metric, unit="percent"))
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 100), its=its)
+    assert found.evaluations[0].metrics == {"accuracy": 93.0}
+
+
+@pytest.mark.skipif(not allocator.can_retain(), reason="needs glibc")
+def test_every_arm_that_retains_memory_does_in_each_of_its_steps():
+    """Each arm has its modes for itself: what one holds is suspended while the others run."""
+    modes: dict[str, set[str]] = {"plain": set(), "first": set(), "second": set()}
+
+    def noting(name: str, make):
+        def made(task, device):
+            loop = make(task, device)
+            step = loop.step
+
+            def noted(batches):
+                modes[name].add(allocator.mode())
+                return step(batches)
+
+            loop.step = noted
+            return loop
+
+        return made
+
+    retaining = partial(PlanLoop, plan=Plan.fixed(BATCH_ROWS, allocator="retain"))
+    run(
+        Entry("plain", noting("plain", ReferenceLoop), BUDGET_ROWS),
+        Entry("first", noting("first", retaining), BUDGET_ROWS),
+        Entry("second", noting("second", retaining), BUDGET_ROWS),
+    )
+    assert modes == {"plain": {"keep"}, "first": {"retain"}, "second": {"retain"}}
+    assert allocator.mode() == "keep"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

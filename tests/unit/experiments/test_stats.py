@@ -340,6 +340,14 @@ def test_where_only_the_other_arm_was_censored_there_is_a_lower_bound():
     assert charged.bound == ">= 2.50x"
 
 
+def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before():
+    """It may have crossed right after that one: so long is known, no longer."""
+    late = climbing([60, 80, 100], [0.1, 0.2, 0.7])
+    assert target([reaching(10)] * 5, [late] * 5).bound == ">= 8.00x"
+    at_once = climbing([100], [0.7])
+    assert target([reaching(10)] * 5, [at_once] * 5).bound == ">= 0.00x"
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "bound"),
     [
@@ -403,8 +411,9 @@ def test_a_rung_says_how_many_rows_each_arm_was_given():
 # Quality.
 
 
-def quality(ours, theirs, *, tier: str = "S", metric: str = "accuracy", rising: bool = True):
-    return quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising)
+def quality(ours, theirs, *, tier: str = "S", metric: str = "accuracy", rising: bool = True, unit: str = ""):
+    unit = unit or ("share" if rising else "relative")
+    return quality_row(races(ours, theirs), "ours", "theirs", tier, metric, rising, unit)
 
 
 def test_the_difference_of_accuracy_is_in_points():
@@ -462,17 +471,36 @@ def test_tier_f_is_judged_where_each_ends():
     assert row.ratio.pairs == pytest.approx((0.3,))
 
 
-@pytest.mark.parametrize("reason", ["target", "cap", "diverged"])
 @pytest.mark.parametrize("who", ["ours", "theirs"])
-def test_tier_f_is_not_judged_on_the_pairs_that_happened_to_end(reason, who):
-    """Those that are left once the others stopped early were selected by their outcome."""
+@pytest.mark.parametrize(("reason", "kind"), [("target", None), ("cap", "gain"), ("diverged", "no verdict")])
+def test_tier_f_is_not_judged_on_the_pairs_that_happened_to_end(reason, kind, who):
+    """Those that are left once the others stopped early were selected by their outcome; a cap is the same for all."""
     ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])
     arms = {"ours": [ours] * 5, "theirs": [theirs] * 5}
     assert quality(*arms.values(), tier="F") is not None
     first = arms[who][0]
     arms[who] = [replace(first, end=replace(first.end, reason=reason)), *arms[who][1:]]
-    assert quality(*arms.values(), tier="F") is None
+    row = quality(*arms.values(), tier="F")
+    assert (None if row is None else row.verdict.kind) == kind
     assert quality(*arms.values(), tier="S") is not None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "unit", "rising", "expected"),
+    [
+        (0.93, 0.90, "share", True, 3.0),
+        (93.0, 90.0, "percent", True, 3.0),
+        (20.0, 10.0, "relative", True, 100.0),
+        (8.0, 10.0, "relative", False, 20.0),
+        (-3.0, -2.0, "relative", False, 50.0),  # a log density: lower is better, and negative
+        (0.05, 0.06, "share", False, 1.0),  # an error rate
+        (0.1, 0.0, "relative", False, math.nan),
+    ],
+)
+def test_a_difference_is_read_by_the_metrics_unit(ours, theirs, unit, rising, expected):
+    pairs = [climbing([1, 2], [1.0, value]) for value in (ours, theirs)]
+    row = quality([pairs[0]], [pairs[1]], rising=rising, unit=unit)
+    assert row.ratio.pairs == pytest.approx((expected,), nan_ok=True)
 
 
 def test_a_diverged_arm_is_not_of_equal_quality():
@@ -494,7 +522,7 @@ def test_a_brief_pair_counts_for_throughput_alone():
     row = target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None)
     assert row is not None
     assert (row.n, row.reached_arm, row.arm_s) == (1, 1, pytest.approx((1.8,)))
-    difference = quality_row(found, "ours", "theirs", "S", "accuracy", True)
+    difference = quality_row(found, "ours", "theirs", "S", "accuracy", True, "share")
     assert difference is not None
     assert difference.ratio.n == 1
 
@@ -502,7 +530,7 @@ def test_a_brief_pair_counts_for_throughput_alone():
 def test_without_a_whole_pair_there_is_no_rung():
     found = races([brief(climbing([1, 2, 3], [0.1, 0.6, 0.9]))], [climbing([2, 4, 6], [0.1, 0.6, 0.9])])
     assert target_row(found, "ours", "theirs", "S", 0.5, "accuracy", True, None) is None
-    assert quality_row(found, "ours", "theirs", "S", "accuracy", True) is None
+    assert quality_row(found, "ours", "theirs", "S", "accuracy", True, "share") is None
 
 
 # Arms that failed.
@@ -546,7 +574,7 @@ def test_nor_on_the_harm_it_does(who):
 @pytest.mark.parametrize("tier", ["S", "F"])
 def test_nor_on_its_quality(who, tier):
     ours, theirs = (arms[0] for arms in finals([3.0]))
-    row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", tier, "accuracy", True)
+    row = quality_row(one_broken(ours, theirs, who), "ours", "theirs", tier, "accuracy", True, "share")
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 races" in row.verdict.sentence

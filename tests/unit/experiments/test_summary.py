@@ -211,6 +211,17 @@ def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
     assert comparison(found, changed=False).headline.kind == "no gain"
 
 
+def test_a_tier_f_whose_quality_was_not_measured_is_no_gain():
+    found = races(ours=1.0)
+    for race in found.values():
+        race["plan_F"] = arm(1.0, (0.3, 0.6, 0.8, 0.9))
+    assert comparison(found, changed=False).headline.kind == "gain"
+    short = found[0]["plan_F"]
+    found[0]["plan_F"] = replace(short, end=replace(short.end, reason="cut off"))
+    assert "but its final quality was not measured" in comparison(found, changed=False).headline.sentence
+    assert comparison(found, changed=False).headline.kind == "no gain"
+
+
 def test_a_tier_f_past_the_target_when_first_looked_at_is_at_least_so_fast():
     found = headline_of((0.8, 0.85, 0.9))
     assert "target 0.7 is reached at least 5." in found.sentence  # 35 s over 1 s and 5 s of planning
@@ -349,11 +360,11 @@ def test_a_target_gain_must_be_above_the_resolution():
 def test_notes_tell_what_a_reader_must_know():
     found = races(2)
     early = found[0]["plan_F"]
-    found[0]["plan_F"] = replace(early, end=replace(early.end, reason="target"))
+    found[0]["plan_F"] = replace(early, end=replace(early.end, reason="cap"))
     found[1]["plan_S"] = replace(arm(5.0, (0.55, 0.8, 0.9)), end=None)
     found[1]["reference"] = replace(arm(5.0, (0.1, math.nan)), end=replace(early.end, reason="diverged"))
     notes = comparison(found).notes
-    assert "plan_F: stopped after the hardest target in 1 of 2 races" in notes
+    assert "plan_F: stopped at the time cap in 1 of 2 races" in notes
     assert "reference: diverged in 1 of 2 races" in notes
     assert any("left-censored" in note for note in notes)
     assert any("a learning-rate range test of 3 s" in note for note in notes)
@@ -444,9 +455,10 @@ def test_rows_are_flat_and_named():
             assert row.keys() >= INTERVAL, row
             assert {"tier", "against"} <= row.keys()
     planning = {"metric": "planning_s", "task": "tiny"}
+    freed = "micro batch 50, learning rate scale 4.0"
     assert rows[-2:] == [
-        planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0},
-        planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0},
+        planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0, "changes": "micro batch 50"},
+        planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0, "changes": freed},
     ]
 
 
