@@ -195,7 +195,8 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
     unchanged = _UNCHANGED if too_long and not plans.plans["S"].changes else ""
     entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged))
     if "F" in plans.plans:
-        horizon = min(rows, task.adapted_rows or rows)
+        has_schedule = plans.plans["F"].schedule.value != "user"
+        horizon = min(rows, task.adapted_rows or rows) if has_schedule else rows  # only a schedule has to end somewhere
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
         entries.append(entry("plan_F", freed, horizon))
     if settings.peers:

@@ -212,6 +212,16 @@ def made_plans(step_s: float) -> Plans:
     return Plans({"S": same, "F": same, "strong": same})
 
 
+@pytest.mark.parametrize(("schedule", "rows"), [("user", 5000), ("warmup_cosine", 1000)])
+def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedule, rows):
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS, adapted_rows=1000 * BATCH_ROWS)
+    plans = made_plans(0.01)
+    freed = replace(plans.plans["F"], schedule=replace(plans.plans["F"].schedule, value=schedule))
+    plans = replace(plans, plans=plans.plans | {"F": freed})
+    entries = {e.name: e for e in compare_module._entries(its, plans, Settings(), brief=False)}
+    assert entries["plan_F"].budget_rows == rows * BATCH_ROWS
+
+
 @pytest.mark.parametrize(
     ("step_s", "steps"),
     [(1.0, 60), (0.01, 600), (0.001, 5000)],  # slow steps; about six seconds of fast ones; at most the whole

@@ -128,6 +128,15 @@ def test_after_training_only_what_was_learned_differs(plan, optimizer):
     assert torch.equal(model.first.bias, weights["first.bias"])
 
 
+def test_gradients_can_be_looked_at_after_a_step_as_in_a_plain_loop():
+    model, made = loop(OPTIMIZERS["sgd"])
+    with trimtab.start(model, made, Plan.fixed(ROWS)) as run:
+        for _ in range(2):
+            run.train_step(run.window(batch()), loss_fn)
+            assert model.first.weight.grad is not None
+    assert all(p.grad is None for p in model.parameters())
+
+
 @every_plan
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_an_error_in_the_middle_of_a_window_closes_as_cleanly(plan, after):
