@@ -213,6 +213,11 @@ class Plan:
         return tuple(name for name, choice in self.choices() if choice.changed)
 
     @property
+    def changes_in_words(self) -> str:
+        """The same with their values, for a person; "" where nothing changes."""
+        return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name).value}" for name in self.changes)
+
+    @property
     def tier(self) -> str:
         """ "S": the user's maths is kept; "F": some change alters the training dynamics."""
         dynamics = any(choice.changed and choice.mark is Mark.DYNAMICS for _, choice in self.choices())
@@ -245,8 +250,7 @@ def _explain(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     if not plan.changes:
         return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
-    what = ", ".join(f"{name.replace('_', ' ')} {getattr(plan, name).value}" for name in plan.changes)
-    text = f"Change {what} ({_TIERS[plan.tier]})"
+    text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
     if plan.baseline and plan.predicted:
         text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
     if plan.splits and plan.check is None:

@@ -46,8 +46,7 @@ def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any
     """Return what a plan's arm is charged with, its search included."""
     head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
     seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
-    changes = ", ".join(f"{name.replace('_', ' ')} {getattr(plan, name).value}" for name in plan.changes)
-    return head | seconds | {"changes": changes or "nothing"}
+    return head | seconds | {"changes": plan.changes_in_words or "nothing"}
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:

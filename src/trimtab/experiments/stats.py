@@ -138,6 +138,11 @@ def _blocks(record: RunRecord) -> list[_Block]:
     return [_Block(int(d["rows"]), float(d["seconds"]), float(d.get("cpu_s", math.nan))) for d in details]
 
 
+def is_beyond(value: float, target: float, higher_is_better: bool) -> bool:
+    """Return whether a metric meets a target."""
+    return value >= target if higher_is_better else value <= target
+
+
 def time_to_target(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> tuple[float, bool]:
     """Return (seconds, left-censored): the first of two consecutive evaluations beyond the target, interpolated.
 
@@ -145,8 +150,7 @@ def time_to_target(record: RunRecord, metric: str, target: float, higher_is_bett
     evaluation's. The last evaluation alone does not count: nothing confirms it.
     """
     points = curve(record, metric)
-    sign = 1 if higher_is_better else -1
-    met = [sign * value >= sign * target for _, _, value in points]
+    met = [is_beyond(value, target, higher_is_better) for _, _, value in points]
     for i, (_, seconds, value) in enumerate(points):
         if not met[i] or (i + 1 < len(points) and not met[i + 1]) or i + 1 == len(points):
             continue

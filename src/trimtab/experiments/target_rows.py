@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.result import Ratio, TargetRow, Verdict
-from trimtab.experiments.stats import Races, as_ratio, curve, failed, failures, given_rows, time_to_target, whole
+from trimtab.experiments.stats import (
+    Races,
+    as_ratio,
+    curve,
+    failed,
+    failures,
+    given_rows,
+    is_beyond,
+    time_to_target,
+    whole,
+)
 from trimtab.experiments.verdicts import figures, speed_verdict
 
 OTHER_EARLY = "not measured: the other crossed before its first evaluation"
@@ -87,9 +97,9 @@ def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: 
 
     A last evaluation beyond the target confirms none, and rules none out since the one before.
     """
-    points, sign = curve(record, metric), 1 if higher_is_better else -1
+    points = curve(record, metric)
     before = len(points)
-    while before and sign * points[before - 1][2] >= sign * target:
+    while before and is_beyond(points[before - 1][2], target, higher_is_better):
         before -= 1
     if before == len(points):
         return float(record.end.detail["train_s"]) if record.end else 0.0

@@ -231,8 +231,7 @@ class Run:
         """Called by the window before its first micro-batch."""
         self._require_open()
         self._order.open(window)
-        # Here as in a plain loop, not after the step: freed last, gradients let the C library hand the heap's end back,
-        # and every step would fault it in again.
+        # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)
 
