@@ -65,7 +65,7 @@ gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Run the tests
 	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "No CUDA device is visible to $(GPU_PYTHON): no GPU test was run." >&2; exit 1; \
 	fi
-	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs $(PYTEST_ARGS)
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 clean: ## Remove the environment, caches and builds; keeps runs/
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -3,8 +3,9 @@
     python benchmarks/strong_sweep.py --task digits_resnet
     python benchmarks/strong_sweep.py --task source_gpt --seconds 60     # shorter runs, the schedule fitted to them
 
-Every arm trains on the same number of rows, with the same seed, through the recipe's whole schedule (warm-up, then
-linear decay to zero), on the CPU. `--seconds` only sets that number, from a few timed steps.
+Every arm trains on the same number of rows, with the same seed, on the CPU, by a plain loop of its own: the recipe's
+precision, layout and optimizer, its warm-up, and a linear decay to zero where the recipe's ends at a hundredth.
+`--seconds` only sets that number, from a few timed steps.
 """
 
 from __future__ import annotations

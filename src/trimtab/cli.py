@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -262,8 +263,15 @@ class _progress:
 
     def _show(self, text: str) -> None:
         if self._live:
-            sys.stderr.write(f"\r\033[2K{text[:120]}")
+            sys.stderr.write(f"\r\033[2K{text[: self._columns() - 1]}")
             sys.stderr.flush()
+
+    def _columns(self) -> int:
+        """Return the terminal's width: a longer line would wrap, and leave a row behind each time."""
+        try:
+            return os.get_terminal_size(sys.stderr.fileno()).columns
+        except (OSError, ValueError):
+            return shutil.get_terminal_size().columns
 
     def __exit__(self, *exc: object) -> None:
         self._redirect.__exit__(None, None, None)

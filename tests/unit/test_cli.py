@@ -362,6 +362,20 @@ class Terminal:
     def flush(self) -> None:
         pass
 
+    def fileno(self) -> int:
+        raise OSError("none")
+
+
+def test_a_line_of_progress_is_shorter_than_the_terminal(monkeypatch):
+    """Wrapped, it would leave a row behind each time it is written anew."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    with cli._progress() as show:
+        show("reference 1024 rows 3 s  " * 7)
+    line = terminal.text.removeprefix("\r\x1b[2K").removesuffix("\r\x1b[2K")
+    assert len(line) == 59
+
 
 def test_progress_is_one_rewritten_line_on_a_terminal_only(trimtab, monkeypatch):
     Path("plan.json").write_text(json.dumps(PLAN))

@@ -160,7 +160,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
 
 def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     """Take a candidate's step time and peak from an earlier stage; returns whether there were any."""
-    whole = [t for t in known if t.candidate == arm.candidate and t.stage != "optimizer" and not t.control]
+    whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
     if found is None or (found.peak_bytes is None and stage.name != "optimizer"):
         return False

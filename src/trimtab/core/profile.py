@@ -42,7 +42,7 @@ class Trial:
     Args:
         stage: name of the stage; trials of one stage are paired by block index.
         candidate: the settings.
-        block_s: seconds per optimizer step, one figure per interleaved block.
+        block_s: seconds per step, one figure per interleaved block; of the optimizer's alone in the stage "optimizer".
         peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
@@ -56,8 +56,13 @@ class Trial:
     control: bool = False
 
     @property
+    def is_whole(self) -> bool:
+        """Whether whole steps were timed: the stage "optimizer" times the optimizer's own step alone."""
+        return self.stage != "optimizer"
+
+    @property
     def step_s(self) -> float | None:
-        """Median seconds per optimizer step, or None when the trial could not run."""
+        """Median seconds of what was timed (`is_whole`), or None when the trial could not run."""
         if not self.block_s:
             return None
         ordered = sorted(self.block_s)

@@ -118,7 +118,7 @@ def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) 
 
 def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
     """Return a candidate's cost as last measured on whole steps."""
-    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:
         return None
@@ -128,7 +128,7 @@ def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
 
 def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> None:
     failed = {trial.candidate for trial in profile.trials if trial.error is not None}
-    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     ran = [trial for trial in whole if trial.block_s and trial.candidate not in failed]
     if not ran:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
@@ -202,6 +202,8 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
         return "as the loop has it: the gain of the trials was not confirmed by the verification"
     if all(getattr(candidate, name) == value for candidate in outcome.reasons):
         return _untried(name, profile, outcome.incumbent)
+    if _lost_every_block(profile, _STAGE_OF[name], outcome.incumbent, name, value):
+        return "as the loop has it: whatever else was tried lost every block against it"
     control = search.control_interval(profile, _STAGE_OF[name])
     resolved = resolution(control)
     if not math.isfinite(resolved):
@@ -213,6 +215,15 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
     if not any(is_gain(ratio, control) for ratio in above):
         return "as the loop has it: nothing tried is clear of the noise"
     return "as the loop has it: no gain tried is large enough to be worth a change"
+
+
+def _lost_every_block(profile: Profile, stage: str, incumbent: Candidate, name: str, value: Scalar) -> bool:
+    """Return whether there were rivals with another value, and the incumbent was faster in each block of theirs."""
+    ran = [trial for trial in profile.trials if trial.stage == stage and not trial.control and trial.block_s]
+    rivals = [trial for trial in ran if getattr(trial.candidate, name) != value]
+    its = next((trial.block_s for trial in ran if trial.candidate == incumbent), ())
+    pairs = [pair for rival in rivals for pair in zip(rival.block_s, its, strict=False)]
+    return bool(pairs) and all(ours > theirs for ours, theirs in pairs)
 
 
 def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected, ...]:

@@ -325,7 +325,7 @@ def _micro_batch_candidates(profile: Profile, incumbent: Candidate, budget: Budg
 
 def _needs_less(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
     """Return whether the incumbent has to shrink: it failed, or its peak is over the budget or unknown under one."""
-    whole = [trial for trial in profile.trials if trial.stage != "optimizer" and not trial.control]
+    whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     own = [t for t in whole if set(t.candidate.differences(incumbent)) <= {"fused_optimizer"}]
     if own and own[-1].error is not None:
         return True

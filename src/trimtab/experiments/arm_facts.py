@@ -14,7 +14,7 @@ class ArmFacts:
     """What was measured of one arm apart from the races; with an error it takes no part in them.
 
     Args:
-        peak_bytes: peak of a step. phases_s: seconds per step by phase.
+        peak_bytes: peak of a step. phases_s: seconds per batch of the task by phase.
         flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted.
         precision: what its matrix products compute in, "": not known.
         terms_per_row: what the loss counted in a row, padding not; where it is a mean, the task's own figure. None: not

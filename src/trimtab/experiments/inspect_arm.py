@@ -89,7 +89,8 @@ def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
 
 
 def _phases(loop: Loop, batches: Iterator[Any], watch: _Watch) -> dict[str, float]:
-    clock = watch.clock
+    """Return seconds per batch of the task by phase, over a few steps."""
+    clock, drawn = watch.clock, watch.num_batches
     step = contextlib.ExitStack()  # entered before the optimizer's step, closed after it
     before = loop.optimizer.register_step_pre_hook(lambda *args: step.enter_context(clock.phase("optimizer")))
     after = loop.optimizer.register_step_post_hook(lambda *args: step.close())
@@ -97,12 +98,13 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: _Watch) -> dict[str, floa
     total = time_call(lambda: loop.step(batches), watch.device, _PHASE_STEPS)
     before.remove()
     after.remove()
+    per_step = (watch.num_batches - drawn) / _PHASE_STEPS  # P1 takes several a step
     phases = {name: seconds / _PHASE_STEPS for name, seconds in clock.seconds.items()}
     # A step of the user's own calls no loss function of ours: its forward pass is in what is left.
     rest = "backward and rest" if "forward" in phases else "forward, backward and rest"
     phases[rest] = max(0.0, total - sum(phases.values()))
     order = ("data", "forward", rest, "optimizer")
-    return {name: phases[name] for name in order if name in phases}
+    return {name: phases[name] / per_step for name in order if name in phases}
 
 
 def _live(loop: Loop) -> Iterator[Tensor]:

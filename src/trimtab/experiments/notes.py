@@ -26,7 +26,7 @@ def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> lis
         found.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
-    return found + _horizon(races) + _only_timed(races) + _spread(plans, races)
+    return found + _horizon(races) + _only_timed(races) + _sources(races) + _spread(plans, races)
 
 
 def _ends(races: stats.Races) -> dict[str, str]:
@@ -61,6 +61,16 @@ def _only_timed(races: stats.Races) -> list[str]:
         for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
         if reason
     ]
+
+
+def _sources(races: stats.Races) -> list[str]:
+    """Say where races that are read as one were run by different states of this package's code."""
+    by = {seed: {r.header.environment.get("sources", "") for r in race.values()} for seed, race in races.items()}
+    states = sorted(set().union(*by.values()))
+    if len(states) < 2:
+        return []
+    each = (f"{name or 'unknown'} in {sum(name in found for found in by.values())}" for name in states)
+    return [f"the races were run by different states of trimtab's code: {', '.join(each)} of {len(races)}"]
 
 
 def _spread(plans: Plans, races: stats.Races) -> list[str]:

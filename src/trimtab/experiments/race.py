@@ -2,8 +2,9 @@
 
 All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps, in
 an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
-Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has none. Each arm
-has its own random generators and global modes. An arm that raises leaves the race with its error; only the first,
+Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has them too, so that
+it finds caches and heap as the others do, and what they say is dropped. Each arm has its own random generators and
+global modes. An arm that raises leaves the race with its error; only the first,
 which the others are held against, ends it.
 """
 
@@ -49,7 +50,7 @@ class Entry:
     Args:
         name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
         budget_rows: rows after which it stops.
-        is_timed_only: whether it runs a few steps for their time alone: after one off the clock, and never evaluated.
+        is_timed_only: whether it runs a few steps for their time alone: after one off the clock, no evaluation kept.
         detail: kept in its record's header.
     """
 
@@ -112,7 +113,7 @@ class Racer:
         block = Block(rows, time.perf_counter() - start, time.process_time() - cpu_start)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
-        if not self.entry.is_timed_only and self.rows >= min(due, self.entry.budget_rows):
+        if self.rows >= (due if self.entry.is_timed_only else stop):
             self._evaluate()
         self._finish_if_due(cap_s)
         self._state = ProcessState.capture()
@@ -120,7 +121,8 @@ class Racer:
     def _evaluate(self) -> None:
         metric = self._task.metric
         value = metric.check(metric.evaluate(self.loop.model, self._data.held_out))
-        self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
+        if not self.entry.is_timed_only:
+            self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
 
     def _finish_if_due(self, cap_s: float) -> None:
         if self.rows >= self.entry.budget_rows:

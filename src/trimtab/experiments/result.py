@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 
-RESULT_SCHEMA = 2
+RESULT_SCHEMA = 3
 # Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
 PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
 # Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
@@ -58,8 +57,8 @@ class Arm:
     Args:
         name: reference, self (the A/A control), paper, strong, plan_S, plan_F, strong_plan.
         label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
-        step_s: median seconds per optimizer step, one per seed. terms_per_s: throughput, one per seed.
-        peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per step by phase.
+        step_s: median seconds per batch of the task, one per seed. terms_per_s: throughput, one per seed.
+        peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per batch by phase.
         mfu, hfu: FLOP/s of the reference's step and of the arm's own, over the peak named in `Comparison.peak_source`.
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
@@ -86,7 +85,7 @@ class Arm:
 class RatioRow:
     """One comparison of an arm against another: metric is throughput, peak_memory or final_metric_difference.
 
-    For final_metric_difference `ratio` holds differences (points, or relative for perplexity) rather than ratios.
+    For final_metric_difference `ratio` holds differences (points or percent, see `Comparison.unit`), no ratios.
     `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
     """
 
@@ -134,7 +133,9 @@ class Comparison:
     """Everything a report shows.
 
     Args:
-        headline: the verdict, first thing read. resolution: A/A interval as a ratio row (arm "self"), or None.
+        headline: the verdict, first thing read. unit: the metric's, as `Metric` has it: "relative" differences are in
+            percent, others in points. planning_s: of all plans. resolution: A/A interval as a ratio row (arm "self"),
+            or None.
         plans: key of `PLAN_ARMS` -> plan. trials: every planning trial, infeasible ones too.
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
@@ -145,6 +146,7 @@ class Comparison:
     headline: Verdict
     metric: str
     higher_is_better: bool
+    unit: str
     terms: str
     targets: tuple[float, ...]
     num_pairs: int
@@ -161,7 +163,6 @@ class Comparison:
     created: str
     peak_source: str = "unknown"
     notes: tuple[str, ...] = ()
-    detail: Mapping[str, Any] = field(default_factory=dict)
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Mapping
 
 from trimtab.decide.statistics import Interval, ratio_interval
@@ -12,7 +13,7 @@ from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, RatioRow, TargetRow
+from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, ArmCurve, Comparison, RatioRow, TargetRow
 from trimtab.experiments.target_rows import target_row
 from trimtab.tasks.task import Task, TaskData
 
@@ -55,6 +56,7 @@ def summarise(
         headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts)),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
+        unit=task.metric.unit,
         terms=task.terms,
         targets=task.targets,
         num_pairs=len(races),
@@ -66,7 +68,7 @@ def summarise(
         else stats.as_ratio(control, stats.throughput_ratios(races, "self", "reference")),
         plans=plans.plans,
         trials=tuple(trial for found in plans.profiles.values() for trial in found.trials),
-        planning_s=plans.plans["S"].planning_s,
+        planning_s=_planning_s(plans),
         data_source={"name": source.name, "origin": source.origin, "sha256": source.sha256},
         command=command,
         environment=dict(environment),
@@ -74,6 +76,12 @@ def summarise(
         peak_source=profile.device.source,
         notes=tuple(notes(plans, targets, races)),
     )
+
+
+def _planning_s(plans: Plans) -> float:
+    """Return the seconds of all plans: tier F's are those of tier S and of its search, the one for P2 is made apart."""
+    found = {key: plan.planning_s for key, plan in plans.plans.items()}
+    return math.fsum([found.get("F", found["S"]), *(found[key] for key in PLAN_LOOPS if key in found)])
 
 
 def _control(races: stats.Races) -> Interval | None:

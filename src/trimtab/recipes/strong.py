@@ -1,6 +1,7 @@
 """P2, the strong peer: the best hand-tuned recipe for the same model, as the task carries it.
 
-Fast precision, channels_last, a fused or momentum optimizer at a swept peak rate, warm-up and linear decay to zero.
+Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep or not told from it, warm-up and
+linear decay to a hundredth.
 Run it: `python -m trimtab.recipes.strong cifar10_resnet --steps 50`
 """
 

@@ -188,7 +188,10 @@ class Run:
         return self.loss
 
     def close(self) -> None:
-        """Put model, optimizer and global modes back as they were; weights and state keep what they learned."""
+        """Put model, optimizer and global modes back as they were; weights and state keep what they learned.
+
+        Where the plan retained memory, the C allocator's thresholds stand where they had come to, and grow no more.
+        """
         if self._closed:
             return
         self._abandon()

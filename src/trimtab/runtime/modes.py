@@ -38,7 +38,10 @@ class SharedMode:
 def _retain_memory() -> Undo:
     if not allocator.can_retain():
         raise ValueGivenError(
-            "plan.allocator", given="retain on a C library that refuses it", expected="glibc", way_out="Use keep."
+            "plan.allocator",
+            given="retain where the C library's allocator cannot be set, or is set already",
+            expected="glibc, and no MALLOC_ variable",
+            way_out="Use keep.",
         )
     before = allocator.mode()
     allocator.set_mode("retain")

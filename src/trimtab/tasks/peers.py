@@ -25,7 +25,7 @@ def strong_gpt(budget_rows: int, peak_rate: float) -> StrongRecipe:
 
 
 def strong_resnet(budget_rows: int) -> StrongRecipe:
-    """Return P2 for the ResNets: SGD with Nesterov momentum, channels last."""
+    """Return P2 for the ResNets: fused SGD with Nesterov momentum, channels last."""
     return StrongRecipe(_resnet_sgd, precision=tuned_precision(), channels_last=True, budget_rows=budget_rows)
 
 
@@ -46,4 +46,4 @@ def _gpt_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def _resnet_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)

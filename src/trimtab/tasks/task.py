@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,10 +107,10 @@ class TaskData:
 
 @dataclass(frozen=True)
 class StrongRecipe:
-    """The best hand-tuned recipe found for the same model (P2); figures from a sweep recorded in docs/LOG.md.
+    """The best hand-tuned recipe found for the same model (P2); the built-in ones' sweep is in docs/LOG.md.
 
-    `make_optimizer(model)` is built with the swept peak learning rate; warm-up over `warmup_fraction` of `budget_rows`,
-    then linear decay to zero.
+    `make_optimizer(model)` is built with the peak learning rate; warm-up over `warmup_fraction` of `budget_rows`, then
+    linear decay to a hundredth of it.
     """
 
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -155,7 +155,6 @@ class Task:
     strong: StrongRecipe | None = None
     reference: Reference = ASSUMED_REFERENCE
     step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any] | None = None
-    detail: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):

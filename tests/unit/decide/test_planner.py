@@ -65,6 +65,7 @@ def kept_precision(bf16, control=(1.0, 1.03, 0.97, 1.0, 1.0)) -> str:
         ((0.99, 1.0, 0.99, 1.01, 1.0), "nothing tried gains more than the 2.7% that can be resolved"),
         ((0.6, 1.2, 0.7, 1.1, 0.8), "nothing tried is clear of the noise"),  # 1.19x, but from 0.9 to 1.6
         ((0.5,) * 3, "nothing tried is clear of the noise"),
+        ((1.4,) * 3, "whatever else was tried lost every block against it"),
     ],
 )
 def test_a_setting_is_kept_for_the_reason_that_holds(bf16, reason):

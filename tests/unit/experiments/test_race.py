@@ -224,12 +224,12 @@ def test_evaluation_is_off_the_clock(clock):
     assert clock.now == 2002.5
 
 
-def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_is_never_evaluated(clock):
-    its = scripted(clock, [])
-    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 50, is_timed_only=True), its=its)
-    assert found.end.detail == {"rows": 50, "train_s": 1.25}
+def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_keeps_no_evaluation(clock):
+    its = scripted(clock, [0.1])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 80, is_timed_only=True), its=its)
+    assert found.end.detail == {"rows": 80, "train_s": 2.0}
     assert found.evaluations == ()
-    assert clock.now == 1.5
+    assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
 
 
 def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):

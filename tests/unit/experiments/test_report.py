@@ -226,6 +226,7 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         else Verdict("no verdict", f"Only {n} pairs ran; 5 are needed for a verdict."),
         metric="held-out accuracy" if accuracy else "held-out perplexity",
         higher_is_better=accuracy,
+        unit="share" if accuracy else "relative",
         terms="images" if accuracy else "tokens",
         targets=targets,
         num_pairs=n,
@@ -242,7 +243,6 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         created="2026-05-04T10:11:12Z",
         peak_source="not known for this processor",
         notes=("Target 200 was crossed at the first evaluation in one pair.", "Energy: no meter on this machine."),
-        detail={"order": ["ABBA", "BAAB"], "eval_every_rows": 500},
     )
 
 
@@ -261,7 +261,6 @@ def bare() -> Comparison:
         plans={"S": replace(plan_s(64, 32), predicted=None, check=None)},
         trials=trials(64)[9:11],
         notes=(),
-        detail={},
         environment={},
         data_source={},
         command="",
@@ -294,7 +293,6 @@ def hostile() -> Comparison:
         created=HOSTILE,
         peak_source=HOSTILE,
         notes=(HOSTILE, long),
-        detail={HOSTILE: [HOSTILE]},
     )
 
 
@@ -574,9 +572,38 @@ def test_trials_name_the_reference_and_what_was_chosen() -> None:
     case = CASES["gpt"]
     drawing = memory_time(case)
     assert ">reference</text>" in drawing.svg
-    assert ">chosen (S, F)</text>" in drawing.svg
+    assert ">chosen (tier S, tier F)</text>" in drawing.svg
     assert len(drawing.aside) == 2
     assert columns(plan_tables.trial_table(case), "Role").count("could not run") == 2
+
+
+def test_a_trial_of_the_optimizer_alone_is_no_step() -> None:
+    """It is of the reference's settings, recalls that one's peak, and takes a hundredth of its time."""
+    case = CASES["gpt"]
+    whole = next(t for t in case.trials if plan_tables.role(case, t) == "reference")
+    alone = replace(whole, stage="optimizer", block_s=(0.0107,) * 5)
+    found = replace(case, trials=(*case.trials, alone))
+    assert memory_time(found) == memory_time(case)
+    assert columns(plan_tables.trial_table(found), "Step")[-1] == "10.7 ms (optimizer alone)"
+
+
+@pytest.mark.parametrize(
+    ("unit", "higher_is_better", "said"),
+    [("share", True, "+3 points"), ("percent", False, "+3 points"), ("relative", True, "+3.00%")],
+)
+def test_a_difference_is_written_in_the_unit_of_its_metric(unit, higher_is_better, said) -> None:
+    row = RatioRow("final_metric_difference", "plan_S", "reference", "S", interval([3.0] * 5), Verdict("gain", ""))
+    case = replace(CASES["gpt"], unit=unit, higher_is_better=higher_is_better, ratios=(row,))
+    assert columns(tables.ratio_table(case, "S"), "Estimate") == [said]
+
+
+def test_the_plan_for_the_strong_recipe_is_no_tier() -> None:
+    case = CASES["gpt"]
+    found = replace(case, plans=case.plans | {"strong": case.plans["S"]})
+    text = markdown_report(found)
+    assert "### The plan for P2 (tier S)" in text
+    assert "plan, for P2 (tier S)" in text
+    assert "tier strong" not in text.lower()
 
 
 def test_each_figure_is_labelled() -> None:

@@ -22,7 +22,7 @@ from trimtab.experiments.planning import Plans
 from trimtab.experiments.result import Comparison, Verdict
 from trimtab.experiments.rows import benchmark_object
 from trimtab.experiments.stats import GIVEN_ROWS
-from trimtab.experiments.summary import summarise
+from trimtab.experiments.summary import _planning_s, summarise
 
 DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
 LOOP = LoopFacts(
@@ -397,6 +397,25 @@ def test_a_paper_recipe_that_was_only_timed_is_told():
     assert not any("P1" in note for note in comparison().notes)
 
 
+def test_races_of_different_code_are_told():
+    found = races(3)
+    for seed, race in found.items():
+        for name, record in race.items():
+            race[name] = replace(record, header=replace(record.header, environment={"sources": "ab" if seed else "cd"}))
+    told = "the races were run by different states of trimtab's code: ab in 2, cd in 1 of 3"
+    assert told in comparison(found).notes
+    assert not any("states of" in note for note in comparison().notes)
+
+
+def test_the_cost_of_all_plans_counts_the_common_part_once():
+    """Tier F goes on from tier S; the plan for P2 is made apart."""
+    assert comparison().planning_s == 5.0
+    whole = plans()
+    apart = replace(whole, plans=whole.plans | {"strong": replace(whole.plans["S"], planning_s=7.0)})
+    assert _planning_s(apart) == 12.0
+    assert _planning_s(replace(whole, plans={"S": whole.plans["S"]})) == 2.0
+
+
 def test_what_the_intervals_do_not_hold_is_told():
     told = "one plan, 5 seeds: the variance of planning and of the range test is not in the intervals"
     assert told in comparison().notes
@@ -551,7 +570,7 @@ def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
 
 def test_a_report_of_another_schema_is_refused_by_its_number():
     data = json.loads(to_json(comparison())) | {"schema": 1, "quick": False}
-    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 2"):
+    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 3"):
         from_json(Comparison, json.dumps(data))
 
 

@@ -155,11 +155,11 @@ def test_the_users_own_trimtab_error_passes_through(user_folder):
 
 
 def test_a_class_in_a_users_file_can_be_pickled(user_folder):
-    (user_folder / "with_class.py").write_text(USER_TASK + "\nclass Row: pass\nten.detail['row'] = Row()\n")
+    (user_folder / "with_class.py").write_text(USER_TASK + "\nclass Row: pass\nten.make_model.row = Row()\n")
     import pickle
 
-    task = load_task("with_class.py:ten")
-    assert type(pickle.loads(pickle.dumps(task.detail["row"]))) is type(task.detail["row"])
+    row = load_task("with_class.py:ten").make_model.row
+    assert type(pickle.loads(pickle.dumps(row))) is type(row)
 
 
 def test_importing_tasks_loads_no_optional_package():

@@ -156,7 +156,7 @@ def _paint_ratio(ax: Any, height: float, ratio: Ratio) -> None:
 
 
 def phases(comparison: Comparison) -> Drawing:
-    """Seconds per step of each arm, stacked by phase."""
+    """Seconds per batch of each arm, stacked by phase."""
     arms, names = [arm for arm in comparison.arms if arm.phases_s], tables.phase_names(comparison)
     if not arms:
         return Drawing("", "No figure: no phases were measured.")
@@ -172,8 +172,8 @@ def phases(comparison: Comparison) -> Drawing:
         ax.set_yticks(range(len(arms)), [say.arm_name(arm, LABEL) for arm in arms])
         ax.invert_yaxis()
         ax.grid(visible=False, axis="y")
-        ax.set_xlabel(f"time per optimizer step, {unit}")
+        ax.set_xlabel(f"time per batch, {unit}")
 
     keys = tuple(Key(f"p{i % NUM_PARTS}", say.one_line(name.replace("_", " "), 40)) for i, name in enumerate(names))
-    title, height = "Time per step by phase, one bar per arm", 60 + 24 * len(arms)
+    title, height = "Time per batch by phase, one bar per arm", 60 + 24 * len(arms)
     return Drawing(svg.render(paint, name="phases", title=title, height=height), "Lengths are absolute.", keys)

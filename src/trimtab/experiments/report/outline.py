@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimtab.core.codec import to_jsonable
 from trimtab.experiments.report import plan_tables, tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table
@@ -112,7 +110,7 @@ def _plans(comparison: Comparison) -> tuple[Block, ...]:
     for tier in tables.tiers(comparison.plans):
         plan = comparison.plans[tier]
         sentences = plan_tables.plan_sentences(plan, plan_tables.arm_of(comparison, tier))
-        blocks += [Heading(tables.tier_title(tier)), Paragraph(" ".join(sentences))]
+        blocks += [Heading(tables.plan_title(tier)), Paragraph(" ".join(sentences))]
         blocks += [Bullets(tuple(f"Advice: {text}" for text in plan.advice))] if plan.advice else []
         blocks += [plan_tables.change_table(plan, changed=changed) for changed in (True, False)]
     return tuple(blocks)
@@ -158,21 +156,14 @@ def _rejected(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def _cost(comparison: Comparison) -> tuple[Block, ...]:
-    whole = f"Planning took {say.seconds(comparison.planning_s)} in all."
+    whole = f"Planning took {say.seconds(comparison.planning_s)} in all; tier F's goes on from that of tier S."
     return (Paragraph(whole), plan_tables.cost_table(comparison))
 
 
 def _environment(comparison: Comparison) -> tuple[Block, ...]:
-    blocks: list[Block] = [
-        _facts("Environment", comparison.environment),
-        _facts("Data source", comparison.data_source),
-    ]
-    if comparison.detail:
-        detail = {key: json.dumps(to_jsonable(value), ensure_ascii=False) for key, value in comparison.detail.items()}
-        blocks.append(_facts("Further detail", detail, folded=True))
-    return tuple(blocks)
+    return _facts("Environment", comparison.environment), _facts("Data source", comparison.data_source)
 
 
-def _facts(title: str, facts: Mapping[str, str], *, folded: bool = False) -> Table:
+def _facts(title: str, facts: Mapping[str, str]) -> Table:
     rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in facts.items())
-    return Table(title, ("", " "), rows, f"{title}: not recorded.", folded=folded)
+    return Table(title, ("", " "), rows, f"{title}: not recorded.")

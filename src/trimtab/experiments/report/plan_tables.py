@@ -7,7 +7,7 @@ import math
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.tables import Cell, Table, tiers
+from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, Comparison
 
 MARKS = {Mark.EXACT: "exact", Mark.ROUNDING: "same maths, other rounding", Mark.DYNAMICS: "other dynamics"}
@@ -54,15 +54,15 @@ def plan_sentences(plan: Plan, arm: Arm | None) -> tuple[str, ...]:
 
 
 def rejected_table(comparison: Comparison) -> Table:
-    """Return every loser of every choice, with the tiers whose plan rejected it."""
+    """Return every loser of every choice, with the plans that rejected it."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for tier in tiers(comparison.plans):
         for name, choice in comparison.plans[tier].choices():
             for loser in choice.losers:
                 row = (name.replace("_", " "), say.one_line(say.plain(loser.value)), say.one_line(loser.reason))
-                found.setdefault(row, []).append(tier)
+                found.setdefault(row, []).append(say.PLANS.get(tier, tier))
     rows = tuple((*row, ", ".join(dict.fromkeys(names))) for row, names in found.items())
-    return Table("Settings not taken", ("Setting", "Value", "Why", "Tier"), rows, "No setting was rejected.")
+    return Table("Settings not taken", ("Setting", "Value", "Why", "Plan"), rows, "No setting was rejected.")
 
 
 def failed_table(comparison: Comparison) -> Table:
@@ -85,7 +85,7 @@ def trial_table(comparison: Comparison) -> Table:
         (
             say.one_line(trial.candidate.describe()),
             say.one_line(trial.stage),
-            say.seconds(trial.step_s),
+            _timed(trial),
             say.size(trial.peak_bytes),
             "could not run" if trial.error else role(comparison, trial),
         )
@@ -95,12 +95,17 @@ def trial_table(comparison: Comparison) -> Table:
     return Table("Every trial", columns, rows, "No trial was made.", "", ("Step", "Peak memory"), folded=True)
 
 
+def _timed(trial: Trial) -> str:
+    alone = "" if trial.is_whole or trial.step_s is None else " (optimizer alone)"
+    return say.seconds(trial.step_s) + alone
+
+
 def role(comparison: Comparison, trial: Trial) -> str:
     """Return what a trial stands for: the loop a plan was made for, what a plan chose, the A/A control, or nothing."""
     plans = comparison.plans
     loops = [_loop(key) for key, plan in plans.items() if trial.candidate == reference_candidate(plan)]
     roles = list(dict.fromkeys(loops))
-    choosing = [tier for tier in tiers(plans) if trial.candidate == chosen_candidate(plans[tier])]
+    choosing = [say.PLANS.get(tier, tier) for tier in tiers(plans) if trial.candidate == chosen_candidate(plans[tier])]
     roles += [f"chosen ({', '.join(choosing)})"] if choosing else []
     return " and ".join(roles + (["A/A control"] if trial.control else []))
 
@@ -142,7 +147,7 @@ def _prediction_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
     peaks = (predicted.peak_bytes if predicted else None, arm.peak_bytes if arm else None)
     cells = [(say.seconds(a), say.seconds(b), _error(a, b)) for a, b in (times,)]
     cells += [(say.size(a), say.size(b), _error(a, b)) for a, b in (peaks,)]
-    return (f"plan (tier {tier})", *cells[0], *cells[1])
+    return (plan_name(tier), *cells[0], *cells[1])
 
 
 def _error(predicted: float | None, measured: float | None) -> str:
@@ -169,7 +174,7 @@ def _cost_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
     ours, theirs = (say.middle(run.step_s) if run else None for run in (arm, loop))
     saved = None if ours is None or theirs is None else theirs - ours
     return (
-        f"plan (tier {tier})",
+        plan_name(tier),
         say.seconds(plan.planning_s),
         say.seconds(plan.search_s),
         say.seconds(charged),

@@ -15,9 +15,10 @@ from trimtab.experiments.result import Comparison
 
 
 def memory_time(comparison: Comparison) -> Drawing:
-    """Peak memory against step time of every planning trial; reference and chosen settings ringed and named."""
-    drawn = [trial for trial in comparison.trials if trial.step_s is not None and trial.peak_bytes is not None]
-    aside = tuple(_not_drawn(trial) for trial in comparison.trials if trial not in drawn)
+    """Peak memory against step time of every trial of whole steps; reference and chosen settings ringed and named."""
+    whole = [trial for trial in comparison.trials if trial.is_whole]
+    drawn = [trial for trial in whole if trial.step_s is not None and trial.peak_bytes is not None]
+    aside = tuple(_not_drawn(trial) for trial in whole if trial not in drawn)
     if not drawn:
         reason = "no trial has both a time and a peak memory" if comparison.trials else "no planning trial was made"
         return Drawing("", f"No figure: {reason}.", aside=aside)
@@ -39,7 +40,7 @@ def memory_time(comparison: Comparison) -> Drawing:
 
     keys = [Key(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
     picture = svg.render(paint, name="memory-time", title="Peak memory against step time of each trial", height=250)
-    caption = "One dot per trial; lower left is better. Ringed: the reference and what was chosen."
+    caption = "One dot per trial of whole steps; lower left is better. Ringed: the reference and what was chosen."
     return Drawing(picture, caption, tuple(keys), aside)
 
 
@@ -80,7 +81,7 @@ def predictions(comparison: Comparison) -> Drawing:
     def paint(axes: Sequence[Any]) -> None:
         _paint_outcomes(axes[0], times, "time per step", time_unit(_largest(times)))
         _paint_outcomes(axes[1], peaks, "peak memory", byte_unit(_largest(peaks)))
-        axes[0].set_yticks(range(len(tiers)), [f"plan\n(tier {tier})" for tier in tiers])
+        axes[0].set_yticks(range(len(tiers)), [tables.plan_name(tier).replace(", ", "\n") for tier in tiers])
         axes[0].invert_yaxis()
 
     keys = (Key("p4", "predicted"), Key("p0", "measured, median"), Key("ink", "one run", "dotted"))

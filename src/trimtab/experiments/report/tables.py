@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.result import Arm, Comparison, RatioRow, TargetRow, Verdict
+from trimtab.experiments.result import PLAN_LOOPS, Arm, Comparison, RatioRow, TargetRow, Verdict
 
 Cell = str | Verdict
 
@@ -52,6 +52,16 @@ def tiers(values: Iterable[str]) -> tuple[str, ...]:
 def tier_title(tier: str) -> str:
     """Return the heading of a tier."""
     return say.TIERS.get(tier, f"Tier {say.one_line(tier)}")
+
+
+def plan_name(key: str) -> str:
+    """Return what a plan is called where several stand side by side."""
+    return f"plan, {say.one_line(say.PLANS.get(key, key))}"
+
+
+def plan_title(key: str) -> str:
+    """Return the heading of a plan."""
+    return f"The plan {say.PLANS[key]}" if key in PLAN_LOOPS else tier_title(key)
 
 
 def ratio_table(comparison: Comparison, tier: str) -> Table:
@@ -168,8 +178,9 @@ def arm_table(comparison: Comparison) -> Table:
         columns=("Arm", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
-        note="Median over seeds (lowest to highest). MFU counts the FLOP of the reference's step, HFU those of the "
-        f"arm's own with recomputation; both are of this peak: {say.one_line(comparison.peak_source)}.",
+        note="Step: seconds for one batch of the task; an optimizer step of P1 takes several. Median over seeds "
+        "(lowest to highest). MFU counts the FLOP of the reference's step, HFU those of the arm's own with "
+        f"recomputation; both are of this peak: {say.one_line(comparison.peak_source)}.",
         numeric=("Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
     )
 
@@ -199,7 +210,7 @@ def origin_table(comparison: Comparison) -> Table:
             say.arm_name(arm),
             say.one_line(arm.source) or "not recorded",
             f"{arm.final_rows:,}" if arm.final_metric else say.UNMEASURED,
-            say.seconds(arm.search_s),
+            say.seconds(arm.search_s) if arm.search_s else "none",
         )
         for arm in comparison.arms
     )
@@ -208,12 +219,12 @@ def origin_table(comparison: Comparison) -> Table:
 
 
 def phase_table(comparison: Comparison) -> Table:
-    """Return seconds per step by phase."""
+    """Return seconds per batch by phase."""
     arms = [arm for arm in comparison.arms if arm.phases_s]
     names = phase_names(comparison)
     rows = tuple((say.arm_name(arm), *(say.seconds(arm.phases_s.get(name)) for name in names)) for arm in arms)
     columns = ("Arm", *(name.replace("_", " ") for name in names))
-    return Table("Seconds per step by phase", columns, rows, "No phases were measured.", "", columns[1:], folded=True)
+    return Table("Seconds per batch by phase", columns, rows, "No phases were measured.", "", columns[1:], folded=True)
 
 
 def phase_names(comparison: Comparison) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ NEVER = "never"
 NO_VERDICT = "no verdict"
 PAIRS_FOR_A_VERDICT = 5  # math: section 8
 TIERS = {"S": "Tier S: the same maths", "F": "Tier F: other dynamics", "": "Recipes and controls"}
+PLANS = {"S": "tier S", "F": "tier F", "strong": "for P2 (tier S)"}
 MAX_PAIRS_SHOWN = 16  # report.json holds all of them
 MAX_TEXT = 600  # a traceback in an error field must not become the page
 
@@ -93,7 +94,7 @@ def words_for(row: RatioRow, comparison: Comparison) -> Words:
     """Return how a row's figures are written: a ratio, or a difference of the held-out metric."""
     if row.metric != "final_metric_difference":
         return ratio
-    return points if comparison.higher_is_better else relative
+    return relative if comparison.unit == "relative" else points
 
 
 def relative(value: float) -> str:
