@@ -46,10 +46,11 @@ def test_a_short_last_batch_of_a_loader_is_weighted_by_its_own_rows(micro_batch,
     assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("micro_batch", [4, 5])
-def test_batches_of_other_sizes_than_planned_train_as_they_are(micro_batch):
-    case = class_case(batches=class_batches((1, 20, 12, 3, 13)))
-    assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), 1e-12)
+def test_batches_of_other_sizes_than_planned_train_as_they_are(micro_batch, dtype):
+    case = class_case(dtype, batches=class_batches((1, 20, 12, 3, 13), dtype))
+    assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), TOLERANCE[dtype])
 
 
 def normalised() -> nn.Module:
@@ -68,8 +69,9 @@ def test_a_plan_that_does_not_split_takes_a_larger_batch_whole(check, dtype):
     assert_same_training(train_ours(case, plan), train_plain(case), 0)
 
 
-def test_a_larger_batch_is_cut_at_the_planned_rows_where_splitting_was_proved():
-    case = class_case(batches=class_batches((12, 20, 13, 5)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_larger_batch_is_cut_at_the_planned_rows_where_splitting_was_proved(dtype):
+    case = class_case(dtype, batches=class_batches((12, 20, 13, 5), dtype))
     seen = []
 
     def noting(model, batch):
@@ -79,7 +81,7 @@ def test_a_larger_batch_is_cut_at_the_planned_rows_where_splitting_was_proved():
     plan = replace(Plan.fixed(ROWS), check=Check(True, "an unequal split agrees"))
     ours = train_ours(case.having(loss_fn=noting), plan)
     assert seen == [12, 12, 8, 12, 1, 5]
-    assert_same_training(ours, train_plain(case), 1e-12)
+    assert_same_training(ours, train_plain(case), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -95,14 +97,15 @@ def freeze_first(model: nn.Module) -> None:
     model[0].requires_grad_(False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
-def test_frozen_parameters_stay_and_get_no_gradient(clip_norm):
-    case = class_case(prepare=freeze_first)
+def test_frozen_parameters_stay_and_get_no_gradient(clip_norm, dtype):
+    case = class_case(dtype, prepare=freeze_first)
     ours = train_ours(case, Plan.fixed(ROWS, 5), clip_norm=clip_norm)
-    assert_same_training(ours, train_plain(case, clip_norm), 1e-12)
+    assert_same_training(ours, train_plain(case, clip_norm), TOLERANCE[dtype])
     assert set(ours.gradients[0]) == {"2.weight", "2.bias"}
     torch.manual_seed(0)
-    assert torch.equal(ours.model[0].weight, mlp().to(torch.float64)[0].weight)
+    assert torch.equal(ours.model[0].weight, mlp().to(dtype)[0].weight)
 
 
 def test_a_parameter_outside_the_optimizer_is_left_alone():

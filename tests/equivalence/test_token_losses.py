@@ -12,6 +12,7 @@ from trimtab.core.plan import Plan
 
 ROWS = len(UNEQUAL_COUNTS)
 LOSSES = [token_sum, token_sum_int]
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
 def float_count(model, batch):
@@ -24,7 +25,7 @@ def int32_count(model, batch):
     return loss_sum, count.to(torch.int32).reshape(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@every_dtype
 @pytest.mark.parametrize("loss_fn", [*LOSSES, float_count, int32_count])
 @pytest.mark.parametrize("micro_batch", [12, 6, 5, 3, 2, 1])
 def test_very_unequal_counts_are_weighted_by_token(micro_batch, loss_fn, dtype):
@@ -32,12 +33,13 @@ def test_very_unequal_counts_are_weighted_by_token(micro_batch, loss_fn, dtype):
     assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), TOLERANCE[dtype])
 
 
+@every_dtype
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("clip_norm", [1e-3, 0.5])
-def test_clipping_sees_the_mean_over_tokens(clip_norm, loss_fn):
-    case = token_case(loss_fn=loss_fn)
+def test_clipping_sees_the_mean_over_tokens(clip_norm, loss_fn, dtype):
+    case = token_case(dtype, loss_fn=loss_fn)
     ours = train_ours(case, Plan.fixed(ROWS, 5), clip_norm=clip_norm)
-    assert_same_training(ours, train_plain(case, clip_norm), 1e-12)
+    assert_same_training(ours, train_plain(case, clip_norm), TOLERANCE[dtype])
 
 
 # Loss weights per target, each half of the one before: a window's weights sum to less than one.
@@ -58,7 +60,7 @@ def weighted_sum_float(model, batch):
     return loss_sum, float(count)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@every_dtype
 @pytest.mark.parametrize("loss_fn", [weighted_sum, weighted_sum_float])
 @pytest.mark.parametrize("micro_batch", [4, 3, 2, 1])
 @pytest.mark.parametrize("kept", [(1, 0, 2, 1), (0, 0, 1, 0)], ids=str)
@@ -73,27 +75,30 @@ def test_counts_below_one_are_divided_by_as_they_are(kept, micro_batch, loss_fn,
 IGNORED = {"first": (0, 0, 5, 9), "middle": (4, 9, 0, 0, 1, 1), "last": (3, 9, 0, 0)}
 
 
+@every_dtype
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("kept", IGNORED.values(), ids=IGNORED)
-def test_an_all_ignored_micro_batch_adds_nothing(kept, loss_fn):
-    case = token_case(kept=kept, loss_fn=loss_fn)
-    assert_same_training(train_ours(case, Plan.fixed(len(kept), 2)), train_plain(case), 1e-12)
+def test_an_all_ignored_micro_batch_adds_nothing(kept, loss_fn, dtype):
+    case = token_case(dtype, kept=kept, loss_fn=loss_fn)
+    assert_same_training(train_ours(case, Plan.fixed(len(kept), 2)), train_plain(case), TOLERANCE[dtype])
 
 
+@every_dtype
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("micro_batch", [4, 2, 1])
-def test_an_all_ignored_window_has_zero_gradient_and_no_nan(micro_batch, loss_fn):
-    case = token_case(kept=(0, 0, 0, 0), loss_fn=loss_fn)
+def test_an_all_ignored_window_has_zero_gradient_and_no_nan(micro_batch, loss_fn, dtype):
+    case = token_case(dtype, kept=(0, 0, 0, 0), loss_fn=loss_fn)
     ours = train_ours(case, Plan.fixed(4, micro_batch))
-    assert_same_training(ours, train_plain(case), 1e-12)
+    assert_same_training(ours, train_plain(case), TOLERANCE[dtype])
     assert all(not gradient.any() for step in ours.gradients for gradient in step.values())
 
 
+@every_dtype
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_an_all_ignored_window_between_others_changes_neither(loss_fn):
-    full, empty = token_case(loss_fn=loss_fn), token_case(kept=(0,) * ROWS, loss_fn=loss_fn)
+def test_an_all_ignored_window_between_others_changes_neither(loss_fn, dtype):
+    full, empty = token_case(dtype, loss_fn=loss_fn), token_case(dtype, kept=(0,) * ROWS, loss_fn=loss_fn)
     case = full.having(batches=[empty.batches[0], full.batches[0], empty.batches[1], *full.batches[1:]])
-    assert_same_training(train_ours(case, Plan.fixed(ROWS, 5)), train_plain(case), 1e-12)
+    assert_same_training(train_ours(case, Plan.fixed(ROWS, 5)), train_plain(case), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)

@@ -14,6 +14,7 @@ from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
 from trimtab.measure.machine import MEASURED
 from trimtab.runtime.accumulation import Count, as_loss
+from trimtab.runtime.applied import require_free
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.optimizers import check_ownership
@@ -22,7 +23,12 @@ from trimtab.runtime.precision import autocast
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies."""
+    """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies.
+
+    Raises:
+        ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
+        LoopError: a run holds the model, and no trial could start one of its own.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -33,6 +39,7 @@ class Subject:
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)
         _check_measured(self.device)
+        require_free(self.model)
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         count_rows(self.batch)
