@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -366,26 +367,45 @@ class Terminal:
         raise OSError("none")
 
 
-def test_a_line_of_progress_is_shorter_than_the_terminal(monkeypatch):
-    """Wrapped, it would leave a row behind each time it is written anew."""
+def test_progress_is_one_line_of_the_terminals_width(monkeypatch):
+    """Wrapped, it would leave a row behind each time it is drawn anew."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
     with cli._progress() as show:
-        show("reference 1024 rows 3 s  " * 7)
-    line = terminal.text.removeprefix("\r\x1b[2K").removesuffix("\r\x1b[2K")
-    assert len(line) == 59
+        show("reference [1024] rows 3 s  " * 7, 0.25)
+        lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.text)]
+    drawn = [line for line in lines if line.strip()]
+    assert len(set(drawn)) == 1
+    assert drawn[0].startswith("reference [1024]")  # a bracket is no markup
+    assert " 25% " in drawn[0]
+    assert len(drawn[0]) <= 60
 
 
-def test_progress_is_one_rewritten_line_on_a_terminal_only(trimtab, monkeypatch):
+def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, monkeypatch):
     Path("plan.json").write_text(json.dumps(PLAN))
+    monkeypatch.setattr(cli, "_REDRAW_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     done = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 3, "--json")
     assert done.json["steps"] == 3
-    assert "\r\033[2Kstep 3 of 3" in terminal.text
-    assert "\n" not in terminal.text
-    assert terminal.text.endswith("\r\033[2K")  # nothing is left of it
+    assert "step 3 of 3" in terminal.text
+    assert "100%" in terminal.text
+    assert terminal.text.endswith("\x1b[2K")  # the line is cleared
+
+
+def test_what_is_told_too_often_is_not_drawn(monkeypatch):
+    """A step of milliseconds must not pay for a drawing of one."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(cli, "_REDRAW_S", 1e9)
+    with cli._progress() as show:
+        for step in range(5):
+            show(f"step {step}")
+    assert "step 0" in terminal.text
+    assert "step 4" not in terminal.text
 
 
 # As a process of its own

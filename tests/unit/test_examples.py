@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import trimtab
+from trimtab.experiments.progress import silent
 from trimtab.experiments.train import train_task
 from trimtab.tasks import load_task
 
@@ -45,7 +46,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     data = task.load_data()
     assert data.num_rows >= task.batch_rows
     plan = trimtab.Plan.fixed(task.batch_rows)
-    found = train_task(task, plan, steps=200, seed=0, record=None, progress=lambda text: None)
+    found = train_task(task, plan, steps=200, seed=0, record=None, progress=silent)
     assert found["accuracy"] > task.targets[0]
 
 

@@ -31,6 +31,7 @@ from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, make_plans
+from trimtab.experiments.progress import Progress, silent
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
@@ -97,7 +98,7 @@ def compare(
     command: str,
     budget: Budget | None = None,
     objective: Objective | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Run (or go on with) a comparison in the folder `out`; returns what it found."""
     begun, race_s = time.perf_counter(), 0.0
@@ -246,8 +247,12 @@ def _race(
     device: torch.device,
     folder: Path,
     settings: Settings,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, RunRecord]:
+    def told(text: str, share: float | None = None) -> None:
+        whole = (seed + (share or 0.0)) / settings.num_pairs
+        progress(f"race {seed + 1} of {settings.num_pairs}: {text}", whole)
+
     if folder.exists():
         return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
     records = race(
@@ -258,7 +263,7 @@ def _race(
         device,
         cap_s=settings.cap_s,
         environment=environment(),
-        progress=lambda text: progress(f"race {seed + 1} of {settings.num_pairs}: {text}"),
+        progress=told,
     )
     partial_folder = folder.with_suffix(".partial")
     partial_folder.mkdir(exist_ok=True)

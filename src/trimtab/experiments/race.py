@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from trimtab.calibrate.failures import describe
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.experiments.failures import blame_reference
+from trimtab.experiments.progress import Progress, silent
 from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.experiments.turns import turns
 from trimtab.measure.process_state import ProcessState
@@ -151,7 +152,7 @@ def race(
     *,
     cap_s: float = math.inf,
     environment: dict[str, str] | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> list[RunRecord]:
     """Race the entries for one seed; returns a record per entry, in order.
 
@@ -176,7 +177,7 @@ def race(
                     racer.run_block(cap_s)
                 before = racer
             lap += 1
-            progress(_standing(racers))
+            progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_rows))
         return [racer.record(seed, environment or {}) for racer in racers]
     finally:
         for racer in racers:

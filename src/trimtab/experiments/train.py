@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RecordWriter
+from trimtab.experiments.progress import Progress
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.tasks.task import Task
@@ -27,7 +27,7 @@ def train_task(
     steps: int,
     seed: int,
     record: Path | None,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
 
@@ -50,7 +50,7 @@ def train_task(
     with start(model, optimizer, plan, total_samples=total, record=writer) as run:
         for index in range(steps):
             run.train_step(run.window(next(batches)), counted.loss)
-            progress(f"step {index + 1} of {steps}")
+            progress(f"step {index + 1} of {steps}", (index + 1) / steps)
         synchronize(device)
         seconds = time.perf_counter() - begin
         loss = float(run.loss)

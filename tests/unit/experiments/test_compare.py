@@ -63,7 +63,7 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
         monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
         monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
         monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
-        return folder, run(folder, progress=lines.append), lines
+        return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
 def test_what_is_there_is_gone_on_with(finished, folder):
     lines: list[str] = []
     shutil.rmtree(folder / "race-1")
-    run(folder, progress=lines.append)
+    run(folder, progress=lambda text, share=None: lines.append(text))
     assert f"going on with 1 races from {folder}" in lines
     assert not any(line.startswith("going on") for line in finished[2])
 
@@ -320,7 +320,7 @@ def test_only_the_race_that_is_missing_is_run_again(folder):
     (folder / "race-1.partial").mkdir()  # where it was cut off
     (folder / "race-1.partial" / "reference.jsonl").write_text("torn")
     before, lines = files(folder), []
-    found = run(folder, progress=lines.append)
+    found = run(folder, progress=lambda text, share=None: lines.append(text))
     after = files(folder)
     assert not any(line.startswith(("race 1 of 2", "memory and phases")) for line in lines)
     assert any(line.startswith("race 2 of 2") for line in lines)
@@ -332,7 +332,7 @@ def test_only_the_race_that_is_missing_is_run_again(folder):
 def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
     shutil.rmtree(folder / "race-1")
 
-    def interrupt(text: str) -> None:
+    def interrupt(text: str, share: float | None = None) -> None:
         if text.startswith("race 2 of 2"):
             raise KeyboardInterrupt
 

@@ -432,7 +432,11 @@ def test_the_record_holds_all_and_survives_its_file(tmp_path):
 
 
 def test_progress_tells_where_every_arm_stands():
-    lines: list[str] = []
-    run(Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", Watched, BUDGET_ROWS), progress=lines.append)
-    assert lines[-1].startswith(f"reference {BUDGET_ROWS} rows")
-    assert f"plan_S {BUDGET_ROWS} rows" in lines[-1]
+    told: list[tuple[str, float | None]] = []
+    arms = Entry("reference", Watched, BUDGET_ROWS), Entry("plan_S", Watched, BUDGET_ROWS)
+    run(*arms, progress=lambda text, share=None: told.append((text, share)))
+    line, share = told[-1]
+    assert line.startswith(f"reference {BUDGET_ROWS} rows")
+    assert f"plan_S {BUDGET_ROWS} rows" in line
+    assert share == 1.0
+    assert [share for _, share in told] == sorted(share for _, share in told)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from trimtab.core.errors import LossError
 from trimtab.core.plan import Plan
 from trimtab.experiments import train as train_module
+from trimtab.experiments.progress import silent
 from trimtab.experiments.train import train_task
 
 STEPS = 6
@@ -29,7 +30,7 @@ def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
 def trained(**changes) -> dict:
     task = replace(tiny, terms="tokens", terms_per_row=7, **changes)
     plan = Plan.fixed(BATCH_ROWS, 8)
-    return train_task(task, plan, steps=STEPS, seed=0, record=None, progress=lambda text: None)
+    return train_task(task, plan, steps=STEPS, seed=0, record=None, progress=silent)
 
 
 @pytest.fixture(autouse=True)
