@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop, silent
+from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
@@ -18,6 +18,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose

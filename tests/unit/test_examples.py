@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import trimtab
-from trimtab.experiments.progress import silent
+from trimtab.core.progress import silent
 from trimtab.experiments.train import train_task
 from trimtab.tasks import load_task
 

@@ -16,6 +16,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
+from trimtab.core.progress import silent
 from trimtab.decide.search import next_stage, reference_candidate
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.flops import count_flops
@@ -30,10 +31,6 @@ from trimtab.runtime.optimizers import is_fused, supports_fused
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
 _DATA_BATCHES = 8
-
-
-def silent(text: str) -> None:
-    """Report progress to nobody."""
 
 
 def profile_loop(

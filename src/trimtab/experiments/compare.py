@@ -22,6 +22,7 @@ from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
@@ -31,7 +32,6 @@ from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, make_plans
-from trimtab.experiments.progress import Progress, silent
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from trimtab.calibrate.failures import describe
+from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.experiments.failures import blame_reference
-from trimtab.experiments.progress import Progress, silent
 from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.experiments.turns import turns
 from trimtab.measure.process_state import ProcessState

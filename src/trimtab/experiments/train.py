@@ -13,8 +13,8 @@ from trimtab.api import start
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress
 from trimtab.core.record import End, Evaluation, Header, RecordWriter
-from trimtab.experiments.progress import Progress
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.tasks.task import Task

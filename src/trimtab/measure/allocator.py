@@ -5,7 +5,7 @@ and trims its heap, so every step pays page faults for memory the one before alr
 in the process (`mallopt`): no number changes, and the process's resident memory stays at its peak between steps.
 
 Nothing is set before "retain" is asked for. Setting ends for good that glibc's own thresholds grow with the blocks that
-are freed; "keep" after "retain" stands where they had come to.
+are freed; "keep" after "retain" stands at the highest they grow to.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from trimtab.core.errors import ValueGivenError
 MODES = ("keep", "retain")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 Settings = dict[int, int]
+_GROWN: Settings = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 64 * 2**20}
 _NEVER_TRIM: Settings = {_M_TRIM_THRESHOLD: 2**31 - 1}
-# (retain, and what "keep" sets beside the thresholds) in the order they are tried. An older glibc refuses a threshold
-# above 32 MiB: there no block is mapped at all, and "keep" allows glibc's own 65536 again.
+# (retain, keep) in the order they are tried. An older glibc refuses a threshold above 32 MiB: there no block is mapped
+# at all, and "keep" allows glibc's own 65536 again.
 _WAYS: tuple[tuple[Settings, Settings], ...] = (
-    (_NEVER_TRIM | {_M_MMAP_THRESHOLD: 2**30}, {}),
-    (_NEVER_TRIM | {_M_MMAP_MAX: 0}, {_M_MMAP_MAX: 65536}),
+    (_NEVER_TRIM | {_M_MMAP_THRESHOLD: 2**30}, _GROWN),
+    (_NEVER_TRIM | {_M_MMAP_MAX: 0}, _GROWN | {_M_MMAP_MAX: 65536}),
 )
-# glibc's thresholds begin at this and grow up to that; what a program sets itself does not.
-_LEAST, _MOST = 128 * 2**10, 32 * 2**20
+# What a user set is left as it is: it could not be put back.
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _mode = MODES[0]
 _way: tuple[Settings, Settings] | None = None  # (retain, keep), once it was asked for
 
 
 def can_retain() -> bool:
-    """Return whether the mode may be set: this process's allocator is glibc's, and no variable has set it already."""
+    """Return whether the mode may be set: the C library is glibc, and no variable has set its allocator already."""
     is_set = any(os.environ.get(name) for name in _OWN_SETTINGS)
     is_set = is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    return hasattr(_libc(), "mallopt") and not is_set and _mapped_blocks() is not None
+    return hasattr(_libc(), "mallopt") and not is_set
 
 
 def mode() -> str:
@@ -51,7 +51,7 @@ def set_mode(wanted: str) -> None:
     """Set the mode; nothing happens when it is already so.
 
     Raises:
-        ValueGivenError: the C library does not let it be set; it is as it was.
+        ValueGivenError: the C library does not let it be set.
     """
     global _mode, _way
     if wanted == _mode:
@@ -67,13 +67,10 @@ def set_mode(wanted: str) -> None:
 
 def _found_way() -> tuple[Settings, Settings] | None:
     """Return the settings of "retain" and "keep" that the C library takes, found by trying; None when it takes none."""
-    stands = _thresholds() if can_retain() else None
-    if stands is None:
-        return None
-    for retain, beside in _WAYS:
+    for retain, keep in _WAYS if can_retain() else ():
         if _set(retain):
-            return retain, stands | beside
-        _set(stands | beside)
+            return retain, keep
+        _set(keep)
     return None
 
 
@@ -82,53 +79,8 @@ def _set(settings: Settings) -> bool:
     return [_libc().mallopt(*setting) for setting in settings.items()] == [1] * len(settings)
 
 
-def _thresholds() -> Settings | None:
-    """Return where glibc's thresholds stand, to 128 KiB; None where the blocks asked for are not glibc's.
-
-    The smallest block that is mapped tells: it trims its heap at twice that. Upwards, since a mapped block, once freed,
-    is where the threshold then stands.
-    """
-    for size in range(_LEAST, _MOST + _LEAST + 1, _LEAST):
-        if _is_mapped(size):
-            size = min(size, _MOST)
-            return {_M_MMAP_THRESHOLD: size, _M_TRIM_THRESHOLD: 2 * size}
-    return None
-
-
-def _is_mapped(size: int) -> bool:
-    libc, before = _libc(), _mapped_blocks()
-    block = libc.malloc(size - 64)  # with what malloc adds, whole pages
-    after = _mapped_blocks()
-    libc.free(block)
-    return before is not None and after is not None and after > before
-
-
-def _mapped_blocks() -> int | None:
-    """Return how many blocks glibc has mapped, each by itself; None where it cannot be asked."""
-    for name in ("mallinfo2", "mallinfo"):  # glibc >= 2.33, and before
-        if hasattr(_libc(), name):
-            return int(getattr(_libc(), name)().hblks)
-    return None
-
-
 @functools.cache
 def _libc() -> Any:
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return None
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        (ctypes.c_size_t,),
-        (ctypes.c_void_p,),
-    )
-    for name, kind in (("mallinfo2", ctypes.c_size_t), ("mallinfo", ctypes.c_int)):
-        if hasattr(libc, name):
-            getattr(libc, name).restype = _info_of(kind)
-    return libc
-
-
-def _info_of(kind: Any) -> type[ctypes.Structure]:
-    """Return the C library's `struct mallinfo`, ten numbers of one kind, of which the fourth is wanted."""
-    others = [(f"_{i}", kind) for i in range(6)]
-    fields = [("arena", kind), ("ordblks", kind), ("smblks", kind), ("hblks", kind), *others]
-    return type("MallocInfo", (ctypes.Structure,), {"_fields_": fields})
+    return ctypes.CDLL(None)

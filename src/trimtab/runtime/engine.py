@@ -190,7 +190,7 @@ class Run:
     def close(self) -> None:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned.
 
-        Where the plan retained memory, the C allocator's thresholds stand where they had come to, and grow no more.
+        Where the plan retained memory, the C allocator's thresholds stand at the highest they grow to by themselves.
         """
         if self._closed:
             return

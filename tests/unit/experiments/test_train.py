@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from trimtab.core.errors import LossError
 from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
 from trimtab.experiments import train as train_module
-from trimtab.experiments.progress import silent
 from trimtab.experiments.train import train_task
 
 STEPS = 6

@@ -12,7 +12,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.experiments.loops import StrongPlanLoop
 from trimtab.recipes.strong import StrongLoop, warmup_linear
-from trimtab.tasks import StrongRecipe
+from trimtab.tasks import BUILT_IN, StrongRecipe, load_task
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,10 @@ def test_a_plan_made_for_it_keeps_its_schedule_and_clipping():
 def test_a_task_without_a_strong_recipe_says_so():
     with pytest.raises(ValueGivenError, match=r"task\.strong"):
         StrongLoop(make_task(strong=None), CPU)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_built_in_peers_step_fused(name):
+    """A peer that leaves a free gain behind is no peer."""
+    strong = load_task(name).strong
+    assert strong.make_optimizer(torch.nn.Linear(2, 2)).param_groups[0]["fused"] is True

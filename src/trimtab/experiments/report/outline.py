@@ -156,7 +156,8 @@ def _rejected(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def _cost(comparison: Comparison) -> tuple[Block, ...]:
-    whole = f"Planning took {say.seconds(comparison.planning_s)} in all; tier F's goes on from that of tier S."
+    whole = f"Planning took {say.seconds(comparison.planning_s)} in all."
+    whole += " Tier F's goes on from that of tier S." if "F" in comparison.plans else ""
     return (Paragraph(whole), plan_tables.cost_table(comparison))
 
 
