@@ -66,12 +66,12 @@ def _between(text: str, figures: str) -> str:
     return f"{before}{BEGIN}\n{figures}\n{END}{after}"
 
 
-# README: one line per task.
+# README: one line per task and machine.
 
 
 def _claims(comparisons: list[Row]) -> Iterator[str]:
-    yield "| task | throughput, same maths (95%) | A/A control | n |"
-    yield "|---|---|---|---|"
+    yield "| task | machine (threads) | throughput, same maths (95%) | A/A control | n |"
+    yield "|---|---|---|---|---|"
     for found in comparisons:
         rows = [row for row in found["rows"] if row.get("n", 0) >= MIN_CLAIM]
         same = next((r for r in rows if _is(r, "throughput_ratio", "plan_S", "reference")), None)
@@ -79,7 +79,9 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
         if same is None or control is None:
             continue
         task = f"[{same['task']}](benchmarks/results/{found['file']})"
-        yield f"| {task} | {_ratio(same)} | {_ratio(control)} | {same['n']} |"
+        cpu, threads = found["environment"]["cpu"], found["environment"]["threads"]
+        machine = f"{cpu.replace('(R)', '').replace(' Processor', '')} ({threads})"
+        yield f"| {task} | {machine} | {_ratio(same)} | {_ratio(control)} | {same['n']} |"
 
 
 def _is(row: Row, metric: str, arm: str, against: str) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.probe import Probe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
@@ -102,13 +103,18 @@ def run_stage(
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
     with _shared_allocator(stage), Snapshot(subject.model, subject.optimizer) as snapshot:
+        probe: Probe | None = None
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
-                slowest = _slowest(stage, arms[0].first_s)
-                _warm_up(subject, arm, measure_memory=stage.name != "optimizer", slowest=slowest)
+                if stage.name == "precision" and arm is not arms[0]:
+                    probe = probe or Probe(subject, stage.candidates[0], arms[0].first_s)
+                    arm.error = probe.refusal(arm.candidate)
+                if arm.error is None:
+                    slowest = _slowest(stage, arms[0].first_s)
+                    _warm_up(subject, arm, measure_memory=stage.name != "optimizer", slowest=slowest)
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]

@@ -104,7 +104,7 @@ def _verified(winner: Candidate, outcomes: dict[str, Outcome]) -> tuple[float, f
 
 def _promised(outcomes: dict[str, Outcome]) -> float:
     """Return the speed-up that the stages' winners had at the least, measured on whole steps."""
-    stages = [outcomes[name] for name in ("precision", "allocator", "micro_batch") if name in outcomes]
+    stages = [outcomes[name] for name in ("allocator", "precision", "micro_batch") if name in outcomes]
     ratios = [stage.ratios[stage.winner] for stage in stages if stage.winner in stage.ratios]
     return math.prod(ratio.low for ratio in ratios)
 
@@ -171,8 +171,7 @@ def _choice(
     outcome = outcomes.get(_STAGE_OF[name])
     changed = value != before
     if outcome is None:
-        so_far = outcomes["precision"].winner if "precision" in outcomes else reference
-        reason = _untried(name, profile, so_far)
+        reason = _untried(name, profile)
     elif changed:
         reason = outcome.reasons.get(outcome.winner, "needed to meet the budget")
     else:
@@ -201,7 +200,7 @@ def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -
     if outcome.winner != outcome.incumbent and getattr(outcome.winner, name) != value:
         return "as the loop has it: the gain of the trials was not confirmed by the verification"
     if all(getattr(candidate, name) == value for candidate in outcome.reasons):
-        return _untried(name, profile, outcome.incumbent)
+        return _untried(name, profile)
     if _lost_every_block(profile, _STAGE_OF[name], outcome.incumbent, name, value):
         return "as the loop has it: whatever else was tried lost every block against it"
     control = search.control_interval(profile, _STAGE_OF[name])
@@ -242,7 +241,7 @@ def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected
     return tuple(Rejected(other, reason) for other, reason in losers.items())
 
 
-def _untried(name: str, profile: Profile, so_far: Candidate) -> str:
+def _untried(name: str, profile: Profile) -> str:
     if name == "micro_batch":
         if not profile.check.splittable:
             return "the user's batch: " + profile.check.reason
@@ -254,7 +253,7 @@ def _untried(name: str, profile: Profile, so_far: Candidate) -> str:
     if name == "fused_optimizer":
         return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
     if name == "allocator" and profile.loop.can_retain:
-        return f"as the loop has it: {search.retaining_refusal(profile, so_far) or 'retaining memory was not tried'}"
+        return f"as the loop has it: {search.retaining_refusal(profile) or 'retaining memory was not tried'}"
     if name == "allocator":
         return "only host memory under glibc can be retained"
     return "as the loop has it"

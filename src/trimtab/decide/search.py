@@ -1,7 +1,7 @@
 """Which candidates to measure next, and what the measurements say: a pure function of the profile.
 
+    allocator  -> freed host memory handed back, or retained: page faults are noise in all that comes after
     precision  -> precision and memory layout together (they interact)
-    allocator  -> freed host memory handed back, or retained
     optimizer  -> the optimizer's step alone, as it is against fused
     micro_batch -> slices of the user's batch, where the check allows splitting
     verify     -> the reference against the winner, once more
@@ -33,10 +33,10 @@ WORTH_FUSING = 0.01
 WORTH_RETAINING = 0.02
 # After this many blocks a stage may drop who lost each of them; what it accepts takes as many as any verdict.
 MIN_BLOCKS = 3
-# Below this share of fp32's matrix-product speed a precision is not tried.
-SCREEN = 0.5
-CONTROLLED = ("precision", "allocator", "micro_batch")
-STAGES = ("precision", "allocator", "optimizer", "micro_batch", "verify")
+# Below this multiple of fp32's matrix-product speed a precision is not tried: no faster there, it only adds casts.
+SCREEN = 1.2
+CONTROLLED = ("allocator", "precision", "micro_batch")
+STAGES = ("allocator", "precision", "optimizer", "micro_batch", "verify")
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,9 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             continue
         incumbent = winner_before(profile, name, objective, budget)
         candidates = _CANDIDATES[name](profile, incumbent, budget)
-        if len(candidates) > 1 or (name == "precision" and not _has_rivals(profile, incumbent, budget)):
+        if len(candidates) > 1 or (name == "precision" and not profile.trials):  # the reference is run in any case
             return Stage(name, candidates, control=name in CONTROLLED)
     return None
-
-
-def _has_rivals(profile: Profile, incumbent: Candidate, budget: Budget) -> bool:
-    """Return whether the next stage runs the reference beside a control too; then none is needed for that alone."""
-    return len(_allocator_candidates(profile, incumbent, budget)) > 1
 
 
 def winner_before(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Candidate:
@@ -264,46 +259,32 @@ def _precision_candidates(profile: Profile, incumbent: Candidate, budget: Budget
 def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
     """Return why a precision is not worth a trial on a device, or None.
 
-    A dtype without hardware support can make one step last minutes, so it is screened by its matrix products alone.
+    A dtype without hardware support can make one step last minutes, so it is screened by its matrix products first.
     """
     if precision == "tf32" and device.kind != "cuda":
         return f"tf32 does not exist on {device.kind}"
     ours, base = device.peak(precision), device.peak("fp32")
-    if ours is not None and base is not None and ours < SCREEN * base:
+    if precision != "fp32" and ours is not None and base is not None and ours < SCREEN * base:
         return f"not tried: {precision} matrix products run at {ours / base:.2g}x the speed of fp32 on this device"
     return None
 
 
-def retaining_refusal(profile: Profile, incumbent: Candidate) -> str | None:
+def retaining_refusal(profile: Profile) -> str | None:
     """Return why retaining freed memory is not worth a trial, or None.
 
-    What it can bring is estimated beforehand: the time of a step's page faults, and the speed without it. It has to be
-    worth having, and what the stage before could tell from nothing, where that is known from enough blocks.
+    What it can bring is estimated beforehand, from the time that a step's page faults take.
     """
     loop, step_s = profile.loop, sum(s for name, s in profile.phases_s.items() if name != "data")
     if loop.faults_per_step is None or loop.fault_s is None or step_s <= 0:
         return None
-    share = min(0.99, loop.faults_per_step * loop.fault_s * _speed_so_far(profile, incumbent) / step_s)
-    gain = share / (1 - share)
-    control = _control_of(profile.stage("precision"))
-    resolved = resolution(control) if control is not None and control.n >= MIN_PAIRS_FOR_VERDICT else 0.0
-    if gain >= max(WORTH_RETAINING, resolved):
+    share = min(0.99, loop.faults_per_step * loop.fault_s / step_s)
+    if share / (1 - share) >= WORTH_RETAINING:
         return None
-    figure = f"not tried: {loop.faults_per_step:,.0f} page faults take about {100 * share:.2g}% of a step"
-    if gain < WORTH_RETAINING:
-        return figure
-    return f"{figure}, and a gain below {100 * resolved:.2g}% is not resolved here"
-
-
-def _speed_so_far(profile: Profile, incumbent: Candidate) -> float:
-    """Return how many times faster than the reference the settings so far are, where both were tried together."""
-    tried = {trial.candidate: trial for trial in profile.stage("precision") if not trial.control and trial.step_s}
-    ours, theirs = tried.get(incumbent), tried.get(reference_candidate(profile))
-    return (theirs.step_s or 1.0) / (ours.step_s or 1.0) if ours and theirs else 1.0
+    return f"not tried: {loop.faults_per_step:,.0f} page faults take about {100 * share:.2g}% of a step"
 
 
 def _allocator_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -> tuple[Candidate, ...]:
-    if not profile.loop.can_retain or incumbent.allocator == "retain" or retaining_refusal(profile, incumbent):
+    if not profile.loop.can_retain or retaining_refusal(profile):
         return (incumbent,)
     return incumbent, replace(incumbent, allocator="retain")
 
@@ -339,8 +320,8 @@ def _verify_candidates(profile: Profile, incumbent: Candidate, budget: Budget) -
 
 
 _CANDIDATES: dict[str, Callable[[Profile, Candidate, Budget], tuple[Candidate, ...]]] = {
-    "precision": _precision_candidates,
     "allocator": _allocator_candidates,
+    "precision": _precision_candidates,
     "optimizer": _optimizer_candidates,
     "micro_batch": _micro_batch_candidates,
     "verify": _verify_candidates,

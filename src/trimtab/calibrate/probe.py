@@ -1,0 +1,50 @@
+"""A few rows of the batch, stepped through before all of it is risked.
+
+A dtype or layout without a kernel of its own can take a hundred times as long (fp16 convolutions on a CPU: 52 s a step
+in place of 0.4 s), and a step that has begun cannot be stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import Candidate
+from trimtab.core.units import format_seconds
+from trimtab.measure.timing import time_call
+from trimtab.runtime.batches import slices
+
+_WORTH_S = 0.1  # of a step: one of a hundred times a shorter one can be borne
+_SHARE, _FEWEST = 32, 2  # one row in so many, and at least so many: batch statistics need two
+_HOPELESS = 10.0  # few rows have fixed costs, casts of the weights above all, that all of them do not
+
+
+class Probe:
+    """Tells hopeless candidates by a step of a few rows, beside the incumbent's; changes the subject as a step does."""
+
+    def __init__(self, subject: Subject, incumbent: Candidate, step_s: float) -> None:
+        self._rows = subject.rows
+        few = max(_FEWEST, self._rows // _SHARE)
+        self._few: Subject | None = None
+        if subject.device.type == "cpu" and step_s >= _WORTH_S and few < self._rows:
+            self._few = replace(subject, batch=next(slices(subject.batch, self._rows, few))[0])
+            self._base_s = self._seconds(self._few, incumbent)
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return why a candidate's whole step is not worth a try, or None; also where a few rows cannot tell."""
+        if self._few is None or self._base_s is None:
+            return None
+        for _ in range(2):  # the first may hold what happens once
+            seconds = self._seconds(self._few, candidate)
+            if seconds is None or seconds <= _HOPELESS * self._base_s:
+                return None
+        share = f"{self._few.rows} of {self._rows} rows"
+        return f"stopped after {share}: {format_seconds(seconds)} per step against {format_seconds(self._base_s)}"
+
+    @staticmethod
+    def _seconds(few: Subject, candidate: Candidate) -> float | None:
+        try:
+            with few.start(replace(candidate, micro_batch=few.rows)) as run:
+                return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
+        except Exception:  # a model of one batch size, say: the whole step will tell
+            return None
