@@ -35,7 +35,7 @@ from trimtab.runtime.modes import retained_memory
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
-_MOST, _MOST_SLOW = 3, 2  # times the asked number of blocks, at the most
+_MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _SLOW_S = 0.3  # on CPU a first step this long is repeated only if it would drop its candidate: little else starts up
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
@@ -79,7 +79,7 @@ class _Blocks:
     @property
     def most(self) -> int:
         """Blocks to run while a likely gain is in the noise."""
-        return (_MOST_SLOW if self.slow else _MOST) * self.num_blocks
+        return _MOST * self.num_blocks
 
     @property
     def slow(self) -> bool:

@@ -109,15 +109,15 @@ def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, m
     assert len(incumbent.block_s) == len(rival.block_s) == 5
 
 
-@pytest.mark.parametrize(("step_s", "blocks"), [(1.0, 10), (0.2, 15)])
-def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s, blocks):
+@pytest.mark.parametrize("step_s", [1.0, 0.2])
+def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
     def warm_up(subject, arm, *, measure_memory, slowest):
         arm.first_s = step_s
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     machine.blocks = {WHOLE: [step_s, 1.5 * step_s] * 15, HALF: [step_s] * 15}
     _, rival, _ = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
-    assert len(rival.block_s) == blocks
+    assert len(rival.block_s) == 15
 
 
 def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
