@@ -86,12 +86,12 @@ WILD = [1.0, 1.2, 1.0, 0.8, 1.0, 1.0] + [1.0] * 24  # of the incumbent and its c
 
 @pytest.mark.parametrize(("rival_s", "goes_on"), [(0.9, True), (0.97, False)])
 def test_a_likely_gain_in_the_noise_is_looked_at_once_more(subject, machine, rival_s, goes_on):
-    """1.11x when the control resolves more: twice the blocks of so long a step, though some fewer would have it clear.
+    """1.11x when the control resolves more: three times the blocks, though some fewer would have it clear.
     1.03x would not be worth the time."""
     machine.blocks = {WHOLE: list(WILD), HALF: [rival_s] * 15}
     incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s)
-    assert len(rival.block_s) == (10 if goes_on else 5)
+    assert len(rival.block_s) == (15 if goes_on else 5)
 
 
 def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, monkeypatch):
