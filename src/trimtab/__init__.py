@@ -12,9 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core import errors
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
+from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
     from trimtab.api import plan, profile, start
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchRule",
     "Budget",
     "Choice",
     "Header",
@@ -32,6 +35,8 @@ __all__ = [
     "Reference",
     "Run",
     "RunRecord",
+    "Stop",
+    "StopReason",
     "errors",
     "plan",
     "profile",

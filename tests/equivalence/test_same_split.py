@@ -134,7 +134,7 @@ def test_a_run_resumed_from_its_state_goes_on_bit_for_bit():
         for window in run.windows(case.batches[:2]):
             run.train_step(window, case.loss_fn)
         saved = model.state_dict(), optimizer.state_dict(), run.state_dict()
-    assert saved[2]["scaler"]["scale"] == 32768.0
+    assert saved[2]["precision"]["scaler"]["scale"] == 32768.0
     model, optimizer = case.build()
     resumed = Trained(model, optimizer)
     with trimtab.start(model, optimizer, plan, total_samples=5 * ROWS) as run:

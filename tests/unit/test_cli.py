@@ -278,7 +278,7 @@ ERRORS = [
     (("plan", "tiny:task", "--memory", "lots"), ("memory: given 'lots'", "8GiB")),
     (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: given '-1GiB'",)),
     (("compare", "tiny:task", "--memory", "0"), ("memory: given '0'",)),
-    (("plan", "tiny:task", "--adapt", "batch"), ("--adapt: given 'batch'", "learning-rate, none")),
+    (("plan", "tiny:task", "--adapt", "all"), ("--adapt: given 'all'", "learning-rate, batch, none")),
     (("train", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
     (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: given 'x'",)),
     (("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"), ("--adapt", "a range test trains")),
@@ -391,7 +391,7 @@ def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, mo
     monkeypatch.setattr(sys, "stderr", terminal)
     done = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 3, "--json")
     assert done.json["steps"] == 3
-    assert "step 3 of 3" in terminal.text
+    assert "batch 3 of 3" in terminal.text
     assert "100%" in terminal.text
     assert terminal.text.endswith("\x1b[2K")  # the line is cleared
 

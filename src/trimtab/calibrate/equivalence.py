@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.calibrate.failures import describe, is_out_of_memory
+from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 TOLERANCE = 1e-4
 

@@ -1,16 +1,8 @@
-"""What went wrong in the user's model or on the device, in a line; and whether it was memory that ran out."""
+"""What went wrong in the user's model or on the device, in a line."""
 
 from __future__ import annotations
 
-import torch
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    return "out of memory" in text or "can't allocate memory" in text
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 
 def describe(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 from trimtab.calibrate.equivalence import check_splitting
-from trimtab.calibrate.failures import is_out_of_memory
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
@@ -27,6 +26,7 @@ from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.layout import channels_last_hazard, is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0

@@ -38,7 +38,11 @@ def range_test(
     """
     points: list[RatePoint] = []
     model, optimizer = subject.model, subject.optimizer
-    with borrowed(batches) as lent, Snapshot(model, optimizer), Run(model, optimizer, plan) as run:
+    with (
+        borrowed(batches) as lent,
+        Snapshot(model, optimizer),
+        Run(model, optimizer, plan, out_of_memory="stop") as run,
+    ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
             progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")

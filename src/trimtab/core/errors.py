@@ -10,6 +10,8 @@
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
+    ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
+    ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
     ├── DataMissingError      a public data set is not on this machine; says how to get it
     └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
@@ -79,6 +81,14 @@ class FormatError(UsageError, ValueError):
 
 class InfeasibleError(TrimtabError):
     """No plan meets the budget."""
+
+
+class MemoryLimitError(TrimtabError, MemoryError):
+    """Memory ran out where no smaller micro-batch helps."""
+
+
+class NonFiniteError(TrimtabError, ArithmeticError):
+    """Gradients are no numbers, and stay so."""
 
 
 class DataMissingError(TrimtabError):

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from trimtab.core import checks
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 2
+PLAN_SCHEMA = 3
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -91,6 +92,7 @@ KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
 KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
+KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_CLIP = Choice(None, _KEPT, Mark.DYNAMICS)
 
 
@@ -107,7 +109,9 @@ class Plan:
         fused_optimizer: whether the optimizer's step runs as one fused kernel.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
+        batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
+        batch_rule: that rule, with its bounds; None where the batch is the user's.
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost.
         predicted: cost of the chosen settings, as measured in trials.
@@ -124,7 +128,9 @@ class Plan:
     fused_optimizer: Choice = KEEP_OPTIMIZER
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
+    batch_policy: Choice = KEEP_BATCH
     clip_norm: Choice = KEEP_CLIP
+    batch_rule: BatchRule | None = None
     check: Check | None = None
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
@@ -147,19 +153,30 @@ class Plan:
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
+        policy = "user" if self.batch_rule is None else self.batch_rule.policy
+        if self.batch_policy.value != policy:
+            raise FormatError(
+                "plan.batch_policy", given=repr(self.batch_policy.value), expected=f"{policy}, its rule's"
+            )
         if not isinstance(self.fused_optimizer.value, bool):
             raise FormatError("plan.fused_optimizer", given=repr(self.fused_optimizer.value), expected="true or false")
         if self.splits and self.check is not None and not self.check.splittable:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 
     @classmethod
-    def fixed(cls, batch_rows: int, micro_batch: int | None = None, **values: Scalar) -> Plan:
+    def fixed(
+        cls, batch_rows: int, micro_batch: int | None = None, *, batch_rule: BatchRule | None = None, **values: Scalar
+    ) -> Plan:
         """Return a plan set by hand: `Plan.fixed(128, micro_batch=32, precision="bf16")`.
+
+        Args:
+            batch_rule: frees the batch; its policy is `batch_policy`.
 
         Raises:
             ValueGivenError: a value is out of range. FormatError: an unknown field.
         """
         marks = cls.marks()
+        marks.pop("batch_policy")  # its rule says which
         if unknown := sorted(values.keys() - marks.keys()):
             raise FormatError(f"plan.{unknown[0]}", given="an unknown field", expected="one of " + ", ".join(marks))
         rows = checks.integer("plan.batch_rows", batch_rows)
@@ -173,7 +190,12 @@ class Plan:
         plan = cls(rows, Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows))
         for name, choice in choices.items():
             plan = replace(plan, **{name: choice})  # type: ignore[arg-type]
-        return plan
+        return plan if batch_rule is None else plan.freed(batch_rule, "set by hand")
+
+    def freed(self, rule: BatchRule, reason: str) -> Plan:
+        """Return the plan with the batch freed by a rule."""
+        policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=True)
+        return replace(self, batch_rule=rule, batch_policy=policy)
 
     @classmethod
     def marks(cls) -> dict[str, Mark]:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError
 
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
 BRIEF = "brief"
 
@@ -28,6 +28,7 @@ class StepRecord:
         index: steps before this one. rows: samples in the window. terms: what the loss averaged over.
         loss: mean loss per term. learning_rate: of the first group, as applied. wall_s: seconds since the last step.
         applied: whether the optimizer stepped. grad_norm, loss_scale: where they were computed.
+        num_micro_batches: k of the window. noise_scale: N in rows, where the run measures it.
     """
 
     index: int
@@ -39,6 +40,8 @@ class StepRecord:
     applied: bool = True
     grad_norm: float | None = None
     loss_scale: float | None = None
+    num_micro_batches: int = 1
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _plans(
         task,
         data,
         device,
-        adapt=settings.adapt,
+        adapt="learning_rate" if settings.adapt else None,
         strong=settings.peers,
         budget=budget,
         objective=objective,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ class PlanLoop:
 
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch as one window."""
-        window = self._run.window(next(batches))
+        window = self._run.window(*itertools.islice(batches, self._run.num_batches))
         self._run.train_step(window, self._task.loss_fn)
         return window.rows
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trimtab.api import find_learning_rate, profile
+from trimtab.api import FREED, find_learning_rate, profile
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -34,13 +35,17 @@ def make_plans(
     data: TaskData,
     device: torch.device,
     *,
-    adapt: bool,
+    adapt: str | None,
     strong: bool,
     budget: Budget | None = None,
     objective: Objective | None = None,
     progress: Callable[[str], None],
 ) -> Plans:
-    """Profile and decide, as a user of the task would; returns the plans with their profiles."""
+    """Profile and decide, as a user of the task would; returns the plans with their profiles.
+
+    Args:
+        adapt: what tier F may change, "learning_rate" or "batch"; None: there is no tier F.
+    """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(device).train()
@@ -60,7 +65,9 @@ def make_plans(
     )
     plans = {"S": choose(found, objective, budget)}
     profiles = {"S": found}
-    if adapt:
+    if adapt == "batch":
+        plans["F"] = plans["S"].freed(BatchRule(), FREED)
+    elif adapt is not None:
         plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
     if strong and task.strong is not None:
         reference = Reference(task.strong.precision, task.strong.clip_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,12 @@ def train_task(
     batches = data.batches(seed, task.batch_rows)
     begin = time.perf_counter()
     with start(model, optimizer, plan, total_samples=total, record=writer) as run:
-        for index in range(steps):
-            run.train_step(run.window(next(batches)), counted.loss)
-            progress(f"step {index + 1} of {steps}", (index + 1) / steps)
+        done = 0
+        while done < steps:
+            window = run.window(*itertools.islice(batches, min(run.num_batches, steps - done)))
+            run.train_step(window, counted.loss)
+            done += window.num_batches
+            progress(f"batch {done} of {steps}", done / steps)
         synchronize(device)
         seconds = time.perf_counter() - begin
         loss = float(run.loss)

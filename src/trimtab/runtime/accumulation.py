@@ -2,10 +2,10 @@
 
 A bare loss is a mean over rows: the window's rows are known before its first backward, so micro-batch j is weighted
 `n_j / n` and nothing has to be corrected afterwards. A token loss is `(loss_sum, count)`, and the window's count is
-known only at its end: each sum is divided by a constant power of two `n_ref` (exact, keeps an fp16 loss scale
-meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is divided by its own
-count instead. `n_ref` comes from the first micro-batch, until the first window is known whole: it may hold next to none
-of the window's terms. No device synchronisation, but for these two in a run whose counts are tensors.
+known only at its end: each sum is divided by a power of two `n_ref`, one for all windows of as many rows (exact, keeps
+an fp16 loss scale meaningful), and the gradients are multiplied once by `n_ref / n`. A window of one micro-batch is
+divided by its own count instead. `n_ref` comes from the first micro-batch, until the first window is known whole: it
+may hold next to none of the window's terms. Nothing waits for the device, but for these two where counts are tensors.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WindowWeights:
     """The weighting of one window after another; `open` begins a window."""
 
     def __init__(self) -> None:
-        self._kept: float | None = None  # n_ref, once a whole window was seen
+        self._kept: float | None = None  # terms a row, once a whole window was seen
         self._divisor: float | None = None  # of this window
         self._is_whole = False
         self.open(rows=1, num_micro_batches=1)
@@ -81,9 +81,9 @@ class WindowWeights:
         """Begin a window of `rows` rows in `num_micro_batches` micro-batches."""
         if self._kept is None and self._divisor is not None and self._is_whole:
             terms = float(self._count)
-            self._kept = _power_of_two(terms) if 0 < terms < math.inf else None
-        self._divisor, self._is_whole = self._kept, False
-        self._rows = rows
+            self._kept = terms / self._rows if 0 < terms < math.inf else None
+        self._divisor = None if self._kept is None else _power_of_two(self._kept * rows)
+        self._is_whole, self._rows = False, rows
         self._num_micro_batches = num_micro_batches
         self._is_sum: bool | None = None
         self._loss: Tensor | None = None
@@ -142,6 +142,21 @@ class WindowWeights:
         if self._loss is None:
             return torch.tensor(math.nan)
         return self._loss / _or_one(self._count) if self._is_sum else self._loss
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """D, where a micro-batch's mean loss over `n_j` terms was weighted by `n_j / D`."""
+        if not self._is_sum:
+            return float(self._rows)
+        if self._num_micro_batches > 1 and self._divisor is not None:
+            return self._divisor
+        count = _or_one(self._count)
+        return count.double() if isinstance(count, Tensor) else float(count)
+
+    @property
+    def counted(self) -> Count | None:
+        """The window's count; None where the loss is a mean, which counts nothing."""
+        return self._count if self._is_sum else None
 
     @property
     def terms(self) -> Count:

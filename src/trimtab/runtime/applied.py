@@ -29,12 +29,18 @@ def require_free(model: nn.Module) -> None:
 
 
 def apply_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, watch: Callable[[nn.Module], Callable[[], None]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    watch: Callable[[nn.Module], Callable[[], None]],
+    *,
+    make_state: bool = False,
 ) -> contextlib.ExitStack:
     """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
 
     Args:
         watch: installs what sees the model's forward; returns what removes it.
+        make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
     """
     with contextlib.ExitStack() as undo:
         _active.add(model)
@@ -49,6 +55,8 @@ def apply_plan(
             undo.callback(retained_memory.hold())
         undo.callback(watch(model))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
+        if make_state:
+            undo.callback(optimizers.make_state(optimizer))
         layout.align_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return undo.pop_all()

@@ -8,34 +8,47 @@ Each verb raises when it is called out of this order, before anything is changed
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.core import checks
-from trimtab.core.errors import LoopError, ValueGivenError
-from trimtab.core.plan import Plan
-from trimtab.runtime import gradients, optimizers, precision
+from trimtab.core.errors import LoopError
+from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.stop import Stop
+from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
 from trimtab.runtime.applied import apply_plan, require_free
+from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.batches import count_rows, iterate
+from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.exchange import Alone, Exchange
+from trimtab.runtime.gradient_sync import GradientSync
 from trimtab.runtime.order import LoopOrder
-from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.out_of_memory import is_out_of_memory, out_of_memory_in_step
+from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.recorder import Recorder, Step
+from trimtab.runtime.recovery import Recovery, recovers_from
+from trimtab.runtime.run_state import load_parts
+from trimtab.runtime.run_view import RunView
 from trimtab.runtime.schedule import rate_factor, scaled_rates
+from trimtab.runtime.stopping import StopTest
+from trimtab.runtime.voids import Voids
 from trimtab.runtime.window import Window, check_call
 
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class Run:
+class Run(RunView):
     """A started plan. Made by `trimtab.start`; also a context manager.
 
     Attributes:
-        model: the model as the plan prepared it. plan: what is applied.
+        model: the model as the plan prepared it. plan: what is applied; a fallback while training changes it.
         loss: mean loss per term of the last window, a detached scalar on the model's device (no synchronisation).
-        consumed_rows: samples seen, voided windows too. applied_steps: optimizer steps taken.
         grad_norm: norm of the last window's gradient before clipping, where it was computed, else None.
     """
 
@@ -46,60 +59,75 @@ class Run:
         plan: Plan,
         *,
         total_samples: int | None = None,
+        total_tokens: int | None = None,
         clip_norm: float | None = None,
+        nonfinite: str | None = None,
+        out_of_memory: str | None = None,
+        stop: Stop | None = None,
+        exchange: Exchange | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         optimizers.check_ownership(model, optimizer)
-        self._clip_norm = _resolve_clip(plan, clip_norm)
-        self._total_samples = _resolve_total(plan, total_samples)
+        self._clip_norm = gradients.resolve_clip(plan, clip_norm)
+        self._consumed = Consumed(plan, total_samples, total_tokens)
         self._device = next(model.parameters()).device
-        self._precision = str(plan.precision.value)
-        precision.check_available(self._precision, self._device)
+        self._precision = MixedPrecision(str(plan.precision.value), self._device)
+        self._voids, self._stopping = Voids(nonfinite), StopTest(stop)
+        exchange = exchange or Alone()
+        recovers = recovers_from(out_of_memory, plan, exchange.num_ranks)
         require_free(model)
         self.model, self.plan = model, plan
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self.consumed_rows = self.applied_steps = 0
         self._optimizer = optimizer
         self._recorder = recorder
         self._weights = WindowWeights()
-        self._scaler = precision.loss_scaler(self._precision, self._device)
-        self._order = LoopOrder()
+        self._order, self._sync = LoopOrder(), GradientSync(model)
+        self._recovery = Recovery(model, self._note, is_on=recovers)
+        self._control = None if plan.batch_rule is None else BatchControl(plan, model, optimizer, exchange, self._note)
         self._closed = False
-        self._undo = apply_plan(model, optimizer, plan, self._order.forward.watch)
+        self._undo = apply_plan(model, optimizer, plan, self._order.forward.watch, make_state=recovers)
 
     # The loop's verbs, in the order they are called.
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """Yield one window per batch of the loader: one optimizer step each.
+        """Yield windows of the loader's batches, one optimizer step each: of one, or several where the plan freed it.
+
+        Ends early where a `Stop` condition is met.
 
         Raises:
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
-        for batch in iterate("loader", loader):
+        batches = iterate("loader", loader)
+        while self.stop_reason is None:
             self._require_open()
             self._order.require_idle("run.windows")
-            yield self.window(batch)
+            drawn = list(itertools.islice(batches, self.num_batches))
+            if not drawn:
+                break
+            yield self.window(*drawn)
         self._order.require_stepped("run.windows")
 
-    def window(self, batch: Any) -> Window:
-        """Return one batch as a window.
+    def window(self, *batches: Any) -> Window:
+        """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
 
         Raises:
-            BatchError: rows cannot be counted, or the batch cannot be split.
+            BatchError: rows cannot be counted, or a batch cannot be split.
         """
         self._require_open()
-        rows = count_rows(batch)
-        return Window(self, batch, rows, self.plan.micro_batch_of(rows), self._device)
+        if not batches:
+            raise LoopError("run.window", given="no batch", expected="at least one")
+        rows = [count_rows(batch) for batch in batches]
+        return Window(self, batches, rows, [self._micro_batch_of(each, len(batches)) for each in rows], self._device)
 
-    @property
-    def loss_scale(self) -> float | None:
-        """The fp16 loss scale; None under any other precision."""
-        return None if self._scaler is None else self._scaler.get_scale()
+    def _micro_batch_of(self, rows: int, num_batches: int) -> int:
+        planned = self.plan.micro_batch_of(rows)
+        wanted = planned if self._control is None else self._control.micro_batch_of(rows, planned, num_batches)
+        return self._recovery.micro_batch_of(wanted)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the plan's precision as a context for the forward pass."""
-        return precision.autocast(self._precision, self._device)
+        return self._precision.autocast()
 
     def backward(self, loss: Tensor, count: Count | None = None) -> None:
         """Weigh, scale and backpropagate one micro-batch: a mean over rows, or `(loss_sum, count)`.
@@ -113,9 +141,12 @@ class Run:
         self._require_open()
         self._order.require_micro_batch()
         loss, count = as_loss(result)
-        weighted = self._weights.weigh(loss, count, self._order.micro_rows)
-        (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
+        rows = self._order.micro_rows
+        weighted = self._weights.weigh(loss, count, rows)
+        self._precision.scaled(weighted).backward()
         self._order.backward_done()
+        if self._control is not None:
+            self._control.backward_done(rows, rows if count is None else count)
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
@@ -123,40 +154,95 @@ class Run:
         self._order.require_complete("run.unscale")
         if self._order.unscaled:
             raise LoopError("run.unscale", given="a second call", expected="one call per window")
+        self._measure()
         self._order.unscaled = True
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+        self._precision.unscale(self._optimizer)
         gradients.multiply(self._optimizer, self._weights.correction)
+
+    def _measure(self) -> None:
+        """Let the noise monitor see the whole gradient, before anybody changes it."""
+        if self._control is None or not self._control.wants_norm or self._order.unscaled:
+            return
+        scale = self.loss_scale or 1.0
+        norm = gradients.norm(self._optimizer) * self._weights.correction / scale
+        self._control.stepping(norm, self._weights.divisor, scale)
 
     def step(self) -> bool:
         """Unscale, clip, set the learning rate, step the optimizer, record; returns whether the optimizer stepped.
 
-        It does not step when an fp16 gradient overflowed: the window is voided and the scale lowered. Where the
-        optimizer raises, the window stays open and uncounted: step again, or discard it.
+        It does not step when an fp16 gradient overflowed, or when the gradient is no number and the run skips those:
+        the window is void, and buffers stand as before it. Where the optimizer raises, the window stays open and
+        uncounted: step again, or discard it.
 
         Raises:
             LoopError: the window's last micro-batch was not seen, or there is no window.
+            NonFiniteError: gradients are no numbers, and the run stops at that; parameters are as before the window.
         """
         self._require_open()
         window = self._order.require_complete("run.step")
-        if self._scaler is not None and not self._order.unscaled:
+        if self._precision.scales and not self._order.unscaled:
             self.unscale()
+        self._measure()
         remaining: float | Tensor = 1.0 if self._order.unscaled else self._weights.correction
-        self.grad_norm = gradients.finish(self._optimizer, remaining, self._clip_norm)
+        wants_norm = self._voids.wants_norm or self._stopping.wants_norm
+        self.grad_norm = gradients.finish(self._optimizer, remaining, self._clip_norm, wants_norm=wants_norm)
         self._order.unscaled = True  # a second try, after an optimizer that raised, must not multiply again
         self.loss = self._weights.mean_loss
-        consumed = self.consumed_rows + window.rows
-        factor = rate_factor(self.plan, consumed, self._total_samples)
-        with scaled_rates(self._optimizer, factor):
-            applied = precision.step(self._scaler, self._optimizer)
-        self.consumed_rows, self.applied_steps = consumed, self.applied_steps + applied
+        factor = self._rate_factor(window)
+        applied = not self._is_void()
+        if applied:
+            with scaled_rates(self._optimizer, factor):
+                self._order.in_optimizer = True
+                applied = self._precision.step(self._optimizer)
+        self._stepped(window, factor, applied)
+        return applied
+
+    def _is_void(self) -> bool:
+        try:
+            return not self._precision.scales and self._voids.is_void(self.grad_norm, self.loss)
+        except BaseException:  # the policy is to stop: as it was before the window
+            self._recovery.restore_buffers()
+            self._abandon()
+            raise
+
+    def _rate_factor(self, window: Window) -> float:
+        factor = rate_factor(self.plan, self._consumed.progress_after(window.rows, self._weights.counted))
+        return factor if self._control is None else factor * self._control.rate_factor(window.num_batches)
+
+    def _stepped(self, window: Window, factor: float, applied: bool) -> None:
+        """Count a window, and hand what it said to those who asked."""
+        self._consumed.add(window.rows, self._weights.counted, applied=applied)
+        if not applied:
+            self._recovery.restore_buffers()
+        if self._recorder is not None:
+            self._recorder.step(self._record_of(window, factor, applied))
         self._order.reset()
         self._weights.close()
-        if self._recorder is not None:
-            rate = factor * self._optimizer.param_groups[0]["lr"]
-            terms = self._weights.terms
-            self._recorder.step(window.rows, terms, self.loss, rate, applied, self.grad_norm, self.loss_scale)
-        return applied
+        if self._control is not None:
+            self._control.stepped(applied=applied)
+        if applied:
+            self._stopping.stepped(self.grad_norm)
+            self._recovery.passed(self.plan.micro_batch_of(self.plan.batch_rows))
+        self._voids.note(applied=applied)
+        if not applied and self._precision.loss_scale is not None:
+            reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
+            if reason is not None:
+                self._precision.leave_fp16()
+                self._note_precision(reason)
+
+    def _record_of(self, window: Window, factor: float, applied: bool) -> Step:
+        rate = factor * self._optimizer.param_groups[0]["lr"]
+        return Step(
+            window.rows,
+            window.num_micro_batches,
+            self._weights.terms,
+            self.loss,
+            rate,
+            applied,
+            self.grad_norm,
+            self.loss_scale,
+            None if self.noise is None else self.noise.scale,
+        )
 
     def discard(self) -> None:
         """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
@@ -170,22 +256,59 @@ class Run:
     def train_step(self, window: Window, loss_fn: LossFn) -> Tensor:
         """Run one whole window; returns its mean loss as a detached scalar on the device.
 
-        An error on the way gives the window up, as `discard` does, and the next one can be trained on. Nothing of it
-        is counted, but not all is undone: forwards may have moved buffers (batch statistics) and random generators,
-        and an optimizer that raised may have stepped some of its parameters.
+        Where memory runs out in a forward or backward, the window is run again from its start in micro-batches of half
+        the size, with the buffers and random numbers it began with, unless the run was told to stop at that. Any other
+        error gives the window up, as `discard` does, and the next one can be trained on. Nothing of it is counted, but
+        not all is undone: forwards may have moved buffers (batch statistics) and random generators, and an optimizer
+        that raised may have stepped some of its parameters.
+
+        Raises:
+            MemoryLimitError: one row does not fit, or memory ran out inside the optimizer's step.
         """
         check_call(self, window, loss_fn)
+        while (failure := self._attempt(window, loss_fn)) is not None:  # outside of `except`, whose frames hold tensors
+            self._recovery.split(window, failure)
+        return self.loss
+
+    def _attempt(self, window: Window, loss_fn: LossFn) -> str | None:
+        """Run a window; returns what memory's allocator said where it ran out and the window can be run again."""
         try:
             for micro in window:
                 with self.autocast():
                     result = loss_fn(self.model, micro)
                 self._backward(result)
             self.step()
-        except BaseException:
-            if self._order.window is window:
+        except BaseException as error:
+            failure, is_open = str(error).partition("\n")[0][:200], self._order.window is window
+            in_optimizer = is_open and self._order.in_optimizer
+            if is_open:
                 self._abandon()
-            raise
-        return self.loss
+            if not is_open or not self._recovery.is_on or not is_out_of_memory(error):
+                raise
+            if in_optimizer:
+                raise out_of_memory_in_step(failure) from error
+            return failure
+        return None
+
+    def _note_precision(self, reason: str) -> None:
+        """Say in plan and record that another precision is computed in than planned."""
+        before, after = self.plan.precision.value, self._precision.name
+        if before != after:
+            choice = Choice(after, f"in place of {before}: {reason}", Mark.ROUNDING, changed=True)
+            self.plan = replace(self.plan, precision=choice)
+            self._note("precision", {"from": before, "to": after, "reason": reason})
+
+    def evaluated(self, value: float, name: str = "metric") -> None:
+        """Say what an evaluation found: it is recorded, and may meet the `Stop` condition."""
+        self._require_open()
+        checks.number("run.evaluated", value)
+        self._stopping.evaluated(value)
+        if self._recorder is not None:
+            self._recorder.evaluation(self.consumed_rows, name, value)
+
+    def _note(self, name: str, detail: Mapping[str, Any]) -> None:
+        if self._recorder is not None:
+            self._recorder.event(name, detail)
 
     def close(self) -> None:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned.
@@ -199,7 +322,7 @@ class Run:
         self._closed = True
         self._undo.close()
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.close(self.stop_reason)
 
     def __enter__(self) -> Run:
         return self
@@ -210,23 +333,24 @@ class Run:
     # State that a resumed run needs beside model, optimizer and the data's position.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and the loss scaler's state."""
-        scaler = None if self._scaler is None else self._scaler.state_dict()
-        return {"consumed_rows": self.consumed_rows, "applied_steps": self.applied_steps, "scaler": scaler}
+        """Return counters, the precision in use and its loss scaler, k with its averages, and the limits in force."""
+        return {name: part.state_dict() for name, part in self._parts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`.
 
         Raises:
-            ValueGivenError: not such a state, or one saved under a precision that does not fit; nothing was changed.
+            UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
         """
-        if not isinstance(state, Mapping):
-            raise ValueGivenError("state", given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
-        consumed, applied = (
-            checks.integer(f"state.{name}", state.get(name), low=0) for name in ("consumed_rows", "applied_steps")
-        )
-        precision.load_scaler(self._scaler, state.get("scaler"), self._precision)
-        self.consumed_rows, self.applied_steps = consumed, applied
+        load_parts(dict(self._parts()), state)
+        self._note_precision("it was left before")
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
+        yield "memory", self._recovery.limit
+        if self._control is not None:
+            yield "batch", self._control
+        yield "precision", self._precision  # last: what it left it cannot be brought back to
 
     # What a window reports.
 
@@ -237,11 +361,18 @@ class Run:
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)
+        if self._recovery.is_on or self._precision.scales or self._voids.wants_norm:
+            self._recovery.note_start()
+        if self._control is not None:
+            self._control.opened(window.num_micro_batches)
 
     def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
         """Called by the window before each micro-batch."""
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
+        self._sync.begin(last=last)
+        if self._control is not None:
+            self._control.begun(rows)
 
     def end_micro_batch(self, window: Window) -> None:
         """Called by the window after the loop's body for each micro-batch."""
@@ -256,34 +387,14 @@ class Run:
     def _abandon(self) -> None:
         if self._order.window is None:
             return
-        if self._scaler is not None and self._order.unscaled:
-            self._scaler = precision.renewed(self._scaler, self._device)
+        if self._order.unscaled:
+            self._precision.renew()
         self._optimizer.zero_grad(set_to_none=True)
         self._order.reset()
+        self._sync.end()
+        if self._control is not None:
+            self._control.dropped()
 
     def _require_open(self) -> None:
         if self._closed:
             raise LoopError("run", given="a closed run", expected="an open one", way_out="Call trimtab.start again.")
-
-
-def _resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
-    planned = plan.clip_norm.value
-    if clip_norm is not None:
-        checks.number("clip_norm", clip_norm, low=0, open_low=True)
-        if planned is not None and planned != clip_norm:
-            raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
-        return clip_norm
-    return None if planned is None else float(planned)
-
-
-def _resolve_total(plan: Plan, total_samples: int | None) -> int | None:
-    if total_samples is not None:
-        return checks.integer("total_samples", total_samples)
-    if plan.schedule.value != "user":
-        raise ValueGivenError(
-            "total_samples",
-            given="nothing",
-            expected="the samples this run will train on",
-            way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
-        )
-    return None

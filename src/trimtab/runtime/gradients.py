@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+
 
 def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
     """Multiply the gradients in place; nothing to do for the float 1.0."""
@@ -19,18 +23,37 @@ def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
     torch._foreach_mul_(grads, factor)
 
 
-def finish(optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None) -> Tensor | None:
+def norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the global norm of the gradients as they stand: a scalar on their device."""
+    return get_total_norm(_gradients(optimizer))
+
+
+def finish(
+    optimizer: torch.optim.Optimizer, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False
+) -> Tensor | None:
     """Apply `factor` and the clip coefficient `min(1, tau / (norm + 1e-6))` in one pass.
 
     Returns:
-        The norm of the gradients after `factor` and before clipping, or None without a `clip_norm`.
+        The norm of the gradients after `factor` and before clipping; None without a `clip_norm`, unless it is wanted.
     """
-    if clip_norm is None:
+    if clip_norm is None and not wants_norm:
         multiply(optimizer, factor)
         return None
-    norm = get_total_norm(_gradients(optimizer)) * factor
-    multiply(optimizer, factor * torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
-    return norm
+    total = norm(optimizer) * factor
+    clip = 1.0 if clip_norm is None else torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+    multiply(optimizer, factor * clip)
+    return total
+
+
+def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
+    """Return the limit on the gradient's norm, the loop's or the plan's; raises `ValueGivenError` where they differ."""
+    planned = plan.clip_norm.value
+    if clip_norm is not None:
+        checks.number("clip_norm", clip_norm, low=0, open_low=True)
+        if planned is not None and planned != clip_norm:
+            raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
+        return clip_norm
+    return None if planned is None else float(planned)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

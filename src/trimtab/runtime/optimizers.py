@@ -106,6 +106,52 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return undo
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Make the state that the first step would make, as zeros, which that step then allocates none of.
+
+    Nothing for optimizers it is not known of, or whose first step is not one from zeros (SGD with dampening). Returns
+    what takes away again what no step has changed.
+    """
+    made: list[Tensor] = []
+    if type(optimizer) not in _FUSED_CLASSES:
+        return lambda: None
+
+    def undo() -> None:
+        for parameter in made:
+            values = optimizer.state.get(parameter, {}).values()
+            if not any(bool(value.any()) for value in values if isinstance(value, Tensor)):
+                optimizer.state.pop(parameter, None)
+
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = _zero_state(type(optimizer), group, parameter) if _lacks_state(optimizer, parameter) else {}
+                if state:
+                    made.append(parameter)
+                    optimizer.state[parameter] = state
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _lacks_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    is_real = parameter.device.type in ("cpu", "cuda") and not parameter.is_sparse
+    return is_real and parameter.requires_grad and not optimizer.state.get(parameter)
+
+
+def _zero_state(cls: type, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    if cls is torch.optim.SGD:
+        return {"momentum_buffer": zeros()} if group["momentum"] != 0 and group["dampening"] == 0 else {}
+    on_device = group.get("fused") is True or group.get("capturable") is True
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    state = {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+    return state | ({"max_exp_avg_sq": zeros()} if group["amsgrad"] else {})
+
+
 def _save_flags(saved: dict[str, Any], flags: list[tuple[bool | None, bool | None]]) -> None:
     """Put the user's own flags, and host step counters to match, into a fresh `state_dict()`."""
     for group, (fused, foreach) in zip(saved["param_groups"], flags, strict=False):

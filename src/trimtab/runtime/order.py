@@ -29,7 +29,7 @@ class LoopOrder:
         """Go back to idle."""
         self.window: Window | None = None
         self.micro_rows = 0
-        self.unscaled = False
+        self.unscaled = self.in_optimizer = False
         self._last = self._awaiting_backward = False
 
     def open(self, window: Window) -> None:

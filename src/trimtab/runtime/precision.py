@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.runtime.modes import SharedMode
 
+WIDER = ("bf16", "fp32")  # than fp16, in range
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,43 +31,104 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return torch's dynamic loss scaler for fp16, else None."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+def wider(device: torch.device) -> str:
+    """Return what takes fp16's place where it overflows: bf16 where the device computes in it, else fp32."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return "bf16" if any("bf16" in name and found is True for name, found in capabilities.items()) else "fp32"
 
 
-def step(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> bool:
-    """Step the optimizer, through the loss scaler where there is one; returns whether it stepped (no overflow)."""
-    if scaler is None:
-        optimizer.step()
-        return True
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() >= before
+class MixedPrecision:
+    """The precision a run computes in: autocast, and torch's dynamic loss scaler where it is fp16.
+
+    Raises:
+        ValueGivenError: the device cannot run it.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        check_available(name, device)
+        self.name, self._device = name, device
+        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a loss scale."""
+        return self._scaler is not None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale; None where there is none."""
+        return None if self._scaler is None else self._scaler.get_scale()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for the forward pass."""
+        return autocast(self.name, self._device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to call backward on."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their true size; once between two steps."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer; returns whether it stepped: it does not where a gradient overflowed."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    def renew(self) -> None:
+        """Go on at the same scale without the step that was begun: torch's own scaler unscales once between updates."""
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            self._scaler = torch.amp.GradScaler(self._device.type)
+            self._scaler.load_state_dict(state)
+
+    def leave_fp16(self, name: str | None = None) -> None:
+        """Compute in a precision of fp32's range from here on."""
+        self.name, self._scaler = name or wider(self._device), None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name and the scaler's state."""
+        return {"name": self.name, "scaler": None if self._scaler is None else self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, also where that run had left fp16.
+
+        Raises:
+            FormatError, ValueGivenError: not such a state, or of another precision; nothing was changed.
+        """
+        if not isinstance(state, Mapping) or set(state) != {"name", "scaler"}:
+            raise FormatError("state.precision", given=f"{state!r:.80}", expected="the keys name, scaler")
+        left = self.name == "fp16" and state["name"] in WIDER
+        if state["name"] != self.name and not left:
+            raise ValueGivenError(
+                "state.precision", given=repr(state["name"]), expected=f"{self.name}, as the plan has it"
+            )
+        if (state["scaler"] is None) != (left or self._scaler is None):
+            expected = "no scaler" if left or self._scaler is None else "the state of a loss scaler"
+            raise ValueGivenError("state.precision.scaler", given=f"{state['scaler']!r:.80}", expected=expected)
+        if left:
+            self.leave_fp16(state["name"])
+        elif self._scaler is not None:
+            self._scaler.load_state_dict(_checked_scaler(state["scaler"], self._scaler.state_dict()))
 
 
-def renewed(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
-    """Return a loss scaler at the same scale that has not unscaled yet: torch's own allows it once between updates."""
-    made = torch.amp.GradScaler(device.type)
-    made.load_state_dict(scaler.state_dict())
-    return made
-
-
-def load_scaler(scaler: torch.amp.GradScaler | None, state: Any, precision: str) -> None:
-    """Load a loss scaler's state; raises `ValueGivenError` when it does not fit, and changes nothing then."""
-    if (state is None) != (scaler is None):
-        raise ValueGivenError(
-            "state.scaler", given="a state saved under another precision", expected=f"one of {precision}"
-        )
-    if scaler is None:
-        return
-    expected = scaler.state_dict()
+def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state, Mapping) or state.keys() != expected.keys():
-        raise ValueGivenError("state.scaler", given=f"{state!r:.80}", expected="the keys " + ", ".join(expected))
+        raise ValueGivenError(
+            "state.precision.scaler", given=f"{state!r:.80}", expected="the keys " + ", ".join(expected)
+        )
     for name, value in state.items():
-        checks.number(f"state.scaler.{name}", value, low=0)
-    scaler.load_state_dict(dict(state))
+        checks.number(f"state.precision.scaler.{name}", value, low=0)
+    return dict(state)
 
 
 def _use_tf32() -> Callable[[], None]:

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.record import RecordWriter, StepRecord
+from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
+from trimtab.core.stop import StopReason
 
 Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
 
 
+@dataclass(frozen=True)
+class Step:
+    """One window, its scalars still where they were computed; fields as in `StepRecord`."""
+
+    rows: int
+    num_micro_batches: int
+    terms: Scalar
+    loss: Scalar
+    rate: float
+    applied: bool
+    grad_norm: Scalar | None = None
+    loss_scale: float | None = None
+    noise_scale: float | None = None
+
+    def read(self, index: int, wall_s: float) -> StepRecord:
+        """Return the record; waits for the device."""
+        return StepRecord(
+            index,
+            self.rows,
+            float(self.terms),
+            float(self.loss),
+            float(self.rate),
+            wall_s,
+            self.applied,
+            None if self.grad_norm is None else float(self.grad_norm),
+            self.loss_scale,
+            self.num_micro_batches,
+            self.noise_scale,
+        )
+
+
 class Recorder:
-    """Collects one line per window for a `RecordWriter`; reads device scalars every 50 steps and at close."""
+    """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close."""
 
     def __init__(self, writer: RecordWriter) -> None:
         if not isinstance(writer, RecordWriter):
@@ -22,38 +57,43 @@ class Recorder:
                 "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
             )
         self._writer = writer
-        self._pending: list[tuple[int, Scalar, Scalar, Scalar, float, bool, Scalar | None, float | None]] = []
-        self._index = 0
-        self._last = time.perf_counter()
+        self._pending: list[tuple[Step, float] | Event | Evaluation] = []
+        self._index = self._num_pending = 0
+        self._begin = self._last = time.perf_counter()
 
-    def step(
-        self,
-        rows: int,
-        terms: Scalar,
-        loss: Scalar,
-        rate: Scalar,
-        applied: bool,
-        grad_norm: Scalar | None,
-        loss_scale: float | None,
-    ) -> None:
+    def step(self, step: Step) -> None:
         """Note one window."""
         now = time.perf_counter()
-        self._pending.append((rows, terms, loss, rate, now - self._last, applied, grad_norm, loss_scale))
+        self._pending.append((step, now - self._last))
         self._last = now
-        if len(self._pending) >= _FLUSH_STEPS:
+        self._num_pending += 1
+        if self._num_pending >= _FLUSH_STEPS:
             self.flush()
+
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Note something that happened between the last window and the next."""
+        self._pending.append(Event(name, self._index + self._num_pending, detail))
+
+    def evaluation(self, rows: int, name: str, value: float) -> None:
+        """Note a held-out evaluation, after so many rows."""
+        self._pending.append(Evaluation(rows, time.perf_counter() - self._begin, {name: value}))
 
     def flush(self) -> None:
         """Write what is pending."""
-        for rows, terms, loss, rate, wall_s, applied, norm, scale in self._pending:
-            grad_norm = None if norm is None else float(norm)
-            self._writer.write(
-                StepRecord(self._index, rows, float(terms), float(loss), float(rate), wall_s, applied, grad_norm, scale)
-            )
-            self._index += 1
+        for line in self._pending:
+            if isinstance(line, tuple):
+                step, wall_s = line
+                self._writer.write(step.read(self._index, wall_s))
+                self._index += 1
+            else:
+                self._writer.write(line)
         self._pending.clear()
+        self._num_pending = 0
         self._writer.flush()
 
-    def close(self) -> None:
-        """Write what is pending; the writer stays open for its owner."""
+    def close(self, reason: StopReason | None = None) -> None:
+        """Write what is pending, and why the run ended itself, if it did; the writer stays open for its owner."""
+        if reason is not None:
+            self.flush()
+            self._writer.write(End(reason.value))
         self.flush()

@@ -1,13 +1,18 @@
-"""Learning rate: warm-up and cosine by progress, applied only inside the step (paper eq. 10; math: section 5)."""
+"""Learning rate: warm-up and cosine by progress, and what follows the batch (paper eqs. 10, 11; math: section 5).
+
+Applied only inside the step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 
 WARMUP_FRACTION = 0.05
@@ -31,18 +36,55 @@ def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * phase))
 
 
-def rate_factor(plan: Plan, consumed_rows: int, total_samples: int | None) -> float:
+def rate_factor(plan: Plan, progress: float | None) -> float:
     """Return the plan's factor on the user's learning rates: its scale, times its schedule's value.
 
     Args:
-        consumed_rows: samples trained on *after* the window that is about to be applied.
-        total_samples: samples of the whole run; needed when the plan has a schedule by progress.
+        progress: consumed over planned *after* the window that is about to be applied; needed when the plan has a
+            schedule.
     """
     scale = float(plan.learning_rate_scale.value or 1.0)
     if plan.schedule.value == "user":
         return scale
-    assert total_samples is not None
-    return scale * warmup_cosine(consumed_rows / total_samples)
+    assert progress is not None
+    return scale * warmup_cosine(progress)
+
+
+class RateFollower:
+    """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
+
+    "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
+    betas and epsilon, which this does not). A rise is taken over ten windows a doubling, a fall at once.
+    """
+
+    RAMP = 10
+
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
+        self._factor = 1.0
+
+    @classmethod
+    def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
+        """Return the follower of a rule; "auto" is linear for SGD and the root for all else."""
+        if rule == "auto":
+            rule = "linear" if isinstance(optimizer, torch.optim.SGD) else "sqrt"
+        return cls(rule)
+
+    def factor(self, ratio: float) -> float:
+        """Return the factor for the next window, which is `ratio` times the user's batch."""
+        wanted = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
+        self._factor = min(wanted, max(1.0, self._factor) * 2 ** (1 / self.RAMP))
+        return self._factor
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        return {"factor": self._factor}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        if not isinstance(state, Mapping) or set(state) != {"factor"}:
+            raise FormatError("state.rate", given=f"{state!r:.80}", expected="the key factor")
+        self._factor = checks.number("state.rate.factor", state["factor"], low=0, open_low=True)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""A window: the data of one optimizer step, iterated once as micro-batches."""
+"""A window: the data of one optimizer step, a loader batch or several, iterated once as micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,15 +25,40 @@ class Loop(Protocol):
 
 
 class Window:
-    """Micro-batches on the model's device, in order. `rows` and `num_micro_batches` are known before the first."""
+    """Micro-batches on the model's device, in order. `rows` and `num_micro_batches` are known before the first.
 
-    def __init__(self, loop: Loop, batch: Any, rows: int, micro_batch: int, device: torch.device) -> None:
-        self.rows = rows
-        self.num_micro_batches = -(-rows // micro_batch)
-        self._loop = loop
-        self._batch = batch
-        self._micro_batch = micro_batch
-        self._device = device
+    Args:
+        batches: the loader's batches it is made of; their host copies are kept until it is over.
+        rows: of each batch. micro_batches: rows per micro-batch, of each.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        batches: Sequence[Any],
+        rows: Sequence[int],
+        micro_batches: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.rows, self.num_batches = sum(rows), len(batches)
+        self._loop, self._device = loop, device
+        self._batches, self._batch_rows = tuple(batches), tuple(rows)
+        self._micro_batches = tuple(micro_batches)
+        self._used = False
+
+    @property
+    def num_micro_batches(self) -> int:
+        """k: micro-batches of the window."""
+        return sum(-(-rows // micro) for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of the largest micro-batch."""
+        return max(min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True))
+
+    def split(self, micro_batch: int) -> None:
+        """Begin anew, in micro-batches of at most so many rows."""
+        self._micro_batches = tuple(min(micro_batch, each) for each in self._micro_batches)
         self._used = False
 
     def is_of(self, loop: Loop) -> bool:
@@ -48,10 +73,16 @@ class Window:
             raise LoopError("window", given="a second pass over a window", expected="one pass; take the next window")
         self._loop.open_window(self)
         self._used = True
-        for index, (micro, rows) in enumerate(slices(self._batch, self.rows, self._micro_batch)):
-            self._loop.begin_micro_batch(self, rows, last=index == self.num_micro_batches - 1)
+        left = self.num_micro_batches
+        for micro, rows in self._slices():
+            left -= 1
+            self._loop.begin_micro_batch(self, rows, last=left == 0)
             yield to_device(micro, self._device)
             self._loop.end_micro_batch(self)
+
+    def _slices(self) -> Iterator[tuple[Any, int]]:
+        for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
+            yield from slices(batch, rows, micro_batch)
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:

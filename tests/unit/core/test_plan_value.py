@@ -44,6 +44,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "fused_optimizer": Mark.ROUNDING,
         "schedule": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,
+        "batch_policy": Mark.DYNAMICS,
         "clip_norm": Mark.DYNAMICS,
     }
 
@@ -100,7 +101,10 @@ def test_a_value_set_by_hand_to_what_the_loop_has_changes_nothing(name):
 
 def test_fixed_holds_what_was_given():
     plan = Plan.fixed(128, micro_batch=32, **VALUES)
-    assert {name: choice.value for name, choice in plan.choices()} == {"micro_batch": 32} | VALUES
+    assert {name: choice.value for name, choice in plan.choices()} == {
+        "micro_batch": 32,
+        "batch_policy": "user",
+    } | VALUES
     assert all(choice.mark is Plan.marks()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128
 

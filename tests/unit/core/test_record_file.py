@@ -97,8 +97,8 @@ def test_a_line_of_another_shape_is_refused(tmp_path, written, line, message):
 
 
 def test_another_schema_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="schema: given 2; expected 1"):
-        read(tmp_path, b'{"kind": "header", "name": "x", "schema": 2}\n')
+    with pytest.raises(FormatError, match="schema: given 1; expected 2"):
+        read(tmp_path, b'{"kind": "header", "name": "x", "schema": 1}\n')
 
 
 def test_a_record_begins_with_its_header(tmp_path):

@@ -98,7 +98,7 @@ def test_a_record_that_cannot_be_written_leaves_the_window_stepped_and_counted()
         def step(self, *_):
             raise OSError("no space left on device")
 
-        def close(self):
+        def close(self, reason):
             """Nothing is pending."""
 
     model, optimizer = made()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.errors import LoopError, OptimizerError, ValueGivenError
+from trimtab.core.errors import LoopError, OptimizerError, UsageError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.measure import allocator
 from trimtab.measure.process_state import ProcessState
@@ -326,30 +326,38 @@ def test_a_left_over_gradient_does_not_enter_the_first_window():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-STATE = {"consumed_rows": 8, "applied_steps": 2, "scaler": None}
+def changed(state, part, **values):
+    return state | {part: state[part] | values}
 
 
-@pytest.mark.parametrize(
-    ("state", "field"),
-    [
-        (None, "state"),
-        ([1, 2], "state"),
-        ({}, "state.consumed_rows"),
-        (STATE | {"consumed_rows": -1}, "state.consumed_rows"),
-        (STATE | {"applied_steps": 1.5}, "state.applied_steps"),
-        (STATE | {"applied_steps": float("nan")}, "state.applied_steps"),
-        (STATE, "state.scaler"),
-        (STATE | {"scaler": {}}, "state.scaler"),
-        (STATE | {"scaler": 65536.0}, "state.scaler"),
-        (STATE | {"scaler": {"scale": 2.0}}, "state.scaler"),
-    ],
-)
-def test_a_damaged_state_is_refused_whole(state, field):
+DAMAGE = {
+    "no mapping": (lambda state: None, "state"),
+    "a list": (lambda state: [1, 2], "state"),
+    "empty": (lambda state: {}, "state"),
+    "a part more": (lambda state: state | {"batch": {}}, "state"),
+    "a part less": (lambda state: {name: part for name, part in state.items() if name != "voids"}, "state"),
+    "another precision": (lambda state: changed(state, "precision", name="tf32"), "state.precision"),
+    "rows below zero": (lambda state: changed(state, "consumed", rows=-1), "state.consumed.rows"),
+    "half a step": (lambda state: changed(state, "consumed", applied=1.5), "state.consumed.applied"),
+    "no number of steps": (lambda state: changed(state, "consumed", applied=float("nan")), "state.consumed.applied"),
+    "no scaler": (lambda state: changed(state, "precision", scaler=None), "state.precision.scaler"),
+    "an empty scaler": (lambda state: changed(state, "precision", scaler={}), "state.precision.scaler"),
+    "a number for a scaler": (lambda state: changed(state, "precision", scaler=65536.0), "state.precision.scaler"),
+    "half a scaler": (lambda state: changed(state, "precision", scaler={"scale": 2.0}), "state.precision.scaler"),
+    "a limit below one row": (lambda state: changed(state, "memory", rows=0), "state.memory.rows"),
+    "a count of voids below zero": (lambda state: changed(state, "voids", total=-3), "state.voids.total"),
+    "an average below zero": (lambda state: changed(state, "stop", average=-0.5), "state.stop.average"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_state_is_refused_whole(damage):
+    damaged, field = DAMAGE[damage]
     model, made = loop(OPTIMIZERS["sgd"])
     with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
         before = run.state_dict()
-        with pytest.raises(ValueGivenError) as caught:
-            run.load_state_dict(state)
+        with pytest.raises(UsageError) as caught:
+            run.load_state_dict(damaged(changed(before, "consumed", rows=99)) if field != "state" else damaged(before))
         assert caught.value.field == field
         assert run.state_dict() == before
 
@@ -358,8 +366,17 @@ def test_a_state_of_fp16_does_not_fit_a_run_without_a_scale():
     model, made = loop(OPTIMIZERS["sgd"])
     with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
         state = run.state_dict()
-    with trimtab.start(model, made, Plan.fixed(ROWS)) as run, pytest.raises(ValueGivenError, match=r"state\.scaler"):
+    with trimtab.start(model, made, Plan.fixed(ROWS)) as run, pytest.raises(UsageError, match=r"state\.precision"):
         run.load_state_dict(state)
+
+
+def test_a_run_that_left_fp16_goes_on_without_it():
+    model, made = loop(OPTIMIZERS["sgd"])
+    with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
+        state = changed(run.state_dict(), "precision", name="fp32", scaler=None)
+        run.load_state_dict(state)
+        assert (str(run.plan.precision.value), run.loss_scale) == ("fp32", None)
+        assert run.state_dict() == state
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "1", None])
@@ -367,7 +384,7 @@ def test_a_loss_scale_that_is_no_number_is_refused(value):
     model, made = loop(OPTIMIZERS["sgd"])
     with trimtab.start(model, made, Plan.fixed(ROWS, precision="fp16")) as run:
         state = run.state_dict()
-        state["scaler"] = state["scaler"] | {"scale": value}
-        with pytest.raises(ValueGivenError, match=r"state\.scaler\.scale"):
+        state["precision"]["scaler"] = state["precision"]["scaler"] | {"scale": value}
+        with pytest.raises(ValueGivenError, match=r"state\.precision\.scaler\.scale"):
             run.load_state_dict(state)
         assert run.loss_scale == 65536.0

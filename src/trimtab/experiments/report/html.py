@@ -17,7 +17,7 @@ from trimtab.experiments.report.tables import Cell, Table
 from trimtab.experiments.result import Comparison, Verdict
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MAX_ASIDE = 12
 _TIGHT = 26  # characters of a cell that stays on one line
 _LONG_WORD = 22
@@ -31,7 +31,7 @@ def html_report(comparison: Comparison) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{title}</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n"
         f"{_header(comparison)}\n{_contents(parts)}\n"
         + "\n".join(_section(part, comparison) for part in parts)

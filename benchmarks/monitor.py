@@ -1,0 +1,173 @@
+"""What measuring gradient noise costs: steps of a run that does alternated with steps of one that does not.
+
+`python benchmarks/monitor.py [--quick] [--json]` prints `monitor_overhead_ratio` rows (with over without, in seconds:
+1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
+`--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
+and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
+micro-batch (no hooks; not exact), and a copy of the gradient after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.decide.statistics import Interval, ratio_interval, resolution
+from trimtab.measure.gradient_norms import GradientNorms, squared_norm
+from trimtab.measure.machine import environment
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task
+
+# (task, micro-batches per step, pairs, pairs with --quick)
+CASES = (("digits_resnet", 4, 900, 90), ("source_gpt", 4, 180, 12))
+ORDERS = tuple(itertools.permutations(range(3)))
+Step = Callable[[Any], None]
+
+
+def run_step(task: Task, k: int, *, measures: bool) -> tuple[Step, Any]:
+    """Return the step of a run with or without a monitor, and the run."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    rule = trimtab.BatchRule("fixed", k=k, k_max=k, learning_rate="none") if measures else None
+    plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule)
+    run = trimtab.start(model, task.make_optimizer(model), plan)
+    return lambda batch: run.train_step(run.window(batch), task.loss_fn), run
+
+
+def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:
+    """Return seconds per step of each arm: rounds of one step each, in all orders in turn."""
+    batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
+    orders = (
+        tuple(itertools.permutations(range(len(arms))))
+        if len(arms) < 4
+        else tuple(tuple((start + i) % len(arms) for i in range(len(arms))) for start in range(len(arms)))
+    )
+    seconds: list[list[float]] = [[] for _ in arms]
+    for index in range(pairs + skip):
+        batch = next(batches)
+        for arm in orders[index % len(orders)]:
+            start = time.perf_counter()
+            arms[arm](batch)
+            if index >= skip:
+                seconds[arm].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(ours: list[float], theirs: list[float]) -> Interval:
+    """Return ours over theirs, paired by round."""
+    return ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
+    """Measure one task; the first thirty rounds, in which the monitor finds its own price, are not counted."""
+    task = load_task(name)
+    plain, _ = run_step(task, k, measures=False)
+    watched, run = run_step(task, k, measures=True)
+    again, _ = run_step(task, k, measures=False)
+    theirs, ours, control = alternate(task, [plain, watched, again], pairs, skip=30)
+    found, same = ratio(ours, theirs), ratio(control, theirs)
+    account = run.state_dict()["batch"]["account"]
+    price = account["spent_s"] / account["used_s"]
+    return {
+        "metric": "monitor_overhead_ratio",
+        "task": name,
+        "estimator": "exact",
+        "num_micro_batches": k,
+        "mean": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "n": found.n,
+        "resolution": resolution(same),
+        "control_half_width": same.half_width,
+        "price_of_a_window": price,
+        "measured_every": account["every"],
+        "price_on_average": price / account["every"],
+    }
+
+
+# Ways to see the norms.
+
+
+def by_hand(task: Task, k: int, mechanism: str) -> Step:
+    """Return a hand-written step that finds each micro-batch's squared norm."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    optimizer = task.make_optimizer(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norms, found = GradientNorms(parameters), []
+    if mechanism == "norm in each hook":
+        for parameter in parameters:
+            parameter.register_hook(lambda gradient: found.append(gradient.norm().square()))
+    if mechanism == "chunks of references":
+        norms.on()
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        found.clear()
+        columns = [column.chunk(k) for column in batch]
+        for micro in zip(*columns, strict=True):
+            result = task.loss_fn(model, micro)
+            loss = result[0] / result[1] if isinstance(result, tuple) else result
+            (loss / k).backward()
+            if mechanism == "chunks of references":
+                found.append(norms.take())
+            elif mechanism == "norms of the sum":
+                found.append(squared_norm([p.grad for p in parameters]))
+            elif mechanism == "copies":
+                found.append(torch.cat([p.grad.flatten() for p in parameters]))
+        optimizer.step()
+
+    return step
+
+
+MECHANISMS = ("nothing", "chunks of references", "norm in each hook", "norms of the sum", "copies")
+
+
+def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
+    """Measure each mechanism against none."""
+    task = load_task(name)
+    seconds = alternate(task, [by_hand(task, k, mechanism) for mechanism in MECHANISMS], pairs, skip=5)
+    rows = []
+    for mechanism, ours in zip(MECHANISMS[1:], seconds[1:], strict=True):
+        found = ratio(ours, seconds[0])
+        row = {"metric": "monitor_overhead_ratio", "task": name, "estimator": mechanism, "num_micro_batches": k}
+        rows.append(row | {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n})
+    return rows
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mechanisms", action="store_true", help="ways to see the norms, in every window")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name, k, full, quick in CASES:
+        pairs = quick if options.quick else full
+        print(f"{name}, {k} micro-batches, {pairs} rounds", file=sys.stderr)
+        rows += mechanism_rows(name, k, max(10, pairs // 3)) if options.mechanisms else [monitor_row(name, k, pairs)]
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "monitor", "environment": environment(), "rows": rows}))
+        return
+    for row in rows:
+        bar = f"  bar {1.005 + row['control_half_width']:.4f}" if "control_half_width" in row else ""
+        print(f"{row['task']}  {row['estimator']}: {row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f}){bar}")
+        if "price_of_a_window" in row:
+            print(
+                f"  its own clock: {100 * row['price_of_a_window']:.2f}% of a measured window, one in "
+                f"{row['measured_every']}: {100 * row['price_on_average']:.2f}% on average"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""When a run is over before its data is (paper section III: the convergence constraint)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+
+
+class StopReason(enum.StrEnum):
+    """Why a run ended itself; the reason in its record."""
+
+    GRAD_NORM = "grad_norm"
+    TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Conditions, any of which ends a run.
+
+    Args:
+        grad_norm: the gradient's norm, smoothed over windows, is at most this (paper: ||grad|| <= eps).
+        target: a value passed to `run.evaluated` is at least this, or at most, where `smaller_is_better`.
+
+    Raises:
+        ValueGivenError: a value is out of range, or there is no condition.
+    """
+
+    grad_norm: float | None = None
+    target: float | None = None
+    smaller_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.grad_norm is None and self.target is None:
+            raise ValueGivenError("stop", given="no condition", expected="grad_norm or target")
+        if self.grad_norm is not None:
+            checks.number("stop.grad_norm", self.grad_norm, low=0, open_low=True)
+        if self.target is not None:
+            checks.number("stop.target", self.target)
+
+    def is_met(self, value: float) -> bool:
+        """Return whether an evaluation's value reaches the target; never where there is none, or it is no number."""
+        if self.target is None:
+            return False
+        return value <= self.target if self.smaller_is_better else value >= self.target

@@ -1,0 +1,108 @@
+"""What a technique costs and what it brings while a run goes on: what does not pay is paused, with both figures.
+
+Price and yield are shares of a window's time. A technique that only measures, as the noise monitor does, is thinned out
+until it costs what it may; one whose yield stays below its price is paused, each time for twice as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
+
+# What measuring may cost of a window's time, on average.
+LIMIT = 0.005
+# Windows between two looks at an account, and of the first pause.
+REVIEW, PAUSE = 100, 200
+MOST_PAUSE = 100 * PAUSE
+
+
+@dataclass(frozen=True)
+class Review:
+    """What a look at an account found: shares of a window's time."""
+
+    technique: str
+    price: float
+    gain: float
+    pays: bool
+    pause: int = 0
+
+
+class Account:
+    """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
+
+    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed")
+
+    def __init__(self, technique: str, limit: float = LIMIT) -> None:
+        self.technique, self._limit = technique, limit
+        self.windows = self.uses = self.pause_left = self.reviewed = 0
+        self.spent_s = self.used_s = 0.0
+        self.every, self.pause = 1, PAUSE
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is not to be used for now."""
+        return self.pause_left > 0
+
+    @property
+    def price(self) -> float:
+        """Share of a window's time that one use takes; 0 while unknown."""
+        return self.spent_s / self.used_s if self.used_s > 0 else 0.0
+
+    def is_due(self, free: int) -> bool:
+        """Return whether the next window is one to use it in; the first `free` uses are not thinned out."""
+        return not self.is_paused and (self.uses < free or self.windows % self.every == 0)
+
+    def pass_window(self) -> None:
+        """A window is over."""
+        self.windows += 1
+        self.pause_left = max(0, self.pause_left - 1)
+
+    def charge(self, window_s: float, spent_s: float) -> None:
+        """Note what one use took, of a window of so many seconds; from the price so far, in how many to use it once."""
+        self.uses += 1
+        self.used_s += window_s
+        self.spent_s += spent_s
+        self.every = max(1, math.ceil(self.price / self._limit))
+
+    def review(self, gain: float | None) -> Review | None:
+        """Return what a look at the account finds; None before it is time for one, or while the gain is unknown.
+
+        Args:
+            gain: share of time that the technique saves, by the best that is known of it.
+        """
+        if gain is None or self.is_paused or self.windows - self.reviewed < REVIEW:
+            return None
+        self.reviewed = self.windows
+        price = self.price / self.every
+        if gain >= price:
+            self.pause = PAUSE
+            return Review(self.technique, price, gain, True)
+        pause, self.pause_left = self.pause, self.pause
+        self.pause = min(2 * self.pause, MOST_PAUSE)
+        return Review(self.technique, price, gain, False, pause)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {name: getattr(self, name) for name in self._FIELDS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            FormatError, ValueGivenError: not such a state; nothing was changed.
+        """
+        where = f"state.{self.technique}"
+        if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
+            raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
+        for name, value in state.items():
+            seconds = name.endswith("_s")
+            checks.number(f"{where}.{name}", value, low=0) if seconds else checks.integer(
+                f"{where}.{name}", value, low=0
+            )
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,211 @@
+"""How many micro-batches to accumulate, where the batch is free (paper eqs. 6, 9; math: sections 3 and 4).
+
+k is micro-batches per window and rank, b rows per micro-batch, R ranks, N the noise scale in rows. Pure arithmetic on
+figures that were measured while training; every answer comes with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trimtab.core.batch_rule import BatchRule
+
+# A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
+HYSTERESIS = 0.01
+MOST = 2
+# With a larger relative standard error of the squared gradient norm, nothing is decided.
+MOST_ERROR = 0.25
+EPSILON = 1e-12  # paper eq. 6
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the windows so far say of the gradient.
+
+    Args:
+        trace: S, the trace of the per-row gradient covariance. norm2: G2, the squared norm of the true gradient.
+        relative_error: standard error of `norm2` over itself. num_windows: how many were averaged.
+    """
+
+    trace: float
+    norm2: float
+    relative_error: float
+    num_windows: int
+
+    @property
+    def scale(self) -> float:
+        """N = S / G2 in rows (McCandlish et al. 2018, "simple"); infinite where G2 is not above zero."""
+        return self.trace / self.norm2 if self.norm2 > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a micro-batch, and of what a window has besides its micro-batches; the most of all ranks."""
+
+    micro_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is decided upon.
+
+    Args:
+        k: micro-batches per window and rank, at present. unit: micro-batches of one loader batch: k is a multiple.
+        micro_rows: b. num_ranks: R. noise, times: None while not known.
+    """
+
+    k: int
+    unit: int
+    micro_rows: float
+    num_ranks: int = 1
+    noise: Noise | None = None
+    times: Times | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next window's k, and why."""
+
+    k: int
+    reason: str
+    wanted: float | None = None
+
+
+def decide(rule: BatchRule, standing: Standing) -> Decision:
+    """Return the next k by a rule: a multiple of the unit, bounded by `k_max`, at most twice or half the present one.
+
+    The paper's own rule jumps.
+    """
+    if rule.policy == "fixed":
+        return Decision(standing.k, "fixed")
+    doubt = _doubt(rule, standing)
+    if doubt is not None:
+        return Decision(standing.k, f"held: {doubt}")
+    k, wanted, reason = _POLICIES[rule.policy](rule, standing)
+    return Decision(k, reason if k != standing.k else f"held: {reason}", wanted)
+
+
+def most(rule: BatchRule, unit: int) -> int:
+    """Return the largest k that may be chosen: `k_max` in whole loader batches, and one of them at the least."""
+    return max(1, rule.k_max // unit) * unit
+
+
+def goodput_k(noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
+    """Return k* = sqrt(N / (b R) * t_fixed / t_micro), where time to a loss is least (math: section 4)."""
+    return math.sqrt(noise_scale / (micro_rows * num_ranks) * times.fixed_s / times.micro_s)
+
+
+def relative_time(k: float, noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
+    """Return time to a loss up to a constant: (1 + N / (k b R)) * (k t_micro + t_fixed).
+
+    The inverse of goodput (Qiao et al., OSDI 2021): windows needed times seconds of one.
+    """
+    return (1 + noise_scale / (k * micro_rows * num_ranks)) * (k * times.micro_s + times.fixed_s)
+
+
+def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
+    """Return argmax_k throughput(k) / memory(k) at one effective batch (paper eq. 9, to the letter); ties: least k.
+
+    Args:
+        trials: k -> (rows or tokens per second, peak bytes).
+    """
+    return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
+
+
+def _doubt(rule: BatchRule, standing: Standing) -> str | None:
+    """Return why nothing can be decided yet, or None."""
+    noise = standing.noise
+    seen = 0 if noise is None else noise.num_windows
+    if noise is None or seen < rule.min_windows:
+        return f"{seen} of {rule.min_windows} windows seen"
+    if rule.policy in ("paper", "variance"):  # they need no gradient norm
+        return None
+    if not noise.norm2 > 0:
+        return "the gradient's norm is not to be told from its noise"
+    if not noise.relative_error <= MOST_ERROR:
+        return (
+            f"the gradient's squared norm is known to {100 * noise.relative_error:.0f}%, {100 * MOST_ERROR:.0f}% needed"
+        )
+    if rule.policy == "goodput" and standing.times is None:
+        return "the time of a micro-batch is not known"
+    return None
+
+
+def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+    noise, times = standing.noise, standing.times
+    assert noise is not None
+    assert times is not None
+    scale = noise.scale
+
+    def cost(k: int) -> float:
+        return relative_time(k, scale, standing.micro_rows, standing.num_ranks, times)
+
+    wanted = goodput_k(scale, standing.micro_rows, standing.num_ranks, times)
+    unit = standing.unit
+    below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
+    best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)
+    k = _stepped(best, standing)
+    gain = cost(standing.k) / cost(k) - 1
+    if k != standing.k and gain <= HYSTERESIS:
+        k = standing.k
+    says = f"noise scale {scale:.3g} rows, micro-batch {times.micro_s:.3g} s, fixed {times.fixed_s:.3g} s a window"
+    return (
+        k,
+        wanted,
+        f"{says}: k* = {wanted:.3g}" + (f", {100 * gain:.2g}% faster to a loss" if k != standing.k else ""),
+    )
+
+
+def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+    """k = ceil(S / (b R theta^2 G2)) (Byrd et al. 2012)."""
+    noise = standing.noise
+    assert noise is not None
+    wanted = noise.scale / (standing.micro_rows * standing.num_ranks * rule.theta**2)
+    return _rounded(rule, standing, wanted), wanted, f"norm test: k = {wanted:.3g} for theta {rule.theta:g}"
+
+
+def _variance(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+    """k = ceil(sigma2 / (R sigma2_target)), sigma2 = S / b that of one micro-batch's gradient (paper eq. 7)."""
+    sigma2 = _sigma2(standing)
+    wanted = sigma2 / (standing.num_ranks * (rule.sigma2_target or 0.0))
+    return _rounded(rule, standing, wanted), wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
+
+
+def _paper(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
+    """k = min(k_max, ceil(sigma2 / (sigma2_target + eps))), rounded up into `allowed` (paper eq. 6, to the letter)."""
+    sigma2 = _sigma2(standing)
+    wanted = sigma2 / ((rule.sigma2_target or 0.0) + EPSILON)
+    k = min(rule.k_max, max(1, math.ceil(min(wanted, rule.k_max))))
+    if rule.allowed:
+        k = next((each for each in sorted(rule.allowed) if each >= k), max(rule.allowed))
+    in_units = min(most(rule, standing.unit), -(-k // standing.unit) * standing.unit)
+    return in_units, wanted, f"variance {sigma2:.3g} of a micro-batch: k = {wanted:.3g}"
+
+
+def _sigma2(standing: Standing) -> float:
+    assert standing.noise is not None
+    return max(0.0, standing.noise.trace) / standing.micro_rows
+
+
+def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
+    """Return a k of at least what is wanted, within the bounds."""
+    bounded = min(max(wanted, 1.0), float(most(rule, standing.unit)))
+    return _stepped(min(most(rule, standing.unit), math.ceil(bounded / standing.unit) * standing.unit), standing)
+
+
+def _stepped(k: int, standing: Standing) -> int:
+    """Return k, moved by a factor of two at the most, in whole loader batches."""
+    unit = standing.unit
+    least = -(-standing.k // (MOST * unit)) * unit
+    return max(unit, least, min(k, MOST * standing.k))
+
+
+_POLICIES: dict[str, Callable[[BatchRule, Standing], tuple[int, float, str]]] = {
+    "goodput": _goodput,
+    "norm_test": _norm_test,
+    "variance": _variance,
+    "paper": _paper,
+}

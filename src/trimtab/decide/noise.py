@@ -1,0 +1,124 @@
+"""Gradient noise from what windows say of it: unbiased per window, smoothed over many (paper eq. 7; math: section 3).
+
+Micro-batch j of a window has `n_j` terms of the loss in `m_j` independent rows, and weight `w_j = n_j / n`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
+from trimtab.decide.accumulation import Noise
+
+# Windows that an average looks back on: noise changes over hundreds of windows, and one says little.
+MEMORY = 100
+
+
+@dataclass(frozen=True)
+class WindowNoise:
+    """One window's unbiased estimates. Either may be negative; so may any one window's.
+
+    Args:
+        trace: S, of tr(Sigma) per row. norm2: G2, of the true gradient's squared norm. degrees: K - 1.
+    """
+
+    trace: float
+    norm2: float
+    degrees: float
+
+
+def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float, num: float) -> WindowNoise | None:
+    """Return a window's estimates from its weighted sums, or None where it says nothing: one micro-batch, or no number.
+
+    `S = (sum w_j ||g_j||^2 - ||gbar||^2) / sum(w_j (1 - w_j) / m_j)` and `G2 = ||gbar||^2 - S sum(w_j^2 / m_j)`.
+
+    Args:
+        mean_norm2: sum w_j ||g_j||^2. norm2: ||gbar||^2. spread: sum w_j (1 - w_j) / m_j.
+        squares: sum w_j^2 / m_j. num: micro-batches with terms, on all ranks.
+    """
+    if num < 2 or not spread > 0:
+        return None
+    trace = (mean_norm2 - norm2) / spread
+    found = WindowNoise(trace, norm2 - trace * squares, num - 1)
+    return found if math.isfinite(found.trace) and math.isfinite(found.norm2) else None
+
+
+def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
+    """Return a window's estimates from `||S_j||^2`, `S_j = m_1 g_1 + ... + m_j g_j`, where no `||g_j||^2` can be seen.
+
+    `E ||S_j||^2 / M_j = M_j ||G||^2 + tr(Sigma)` with `M_j = m_1 + ... + m_j`: a line through them has slope G2 and
+    intercept S. Two to thirteen times the standard deviation of the exact one.
+
+    Args:
+        norms2: after each micro-batch. rows: of each.
+    """
+    sums = [sum(rows[: j + 1]) for j in range(len(rows))]
+    if len(sums) < 2 or not sums[0] > 0:
+        return None
+    values = [norm2 / total for norm2, total in zip(norms2, sums, strict=True)]
+    mean_x, mean_y = math.fsum(sums) / len(sums), math.fsum(values) / len(values)
+    spread = math.fsum((x - mean_x) ** 2 for x in sums)
+    if not spread > 0:
+        return None
+    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(sums, values, strict=True)) / spread
+    found = WindowNoise(mean_y - slope * mean_x, slope, len(sums) - 1)
+    return found if math.isfinite(found.trace) and math.isfinite(found.norm2) else None
+
+
+class NoiseAverage:
+    """Smooths S and G2 apart, weighted by the degrees of freedom behind them, over the last hundred windows or so.
+
+    Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none.
+    """
+
+    _FIELDS = ("num_windows", "weight", "weight2", "trace", "norm2", "spread")
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._keep = 1 - 1 / memory
+        self.num_windows = 0
+        self.weight = self.weight2 = self.trace = self.norm2 = self.spread = 0.0
+
+    def add(self, window: WindowNoise) -> None:
+        """Take one window in."""
+        w = window.degrees
+        self.weight = self._keep * self.weight + w
+        self.weight2 = self._keep**2 * self.weight2 + w * w
+        self.trace += (window.trace - self.trace) * w / self.weight
+        before = window.norm2 - self.norm2
+        self.norm2 += before * w / self.weight
+        self.spread = self._keep * self.spread + w * before * (window.norm2 - self.norm2)
+        self.num_windows += 1
+
+    @property
+    def noise(self) -> Noise | None:
+        """The averages, and how sure the squared norm is; None before the first window."""
+        if self.num_windows == 0:
+            return None
+        return Noise(self.trace, self.norm2, self._relative_error(), self.num_windows)
+
+    def _relative_error(self) -> float:
+        left = self.weight - self.weight2 / self.weight
+        if not left > 0 or not self.norm2 > 0:
+            return math.inf
+        return math.sqrt(self.spread / left * self.weight2) / self.weight / self.norm2
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        return {name: getattr(self, name) for name in self._FIELDS}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            FormatError, ValueGivenError: not such a state; nothing was changed.
+        """
+        if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
+            raise FormatError("state.noise", given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
+        count = checks.integer("state.noise.num_windows", state["num_windows"], low=0)
+        values = {name: checks.number(f"state.noise.{name}", state[name]) for name in self._FIELDS[1:]}
+        self.num_windows = count
+        for name, value in values.items():
+            setattr(self, name, value)

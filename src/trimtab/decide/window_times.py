@@ -1,0 +1,64 @@
+"""Seconds of a micro-batch and of what a window has besides, from the windows of a run (math: section 4)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
+from trimtab.decide.accumulation import Times
+
+# Windows looked back on, and of the first ones how many are dropped: kernels are chosen and memory is found in them.
+MEMORY, SKIPPED = 50, 2
+MIN_WINDOWS = 3
+
+
+class WindowTimes:
+    """Medians over the last windows: a disturbed one weighs nothing."""
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._row_s: deque[float] = deque(maxlen=memory)
+        self._fixed_s: deque[float] = deque(maxlen=memory)
+        self._seen = 0
+
+    def add(self, row_s: float, fixed_s: float) -> None:
+        """Take a window in.
+
+        Args:
+            row_s: seconds of a row in the micro-batches before the last, which hold no reduction.
+            fixed_s: what the window took beyond as much for each of its rows.
+        """
+        self._seen += 1
+        if self._seen > SKIPPED:
+            self._row_s.append(row_s)
+            self._fixed_s.append(max(0.0, fixed_s))
+
+    def times(self, micro_rows: float) -> Times | None:
+        """Return the times of micro-batches of so many rows; None while too few windows were seen."""
+        if len(self._row_s) < MIN_WINDOWS:
+            return None
+        return Times(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"row_s": list(self._row_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            FormatError, ValueGivenError: not such a state; nothing was changed.
+        """
+        names = ("row_s", "fixed_s")
+        lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
+        if not lists or len(state["row_s"]) != len(state["fixed_s"]):
+            raise FormatError("state.times", given=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
+        seen = checks.integer("state.times.seen", state.get("seen"), low=0)
+        row_s, fixed_s = ([checks.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
+        self._seen = seen
+        for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
+            kept.clear()
+            kept.extend(loaded)

@@ -1,0 +1,1 @@
+"""COMMUNICATE: the only layer that calls collectives."""

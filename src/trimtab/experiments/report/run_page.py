@@ -1,0 +1,116 @@
+"""The page of one run: loss, k, noise and learning rate against what was consumed, and what happened on the way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.record import Event, RunRecord, StepRecord
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.html import POLICY, escape
+from trimtab.experiments.report.style import style_sheet
+from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
+
+_MOST_POINTS = 600  # a track of more is thinned out: the page stays small
+
+
+@dataclass(frozen=True)
+class Track:
+    """One figure: a value of each window, with a line where something happened."""
+
+    name: str
+    label: str
+    values: tuple[float, ...]
+    is_log: bool = False
+    is_step: bool = False
+
+
+def run_page(record: RunRecord) -> str:
+    """Return the page, self-contained: no network, no script, every string from outside escaped."""
+    name = escape(record.header.name)
+    body = "\n".join((_header(record), _tracks(record), _events(record)))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{name}: trimtab run</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n{body}\n"
+        "</main></body></html>\n"
+    )
+
+
+def tracks(steps: Sequence[StepRecord]) -> tuple[Track, ...]:
+    """Return what is drawn: noise and k only where they say something."""
+    noise = tuple(math.nan if step.noise_scale is None else step.noise_scale for step in steps)
+    ks = tuple(float(step.num_micro_batches) for step in steps)
+    found = [Track("loss", "mean loss per term", tuple(step.loss for step in steps))]
+    if len(set(ks)) > 1:
+        found.append(Track("k", "micro-batches per window", ks, is_step=True))
+    if any(math.isfinite(value) for value in noise):
+        found.append(Track("noise", "noise scale N, in rows", noise, is_log=True))
+    found.append(Track("rate", "learning rate, first group", tuple(step.learning_rate for step in steps)))
+    return tuple(found)
+
+
+def _header(record: RunRecord) -> str:
+    steps = record.steps
+    void = sum(not step.applied for step in steps)
+    seconds = sum(step.wall_s for step in steps)
+    ended = "cut off: its record has no end" if record.end is None else f"ended by {record.end.reason}"
+    facts = f"{len(steps)} windows of {sum(step.rows for step in steps):,} rows in {say.seconds(seconds)}, {void} void"
+    return (
+        f'<header><p class="over">trimtab run</p><h1>{escape(record.header.name)}: {escape(ended)}</h1>'
+        f'<p class="muted">{escape(facts)}</p></header>'
+    )
+
+
+def _tracks(record: RunRecord) -> str:
+    if len(record.steps) < 2:
+        return '<p class="muted">Too few windows to draw.</p>'
+    rows = list(itertools.accumulate(step.rows for step in record.steps))
+    marks = [rows[min(event.step, len(rows) - 1)] for event in record.events]
+    figures = (_figure(track, rows, marks) for track in tracks(record.steps))
+    return f"<section><h2>Course</h2>{''.join(figures)}</section>"
+
+
+def _figure(track: Track, rows: Sequence[int], marks: Sequence[int]) -> str:
+    every = -(-len(rows) // _MOST_POINTS)
+    points = [(x, y) for x, y in zip(rows, track.values, strict=True) if math.isfinite(y)][::every]
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        x, y = zip(*points, strict=True)
+        ax.plot(x, y, color=COLOUR["s0"], linewidth=1.4, drawstyle="steps-post" if track.is_step else "default")
+        for mark in marks:
+            ax.axvline(mark, color=COLOUR["line"], linewidth=1.0)
+        ax.set_xlabel("rows consumed")
+        if track.is_log and min(y) > 0:
+            plain_log(ax, "y")
+        few_ticks(ax.xaxis)
+
+    if not points:
+        return ""
+    drawn = render(paint, name=f"track-{track.name}", title=f"{track.label} against rows consumed", height=150)
+    return f"<figure>{drawn}<figcaption>{escape(track.label)}; a line where something happened.</figcaption></figure>"
+
+
+def _events(record: RunRecord) -> str:
+    if not record.events:
+        return '<section><h2>What happened</h2><p class="muted">Nothing but training.</p></section>'
+    rows = "".join(
+        f"<tr><td>{event.step}</td><td>{escape(event.name)}</td><td>{_detail(event)}</td></tr>"
+        for event in record.events
+    )
+    head = "<thead><tr><th>after window</th><th>what</th><th>figures</th></tr></thead>"
+    return (
+        f'<section><h2>What happened</h2><div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div></section>'
+    )
+
+
+def _detail(event: Event) -> str:
+    parts = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in event.detail.items()
+    )
+    return escape(", ".join(parts))

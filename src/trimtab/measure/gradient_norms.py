@@ -1,0 +1,84 @@
+"""Squared norms of each micro-batch's gradient, seen as it arrives at the leaves, without a copy (math: section 3).
+
+A hook on each leaf sees the gradient of one backward before it is added to the sum, once for tied weights too. It only
+keeps a reference; norms are taken of a chunk at a time in one batched call: a norm per hook would be a kernel per
+parameter. Scalars stay on the device until somebody reads them, a window late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+# Gradients held back from being freed or added up, at the most.
+CHUNK_BYTES = 32 * 2**20
+
+
+class GradientNorms:
+    """Adds up `||g||^2` of each backward while its hooks are on. `spent_s`: host seconds that took since `on`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._remove: list[Callable[[], None]] = []
+        self._held: list[Tensor] = []
+        self._bytes = 0
+        self._total: Tensor | None = None
+        self.spent_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether gradients are seen."""
+        return bool(self._remove)
+
+    def on(self) -> None:
+        """Put the hooks on, for the backwards of one window."""
+        self._total, self.spent_s = None, 0.0
+        if not self._remove:
+            self._remove = [p.register_hook(self._keep).remove for p in self._parameters]
+
+    def off(self) -> None:
+        """Take the hooks off; what was seen is dropped."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
+        self._held.clear()
+        self._bytes, self._total = 0, None
+
+    def take(self) -> Tensor:
+        """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device."""
+        start = time.perf_counter()
+        self._sum_up()
+        self.spent_s += time.perf_counter() - start
+        total, self._total = self._total, None
+        return torch.zeros(()) if total is None else total
+
+    def _keep(self, gradient: Tensor) -> None:
+        start = time.perf_counter()
+        self._held.append(gradient.detach())
+        self._bytes += gradient.numel() * gradient.element_size()
+        if self._bytes >= CHUNK_BYTES:
+            self._sum_up()
+        self.spent_s += time.perf_counter() - start
+
+    def _sum_up(self) -> None:
+        if not self._held:
+            return
+        total = squared_norm(self._held)
+        self._held.clear()
+        self._bytes = 0
+        self._total = total if self._total is None else self._total + total
+
+
+def squared_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of squares over all tensors: a scalar on their device, float32 at the least; 0 for none.
+
+    Accumulated in float32 at the least: a sum of half-precision squares overflows at once.
+    """
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if not dense:
+        return torch.zeros(())
+    dtype = torch.float64 if dense[0].dtype is torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(dense, 2.0, dtype)).square().sum()

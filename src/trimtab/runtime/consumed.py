@@ -1,0 +1,88 @@
+"""What a run has consumed, and how far that is: in samples, or in the tokens its loss counts (math: section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError, LossError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.measure.late import Late
+from trimtab.runtime.accumulation import Count
+
+
+class Consumed:
+    """Rows, and tokens where the schedule goes by them; void windows count too, `applied` steps do not count those.
+
+    Counts on an accelerator are read a window late; until then a window is taken to hold as many as the last one.
+
+    Raises:
+        ValueGivenError: a total is not a number, both are given, or the plan's schedule needs one and has none.
+    """
+
+    def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None) -> None:
+        self._total_samples = None if total_samples is None else checks.integer("total_samples", total_samples)
+        self._total_tokens = None if total_tokens is None else checks.integer("total_tokens", total_tokens)
+        if self._total_samples is not None and self._total_tokens is not None:
+            raise ValueGivenError("total_tokens", given="both totals", expected="total_samples or total_tokens")
+        if self._total_samples is self._total_tokens is None and plan.schedule.value != "user":
+            raise ValueGivenError(
+                "total_samples",
+                given="nothing",
+                expected="the samples this run will train on",
+                way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
+            )
+        self.rows = self.applied = 0
+        self._tokens = self._last = 0.0
+        self._late: Late | None = None
+
+    def progress_after(self, rows: int, tokens: Count | None) -> float | None:
+        """Return consumed over planned *after* a window; None where no total was given.
+
+        Raises:
+            LossError: the total is in tokens, and the loss counts none.
+        """
+        if self._total_samples is not None:
+            return (self.rows + rows) / self._total_samples
+        if self._total_tokens is None:
+            return None
+        if tokens is None:
+            raise LossError("loss", given="a mean, with total_tokens", expected="(loss_sum, count), which tells tokens")
+        if isinstance(tokens, Tensor) and tokens.is_cuda:
+            self._read()
+            return (self._tokens + self._last) / self._total_tokens
+        return (self._tokens + float(tokens)) / self._total_tokens
+
+    def add(self, rows: int, tokens: Count | None, *, applied: bool) -> None:
+        """A window is over."""
+        self.rows += rows
+        self.applied += applied
+        if self._total_tokens is None or tokens is None:
+            return
+        if isinstance(tokens, Tensor) and tokens.is_cuda:
+            self._read()
+            self._late = Late(tokens)
+        else:
+            self._tokens += float(tokens)
+
+    def _read(self) -> None:
+        if self._late is not None:
+            self._last = self._late.read()[0]
+            self._tokens += self._last
+            self._late = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters."""
+        self._read()
+        return {"rows": self.rows, "applied": self.applied, "tokens": self._tokens, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        if not isinstance(state, Mapping) or set(state) != {"rows", "applied", "tokens", "last"}:
+            raise FormatError("state.consumed", given=f"{state!r:.80}", expected="the keys rows, applied, tokens, last")
+        rows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in ("rows", "applied"))
+        tokens, last = (checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("tokens", "last"))
+        self.rows, self.applied, self._tokens, self._last, self._late = rows, applied, tokens, last, None

@@ -1,0 +1,38 @@
+"""Host figures that ranks share, once a window: what is put in one window is taken, from all ranks, in a later one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Figures = Sequence[float]
+
+
+class Exchange(Protocol):
+    """Between ranks. Every rank puts as many figures, in the same windows."""
+
+    num_ranks: int
+
+    def put(self, figures: Figures) -> None:
+        """Send this rank's figures; does not wait for the others."""
+
+    def take(self) -> list[list[float]] | None:
+        """Return the figures of every rank that were put last, once; None where nothing is under way."""
+
+
+class Alone:
+    """One process: what is put is there to be taken."""
+
+    num_ranks = 1
+
+    def __init__(self) -> None:
+        self._figures: list[float] | None = None
+
+    def put(self, figures: Figures) -> None:
+        """Keep the figures."""
+        self._figures = list(figures)
+
+    def take(self) -> list[list[float]] | None:
+        """Return them."""
+        figures, self._figures = self._figures, None
+        return None if figures is None else [figures]

@@ -1,0 +1,30 @@
+"""One gradient reduction a window: ranks wait for each other in its last micro-batch alone."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class GradientSync:
+    """Keeps a `DistributedDataParallel` from reducing before the last micro-batch; nothing to do for other models.
+
+    Set before each forward: DDP decides there whether the backward will reduce.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model if isinstance(model, DistributedDataParallel) else None
+        self._skipping = contextlib.ExitStack()
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch is about to be handed out."""
+        if self._model is not None:
+            self._skipping.close()
+            if not last:
+                self._skipping.enter_context(self._model.no_sync())
+
+    def end(self) -> None:
+        """The window was given up."""
+        self._skipping.close()

@@ -1,0 +1,49 @@
+"""What a run says of itself: read-only."""
+
+from __future__ import annotations
+
+from trimtab.core.stop import StopReason
+from trimtab.decide.accumulation import Noise
+from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.stopping import StopTest
+
+
+class RunView:
+    """Counters and standing of a run."""
+
+    _consumed: Consumed
+    _control: BatchControl | None
+    _precision: MixedPrecision
+    _stopping: StopTest
+
+    @property
+    def num_batches(self) -> int:
+        """Loader batches of the next window; 1 unless the plan freed the batch."""
+        return 1 if self._control is None else self._control.num_batches
+
+    @property
+    def consumed_rows(self) -> int:
+        """Samples seen, voided windows too."""
+        return self._consumed.rows
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._consumed.applied
+
+    @property
+    def noise(self) -> Noise | None:
+        """Gradient noise over the last windows, where the plan freed the batch; None before anything is known."""
+        return None if self._control is None else self._control.noise
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Which `Stop` condition was met; None while the run goes on."""
+        return self._stopping.reason
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The fp16 loss scale; None under any other precision."""
+        return self._precision.loss_scale

@@ -1,0 +1,68 @@
+"""Whether a run is over: its smoothed gradient norm, read a window late, or an evaluation's value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError
+from trimtab.core.stop import Stop, StopReason
+from trimtab.measure.late import Late
+
+_KEEP = 0.9  # of the average, a window; nothing is said before it holds two thirds of what it will
+_MIN_WINDOWS = 10
+
+
+class StopTest:
+    """The conditions of one run. `reason` is None while it goes on."""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self._stop = stop
+        self._norm: Late | None = None
+        self._average, self._weight, self._seen = 0.0, 0.0, 0
+        self.reason: StopReason | None = None
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the norm of every window's gradient is needed."""
+        return self._stop is not None and self._stop.grad_norm is not None
+
+    def stepped(self, norm: Tensor | None) -> None:
+        """A window was applied; its norm is read when the next one is."""
+        if not self.wants_norm or norm is None:
+            return
+        if self._norm is not None:
+            self._add(self._norm.read()[0])
+        self._norm = Late(norm)
+
+    def evaluated(self, value: float) -> None:
+        """An evaluation's value is known."""
+        if self._stop is not None and self._stop.is_met(value):
+            self.reason = StopReason.TARGET
+
+    def _add(self, norm: float) -> None:
+        assert self._stop is not None
+        assert self._stop.grad_norm is not None
+        if not math.isfinite(norm):
+            return
+        self._average = _KEEP * self._average + (1 - _KEEP) * norm
+        self._weight = _KEEP * self._weight + (1 - _KEEP)
+        self._seen += 1
+        if self._seen >= _MIN_WINDOWS and self._average / self._weight <= self._stop.grad_norm:
+            self.reason = StopReason.GRAD_NORM
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; a norm on its way is not in it."""
+        return {"average": self._average, "weight": self._weight, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        if not isinstance(state, Mapping) or set(state) != {"average", "weight", "seen"}:
+            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys average, weight, seen")
+        average, weight = (checks.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight"))
+        self._seen = checks.integer("state.stop.seen", state["seen"], low=0)
+        self._average, self._weight = average, weight

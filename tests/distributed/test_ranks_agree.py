@@ -1,0 +1,104 @@
+"""Two ranks over gloo: the same k on each, from the noise of both, and one reduction a window."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+RANK = """
+    import itertools, json, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    import trimtab
+    from trimtab.decide.accounts import Account
+
+    Account.is_due = lambda self, free: not self.is_paused  # so short a step would be measured once in a hundred
+    torch.set_num_threads(1)
+    rank, size, folder, slow = int(sys.argv[1]), 2, sys.argv[2], float(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1)))
+    reductions = []
+
+    def slow_reduce(state, bucket):
+        reductions.append(1)
+        if slow:
+            time.sleep(slow)
+        future = dist.all_reduce(bucket.buffer().div_(size), async_op=True).get_future()
+        return future.then(lambda f: f.value()[0])
+
+    model.register_comm_hook(None, slow_reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1 + rank)
+
+    def batches():
+        while True:
+            x = torch.randn(4, 6, generator=generator)
+            yield x, x.sum(1, keepdim=True) + torch.randn(4, 1, generator=generator)
+
+    def loss(model, batch):
+        if rank == 1:
+            time.sleep(0.002)  # a slower rank: times differ, decisions must not
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    rule = trimtab.BatchRule("goodput", k_max=16, min_windows=5)
+    plan = trimtab.Plan.fixed(4, batch_rule=rule)
+    ks, windows = [], 0
+    with trimtab.start(model, optimizer, plan) as run:
+        for window in itertools.islice(run.windows(batches()), 160):
+            ks.append(window.num_micro_batches)
+            run.train_step(window, loss)
+        noise = run.noise
+    weights = [float(p.detach().double().sum()) for p in model.parameters()]
+    found = {"ks": ks, "reductions": len(reductions), "weights": weights, "scale": noise.scale, "n": noise.num_windows}
+    with open(f"{folder}/rank-{rank}.json", "w") as file:
+        json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return {slow: ranks(tmp_path_factory.mktemp("ranks"), slow) for slow in (0.0, 0.05)}
+
+
+def ranks(folder: Path, slow: float):
+    code = textwrap.dedent(RANK)
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(folder), str(slow)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for each in running:
+        _, error = each.communicate(timeout=300)
+        assert each.returncode == 0, error.decode()[-3000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.05])
+def test_every_rank_takes_the_same_windows(found, slow):
+    one, other = found[slow]
+    assert one["ks"] == other["ks"]
+    assert one["weights"] == other["weights"]
+    assert (one["scale"], one["n"]) == (other["scale"], other["n"])
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.05])
+def test_gradients_are_reduced_once_a_window(found, slow):
+    for rank in found[slow]:
+        buckets = rank["reductions"] / len(rank["ks"])
+        assert buckets == int(buckets) <= 2
+
+
+def test_a_slow_link_asks_for_more_accumulation(found):
+    """50 ms a reduction against 2 ms a micro-batch."""
+    fast, slow = (found[each][0]["ks"] for each in (0.0, 0.05))
+    assert slow[-1] >= 4
+    assert slow[-1] > fast[-1]

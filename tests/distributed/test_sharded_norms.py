@@ -1,0 +1,108 @@
+"""FSDP2 on two ranks: a micro-batch's norm over all ranks, from reductions; and from partial sums."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+RANK = """
+    import json, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from trimtab.decide.noise import from_partial_sums
+    from trimtab.measure.sharded_norms import PartialNorms, ShardedNorms, is_sharded
+    from trimtab.runtime.noise_monitor import NoiseSums
+
+    torch.set_num_threads(1)
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    WINDOWS, K, ROWS = 40, 3, 4
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def batches(rank):
+        generator = torch.Generator().manual_seed(10 + rank)
+        return [torch.randn(ROWS, 6, generator=generator, dtype=torch.float64) for _ in range(WINDOWS * K)]
+
+    def loss(model, rows):
+        return model(rows).square().mean()
+
+    # the truth: each micro-batch of both ranks as one, on a model that is whole
+    whole, truth = build(), []
+    parts = [batches(0), batches(1)]
+    for j in range(WINDOWS * K):
+        gradients = torch.autograd.grad(loss(whole, torch.cat([parts[0][j], parts[1][j]])), whole.parameters())
+        truth.append(torch.cat([g.flatten() for g in gradients]))
+
+    model = build()
+    assert not is_sharded(model)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert is_sharded(model)
+    norms, partial = ShardedNorms(model), PartialNorms(model.parameters())
+    own, found, sums = batches(rank), [], []
+    for window in range(WINDOWS):
+        model.zero_grad()
+        norms.on()
+        seen, so_far = [], []
+        for j in range(K):
+            (loss(model, own[window * K + j]) / K).backward()
+            seen.append(float(norms.take()))
+            so_far.append(float(partial.take()))
+        norms.off()
+        norm2 = float(partial.take())
+        mine = NoiseSums(sum(seen) * K**2 * ROWS, K * ROWS, K, K * ROWS, K, norm2).as_list()
+        every = [None, None]
+        dist.all_gather_object(every, (mine, seen, so_far))
+        found.append(vars(NoiseSums.of_ranks([e[0] for e in every], sharded=True).noise()))
+        for j in range(K):
+            ours = sum(e[1][j] for e in every) * K**2
+            theirs = float(truth[window * K + j].square().sum())
+            assert abs(ours - theirs) < 1e-9 * theirs, (ours, theirs)
+        both = [sum(e[2][j] for e in every) * (K * 2 * ROWS) ** 2 for j in range(K)]
+        sums.append(vars(from_partial_sums(both, [2 * ROWS] * K)))
+        mean = torch.stack(truth[window * K : window * K + K]).mean(0)
+        spread = sum(float((g - mean).square().sum()) for g in truth[window * K : window * K + K])
+        trace = 2 * ROWS * spread / (K - 1)
+        assert abs(found[-1]["trace"] - trace) < 1e-9 * trace
+    if rank == 0:
+        with open(f"{folder}/found.json", "w") as file:
+            json.dump({"exact": found, "partial": sums}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    code = textwrap.dedent(RANK)
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(folder)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for each in running:
+        _, error = each.communicate(timeout=300)
+        assert each.returncode == 0, error.decode()[-3000:]
+    return json.loads((Path(folder) / "found.json").read_text())
+
+
+def test_what_reductions_show_is_each_micro_batch_of_all_ranks(found):
+    """The ranks themselves hold every norm and every window's estimate against the truth."""
+    assert len(found["exact"]) == 40
+
+
+def test_partial_sums_agree_on_average(found):
+    exact, partial = (sum(each["trace"] for each in found[name]) / 40 for name in ("exact", "partial"))
+    assert partial == pytest.approx(exact, rel=0.5)

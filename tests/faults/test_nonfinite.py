@@ -1,0 +1,214 @@
+"""A window that is no number is void: it is skipped once, or stopped at, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import NonFiniteError, UsageError
+from trimtab.core.plan import Plan
+from trimtab.runtime import precision
+from trimtab.runtime.voids import PATIENCE, Voids
+
+ROWS, WINDOWS, BAD = 8, 6, 3
+
+
+class Poison(torch.autograd.Function):
+    """The identity, with a gradient that is no number."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+class Loop:
+    """Dropout and batch statistics; regression, so that a label may be no number too."""
+
+    def __init__(self, place: str = "", value: float = math.nan):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [
+            [torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 1, generator=generator)]
+            for _ in range(WINDOWS)
+        ]
+        if place in ("input", "label"):
+            self.batches[BAD][("input", "label").index(place)][2] = value
+        self.place, self.value, self.window = place, value, -1
+
+    def loss(self, model, batch):
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        if self.window == BAD and self.place == "loss":
+            return loss * self.value
+        return Poison.apply(loss) if self.window == BAD and self.place == "gradient" else loss
+
+    def train(self, run, stop_at=WINDOWS):
+        torch.manual_seed(2)
+        for window in run.windows(self.batches[:stop_at]):
+            self.window += 1
+            run.train_step(window, self.loss)
+
+    def tensors(self):
+        found = dict(self.model.state_dict())
+        for index, each in enumerate(self.optimizer.state.values()):
+            found |= {f"{index}.{name}": value for name, value in each.items()}
+        return found
+
+
+def skipping_by_hand(place: str, value: float) -> Loop:
+    """Train the plain loop, which does not see the bad batch but for its random numbers."""
+    loop = Loop(place, value)
+    torch.manual_seed(2)
+    for index, batch in enumerate(loop.batches):
+        if index == BAD:
+            for half in zip(*(part.split(4) for part in batch), strict=True):
+                copy.deepcopy(loop.model)(half[0])
+            continue
+        loop.optimizer.zero_grad()
+        for half in zip(*(part.split(4) for part in batch), strict=True):
+            (loop.loss(loop.model, half) * 0.5).backward()
+        loop.optimizer.step()
+    return loop
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["input", "label", "loss", "gradient"])
+def test_a_window_that_is_no_number_is_skipped_once(place, value):
+    ours, plain = Loop(place, value), skipping_by_hand(place, value)
+    with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 4), nonfinite="skip") as run:
+        ours.train(run)
+    assert (run.applied_steps, run.consumed_rows) == (WINDOWS - 1, WINDOWS * ROWS)
+    theirs = plain.tensors()
+    for name, tensor in ours.tensors().items():
+        assert torch.isfinite(tensor).all(), name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_without_putting_buffers_back_batch_statistics_would_be_lost(monkeypatch):
+    """So that the test above can fail."""
+    monkeypatch.setattr("trimtab.runtime.window_start.WindowStart.restore_buffers", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_a_window_that_is_no_number_is_skipped_once("input", math.nan)
+
+
+def test_a_plain_loop_loses_everything_in_one_step():
+    loop = Loop("input")
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 4)) as run:
+        loop.train(run)
+    assert not torch.isfinite(loop.model[0].weight).any()
+
+
+@pytest.mark.parametrize("place", ["input", "label", "loss", "gradient"])
+def test_a_run_told_to_stop_stands_as_before_the_window(place):
+    ours, before = Loop(place), Loop(place)
+    with trimtab.start(before.model, before.optimizer, Plan.fixed(ROWS, 4)) as run:
+        before.train(run, stop_at=BAD)
+    with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 4), nonfinite="stop") as run:
+        with pytest.raises(NonFiniteError, match="Look for a nan"):
+            ours.train(run)
+        assert (run.applied_steps, run.consumed_rows) == (BAD, BAD * ROWS)
+        stands = ours.tensors()
+        for name, tensor in before.tensors().items():
+            assert torch.equal(tensor, stands[name]), name
+        ours.place = ""
+        run.train_step(run.window(ours.batches[BAD + 1]), ours.loss)  # and it goes on where that is wanted
+        assert run.applied_steps == BAD + 1
+
+
+def test_a_run_that_only_skips_stops_with_the_likely_cause():
+    loop = Loop()
+    for batch in loop.batches:
+        batch[0][0] = math.nan
+    loop.batches *= 10
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), nonfinite="skip") as run:
+        with pytest.raises(NonFiniteError, match=f"{PATIENCE} windows in a row without a finite gradient"):
+            loop.train(run, stop_at=60)
+        assert (run.applied_steps, run.consumed_rows) == (0, PATIENCE * ROWS)
+
+
+def overflowing(model, batch):
+    """A loss that is a number, with gradients that overflow fp16 at any scale."""
+    out = model(batch[0])
+    return (out * 0).mean() + Huge.apply(out.float().mean())
+
+
+class Huge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+def test_fp16_that_overflows_at_every_scale_is_left_for_a_wider_precision(tmp_path):
+    loop = Loop()
+    wider = precision.wider(torch.device("cpu"))
+    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
+        run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16"), record=writer)
+        with run:
+            buffers = {name: value.clone() for name, value in loop.model.named_buffers()}
+            for _ in range(21):
+                run.train_step(run.window(loop.batches[0]), overflowing)
+            assert run.applied_steps == 0
+            assert str(run.plan.precision.value) == wider
+            assert "in place of fp16: gradients overflow at a loss scale of" in run.plan.precision.reason
+            assert run.loss_scale is None
+            for name, value in loop.model.named_buffers():
+                assert torch.equal(value, buffers[name])
+            run.train_step(run.window(loop.batches[0]), loop.loss)
+            assert run.applied_steps == 1
+    (event,) = trimtab.read_record(tmp_path / "run.jsonl").events
+    assert (event.name, event.detail["from"], event.detail["to"]) == ("precision", "fp16", wider)
+
+
+def test_fp16_on_a_loss_that_is_no_number_stops_instead_of_stepping_silently():
+    loop = Loop()
+    for batch in loop.batches:
+        batch[1][:] = math.nan
+    loop.batches *= 10
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
+        with pytest.raises(NonFiniteError, match="windows in a row whose loss is nan"):
+            loop.train(run, stop_at=60)
+        assert run.applied_steps == 0
+        assert run.consumed_rows < 25 * ROWS
+
+
+def test_fp16_that_overflows_half_the_time_is_left():
+    voids = Voids(None)
+    for index in range(64):
+        voids.note(applied=index % 2 == 0)
+    assert voids.outlasts(1024.0, torch.tensor(1.0)) == "50% of the last windows overflowed"
+    calm = Voids(None)
+    for index in range(200):
+        calm.note(applied=index % 10 != 0)
+    assert calm.outlasts(1024.0, torch.tensor(1.0)) is None
+
+
+def test_an_unknown_policy_is_refused_and_nothing_changed():
+    loop = Loop()
+    for options in ({"nonfinite": "ignore"}, {"out_of_memory": "retry"}, {"stop": 3}):
+        with pytest.raises(UsageError):
+            trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), **options)
+    trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS)).close()
+
+
+def test_the_counts_are_saved():
+    voids, other = Voids("skip"), Voids("skip")
+    for index in range(30):
+        voids.note(applied=index % 3 != 0)
+    other.load_state_dict(voids.state_dict())
+    assert other.state_dict() == voids.state_dict()
+    with pytest.raises(UsageError):
+        other.load_state_dict(voids.state_dict() | {"total": -1})

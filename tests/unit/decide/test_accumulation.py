@@ -1,0 +1,204 @@
+"""Policies for k: bounded, monotone, free of units, and silent while nothing is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.batch_rule import POLICIES, BatchRule
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.decide.accumulation import (
+    Noise,
+    Standing,
+    Times,
+    decide,
+    goodput_k,
+    most,
+    relative_time,
+    throughput_per_memory,
+)
+
+positive = st.floats(1e-6, 1e6)
+units = st.integers(1, 5)
+KNOWN = Noise(trace=640.0, norm2=1.0, relative_error=0.1, num_windows=100)
+STANDING = Standing(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=Times(0.1, 0.05))
+
+
+def rule_of(policy: str, k_max: int = 64) -> BatchRule:
+    return BatchRule(policy, k_max=k_max, sigma2_target=10.0 if policy in ("paper", "variance") else None)
+
+
+@st.composite
+def standings(draw):
+    unit = draw(units)
+    return Standing(
+        k=unit * draw(st.integers(1, 12)),
+        unit=unit,
+        micro_rows=draw(st.floats(1, 512)),
+        num_ranks=draw(st.integers(1, 64)),
+        noise=Noise(draw(positive), draw(positive), draw(st.floats(0, 0.5)), draw(st.integers(0, 200))),
+        times=Times(draw(positive), draw(st.floats(0, 1e6))),
+    )
+
+
+@given(standings(), st.sampled_from(POLICIES), st.integers(1, 128))
+def test_k_stays_in_its_bounds(standing, policy, k_max):
+    rule = rule_of(policy, k_max)
+    standing = replace(standing, k=min(standing.k, most(rule, standing.unit)))
+    k = decide(rule, standing).k
+    assert k % standing.unit == 0
+    assert 1 <= k <= most(rule, standing.unit)
+    if policy != "paper":
+        assert k <= 2 * standing.k
+        assert k >= standing.k / 2
+
+
+@given(standings(), positive, positive)
+def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss, time):
+    noise, times = standing.noise, standing.times
+    scaled = replace(
+        standing,
+        noise=replace(noise, trace=noise.trace * loss, norm2=noise.norm2 * loss),
+        times=Times(times.micro_s * time, times.fixed_s * time),
+    )
+    for policy in ("goodput", "norm_test"):
+        rule = rule_of(policy)
+        ours, theirs = decide(rule, standing), decide(rule, scaled)
+        if ours.wanted is None or theirs.wanted is None:
+            assert ours.wanted is theirs.wanted is None
+        else:
+            assert ours.wanted == pytest.approx(theirs.wanted, rel=1e-9)
+
+
+@given(
+    positive,
+    positive,
+    st.floats(1, 100),
+    st.floats(1, 100),
+    st.sampled_from(["goodput", "norm_test", "variance", "paper"]),
+)
+def test_more_noise_never_asks_for_less(trace, norm2, factor, rows, policy):
+    rule, noise = rule_of(policy), Noise(trace, norm2, 0.0, 100)
+    standing = replace(STANDING, noise=noise, micro_rows=rows)
+    more = replace(standing, noise=replace(noise, trace=trace * factor))
+    assert decide(rule, more).wanted >= decide(rule, standing).wanted * (1 - 1e-12)
+
+
+@given(positive, st.floats(0, 1e3), st.floats(1, 1e3))
+def test_a_longer_fixed_part_never_asks_for_less(micro_s, fixed_s, factor):
+    few = replace(STANDING, times=Times(micro_s, fixed_s))
+    more = replace(STANDING, times=Times(micro_s, fixed_s * factor))
+    assert decide(rule_of("goodput"), more).k >= decide(rule_of("goodput"), few).k
+
+
+@given(positive, st.floats(1, 256), st.integers(1, 16), positive, positive)
+def test_the_closed_form_is_where_time_is_least(scale, rows, ranks, micro_s, fixed_s):
+    times = Times(micro_s, fixed_s)
+    best = goodput_k(scale, rows, ranks, times)
+    least = relative_time(best, scale, rows, ranks, times)
+    for other in (0.5 * best, 0.9 * best, 1.1 * best, 2 * best):
+        assert relative_time(other, scale, rows, ranks, times) >= least * (1 - 1e-12)
+
+
+@given(st.integers(1, 64), positive, positive)
+def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s):
+    """From anywhere, step by step: to where no next step is worth its change."""
+    rule = rule_of("goodput")
+    standing = replace(STANDING, k=start, noise=replace(KNOWN, trace=scale), times=Times(1.0, fixed_s))
+    for _ in range(20):
+        standing = replace(standing, k=decide(rule, standing).k)
+    near = range(max(1, standing.k // 2), min(64, 2 * standing.k) + 1)
+    best = min(relative_time(k, scale, 8.0, 1, standing.times) for k in near)
+    assert relative_time(standing.k, scale, 8.0, 1, standing.times) <= 1.0101 * best
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"noise": None}, "0 of 10 windows seen"),
+        ({"noise": replace(KNOWN, num_windows=9)}, "9 of 10 windows seen"),
+        ({"noise": replace(KNOWN, norm2=-1.0)}, "not to be told from its noise"),
+        ({"noise": replace(KNOWN, norm2=0.0)}, "not to be told from its noise"),
+        ({"noise": replace(KNOWN, relative_error=0.26)}, "known to 26%, 25% needed"),
+        ({"noise": replace(KNOWN, relative_error=math.inf)}, "25% needed"),
+        ({"noise": replace(KNOWN, relative_error=math.nan)}, "25% needed"),
+        ({"times": None}, "the time of a micro-batch is not known"),
+    ],
+)
+def test_goodput_holds_while_it_is_uncertain(changes, why):
+    decision = decide(rule_of("goodput"), replace(STANDING, **changes))
+    assert decision.k == 4
+    assert why in decision.reason
+    assert decision.reason.startswith("held: ")
+
+
+def test_a_change_not_worth_a_hundredth_is_not_made():
+    times = Times(1.0, 1.0)
+    scale = 8.0 * 4.2**2  # k* = 4.2 at b = 8
+    decision = decide(rule_of("goodput"), replace(STANDING, noise=replace(KNOWN, trace=scale), times=times, k=5))
+    assert decision.wanted == pytest.approx(4.2)
+    assert decision.k == 5
+
+
+def test_nothing_fixed_asks_for_a_single_micro_batch():
+    decision = decide(rule_of("goodput"), replace(STANDING, k=2, times=Times(1.0, 0.0)))
+    assert decision.k == 1
+
+
+def test_the_papers_rule_to_the_letter():
+    rule = BatchRule("paper", k_max=16, sigma2_target=10.0, allowed=(4, 8))
+    wanted = {10.0: 4, 400.0: 4, 401.0: 8, 1e9: 8}
+    for trace, k in wanted.items():
+        standing = replace(STANDING, k=1, noise=replace(KNOWN, trace=trace * 8 / 10))
+        assert decide(rule, replace(standing, micro_rows=8.0)).k == k
+    unbounded = BatchRule("paper", k_max=16, sigma2_target=10.0)
+    assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 55.0))).k == 6
+    assert decide(unbounded, replace(STANDING, noise=replace(KNOWN, trace=8 * 1e6))).k == 16
+
+
+def test_the_norm_test_and_the_variance_rule():
+    norm = BatchRule("norm_test", theta=0.5, k_max=64)
+    assert decide(norm, replace(STANDING, k=16, noise=replace(KNOWN, trace=40.0))).k == 20  # 40 / (8 * 0.25)
+    variance = BatchRule("variance", sigma2_target=10.0, k_max=64)
+    assert decide(variance, replace(STANDING, k=4, num_ranks=2, noise=replace(KNOWN, trace=8 * 99.0))).k == 5
+
+
+def test_throughput_over_memory_to_the_letter():
+    assert throughput_per_memory({1: (100.0, 100.0), 2: (95.0, 60.0), 4: (80.0, 40.0), 8: (50.0, 35.0)}) == 4
+    assert throughput_per_memory({1: (100.0, 100.0), 2: (50.0, 50.0)}) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"policy": "best"},
+        {"k": 0},
+        {"k": 17},
+        {"k_max": 0},
+        {"k_max": 2.0},
+        {"theta": 0.0},
+        {"theta": math.nan},
+        {"min_windows": 1},
+        {"learning_rate": "cubic"},
+        {"policy": "paper"},
+        {"policy": "variance"},
+        {"policy": "variance", "sigma2_target": 0.0},
+        {"policy": "paper", "sigma2_target": 1.0, "allowed": (4, 32)},
+        {"allowed": (4, 8)},
+        {"learning_rate": "none"},
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(values):
+    with pytest.raises(ValueGivenError, match="batch_rule"):
+        BatchRule(**values)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rule_is_a_value(policy):
+    rule = rule_of(policy)
+    assert from_json(BatchRule, to_json(rule)) == rule

@@ -1,0 +1,155 @@
+"""Estimates of gradient noise: unbiased where the truth is known, smoothed apart, sure only after enough windows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+
+from trimtab.core.errors import UsageError
+from trimtab.decide.noise import NoiseAverage, WindowNoise, from_partial_sums, window_noise
+
+DIM = 6
+TRUE = numpy.linspace(-1, 1, DIM)
+SPREAD = numpy.linspace(0.5, 2.0, DIM)  # standard deviation of one row's gradient, by component
+TRACE, NORM2 = float((SPREAD**2).sum()), float((TRUE**2).sum())
+
+
+def window_of(rng, rows, terms=None):
+    """Return (gradients of micro-batches' mean losses, terms, rows): each row's is Gaussian around the truth."""
+    terms = rows if terms is None else terms
+    means = [TRUE + SPREAD * rng.standard_normal((m, DIM)).mean(0) for m in rows]
+    return means, numpy.array(terms, float), numpy.array(rows, float)
+
+
+def estimate(means, terms, rows):
+    """Return a window's estimates, by the sums that a run makes of it."""
+    n = terms.sum()
+    weights = terms / n
+    mean = sum(w * g for w, g in zip(weights, means, strict=True))
+    norms = sum(w * (g**2).sum() for w, g in zip(weights, means, strict=True))
+    spread = (weights * (1 - weights) / rows).sum()
+    return window_noise(norms, (mean**2).sum(), spread, (weights**2 / rows).sum(), len(means))
+
+
+def interval(values):
+    """Return mean and half-width of a 99.9% interval."""
+    return numpy.mean(values), 3.3 * numpy.std(values, ddof=1) / math.sqrt(len(values))
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (4,) * 8, (1, 2, 3, 10), (16, 1)])
+@pytest.mark.parametrize("uneven_terms", [False, True])
+def test_a_windows_estimates_are_unbiased(rows, uneven_terms):
+    rng = numpy.random.default_rng(0)
+    terms = [(1 + index % 3) * m for index, m in enumerate(rows)] if uneven_terms else None
+    found = [estimate(*window_of(rng, rows, terms)) for _ in range(4000)]
+    for name, truth in (("trace", TRACE), ("norm2", NORM2)):
+        mean, half = interval([getattr(each, name) for each in found])
+        assert abs(mean - truth) < half, name
+        assert half < 0.2 * truth
+
+
+def test_the_unweighted_form_would_be_wrong_on_uneven_sizes():
+    """So that the test above can fail: dividing by K - 1 what is not weighted."""
+    rng = numpy.random.default_rng(0)
+    values = []
+    for _ in range(4000):
+        means, _, rows = window_of(rng, (1, 2, 3, 10))
+        mean = sum(means) / len(means)
+        values.append(sum(((g - mean) ** 2).sum() for g in means) / (len(means) - 1) * rows.mean())
+    mean, half = interval(values)
+    assert mean - half > 1.5 * TRACE
+
+
+@pytest.mark.parametrize("rows", [(4,) * 8, (3, 5, 4, 2)])
+def test_partial_sums_agree_with_the_exact_estimates(rows):
+    rng = numpy.random.default_rng(1)
+    exact, partial = [], []
+    for _ in range(8000):
+        means, terms, sizes = window_of(rng, rows)
+        exact.append(estimate(means, terms, sizes))
+        sums = numpy.cumsum([m * g for m, g in zip(sizes, means, strict=True)], axis=0)
+        partial.append(from_partial_sums([float((s**2).sum()) for s in sums], list(sizes)))
+    for name, truth in (("trace", TRACE), ("norm2", NORM2)):
+        mean, half = interval([getattr(each, name) for each in partial])
+        assert abs(mean - truth) < half, name
+    spread = [numpy.std([each.trace for each in found]) for found in (exact, partial)]
+    assert spread[1] > spread[0]
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [(1.0, 1.0, 0.1, 0.1, 1), (1.0, 1.0, 0.0, 0.1, 4), (math.inf, 1.0, 0.1, 0.1, 4), (1.0, math.nan, 0.1, 0.1, 4)],
+)
+def test_a_window_that_says_nothing(sums):
+    assert window_noise(*sums) is None
+
+
+@pytest.mark.parametrize("found", [([1.0], [4.0]), ([1.0, 2.0], [0.0, 0.0]), ([1.0, math.inf], [1.0, 1.0])])
+def test_partial_sums_that_say_nothing(found):
+    assert from_partial_sums(*found) is None
+
+
+def test_the_average_is_that_of_its_windows_and_knows_how_sure_it_is():
+    """Of 200 windows, the interval of two standard errors holds the truth about as often as it should."""
+    covered = 0
+    for seed in range(60):
+        rng = numpy.random.default_rng(seed)
+        average = NoiseAverage()
+        for _ in range(200):
+            average.add(estimate(*window_of(rng, (4,) * 4)))
+        noise = average.noise
+        covered += abs(noise.norm2 - NORM2) < 2 * noise.relative_error * noise.norm2
+        assert noise.trace == pytest.approx(TRACE, rel=0.2)
+    assert covered >= 50
+
+
+def test_an_average_follows_what_changes():
+    average = NoiseAverage(memory=20)
+    for trace in [1.0] * 100 + [5.0] * 100:
+        average.add(WindowNoise(trace, 1.0, 3))
+    assert average.noise.trace == pytest.approx(5.0, rel=0.05)
+    assert average.noise.scale == pytest.approx(5.0, rel=0.05)
+
+
+def test_more_micro_batches_weigh_more():
+    average = NoiseAverage()
+    average.add(WindowNoise(1.0, 1.0, 1))
+    average.add(WindowNoise(4.0, 1.0, 7))
+    assert average.noise.trace == pytest.approx((0.99 * 1 + 7 * 4) / (0.99 + 7), rel=1e-9)
+
+
+def test_too_few_windows_are_not_sure():
+    average = NoiseAverage()
+    assert average.noise is None
+    average.add(WindowNoise(1.0, 1.0, 3))
+    assert average.noise.relative_error == math.inf
+    average.add(WindowNoise(1.0, -5.0, 3))
+    assert average.noise.norm2 < 0
+    assert average.noise.relative_error == math.inf
+    assert average.noise.scale == math.inf
+
+
+def test_a_saved_average_goes_on_as_if_it_had_not_stopped():
+    rng = numpy.random.default_rng(3)
+    windows = [estimate(*window_of(rng, (4,) * 4)) for _ in range(30)]
+    whole, first, second = NoiseAverage(), NoiseAverage(), NoiseAverage()
+    for each in windows:
+        whole.add(each)
+    for each in windows[:13]:
+        first.add(each)
+    second.load_state_dict(first.state_dict())
+    for each in windows[13:]:
+        second.add(each)
+    assert second.noise == whole.noise
+
+
+@pytest.mark.parametrize("damage", [{}, {"trace": "1"}, {"num_windows": -1}, {"weight": math.nan}, {"extra": 1}])
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    average = NoiseAverage()
+    average.add(WindowNoise(1.0, 2.0, 3))
+    before = average.state_dict()
+    with pytest.raises(UsageError):
+        average.load_state_dict((before | damage) if damage else {})
+    assert average.state_dict() == before

@@ -1,0 +1,111 @@
+"""Times of a run's windows, and what a technique costs and brings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trimtab.core.errors import UsageError
+from trimtab.decide.accounts import LIMIT, PAUSE, REVIEW, Account
+from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, WindowTimes
+
+
+def filled(windows: int) -> WindowTimes:
+    times = WindowTimes()
+    for _ in range(windows):
+        times.add(0.01, 0.2)
+    return times
+
+
+def test_the_first_windows_are_not_looked_at():
+    assert filled(SKIPPED + MIN_WINDOWS - 1).times(8) is None
+    found = filled(SKIPPED + MIN_WINDOWS).times(8)
+    assert (found.micro_s, found.fixed_s) == (pytest.approx(0.08), 0.2)
+
+
+def test_a_disturbed_window_weighs_nothing():
+    times = filled(20)
+    times.add(9.0, 50.0)
+    assert times.times(8).fixed_s == 0.2
+
+
+def test_less_than_nothing_is_not_fixed():
+    times = WindowTimes()
+    for _ in range(10):
+        times.add(0.01, -0.1)
+    assert times.times(1).fixed_s == 0.0
+
+
+def test_times_are_saved():
+    first, second = filled(12), WindowTimes()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert second.times(4) == first.times(4)
+
+
+@pytest.mark.parametrize("damage", [{"row_s": [1.0]}, {"row_s": "no"}, {"seen": -1}, {"fixed_s": [math.nan] * 10}])
+def test_a_damaged_state_of_times_is_refused(damage):
+    times = filled(12)
+    before = times.state_dict()
+    with pytest.raises(UsageError):
+        times.load_state_dict(before | damage)
+    assert times.state_dict() == before
+
+
+def used(price: float, windows: int, limit: float = LIMIT) -> Account:
+    """Return the account of a technique that takes a share of each window it is used in, used whenever it is due."""
+    account = Account("a technique", limit)
+    for _ in range(windows):
+        if account.is_due(free=10):
+            account.charge(1.0, price)
+        account.pass_window()
+    return account
+
+
+@pytest.mark.parametrize("price", [1e-4, LIMIT, 0.03, 0.5])
+def test_what_measures_costs_what_it_may_on_average(price):
+    account = used(price, 20_000)
+    free = 10 * price / 20_000
+    assert account.spent_s / 20_000 <= LIMIT + free + price / 20_000
+    assert account.uses >= 10
+
+
+def test_a_cheap_technique_is_used_in_every_window():
+    assert used(0.001, 500).uses == 500
+
+
+def test_what_does_not_pay_is_paused_each_time_for_longer():
+    account = used(0.02, REVIEW)
+    first = account.review(gain=0.001)
+    assert (first.pays, first.pause) == (False, PAUSE)
+    assert first.price == pytest.approx(0.02 / account.every)
+    assert first.price <= LIMIT
+    assert account.is_paused
+    assert not account.is_due(free=10**9)
+    for _ in range(PAUSE):
+        account.pass_window()
+    assert not account.is_paused
+    assert account.review(gain=0.0).pause == 2 * PAUSE
+
+
+def test_what_pays_goes_on():
+    account = used(0.02, REVIEW)
+    assert account.review(gain=0.05).pays
+    assert not account.is_paused
+    assert account.review(gain=0.0) is None  # not before it is time again
+
+
+def test_nothing_is_said_of_an_unknown_gain():
+    assert used(0.02, REVIEW).review(gain=None) is None
+    assert used(0.02, REVIEW - 1).review(gain=0.0) is None
+
+
+def test_an_account_is_saved():
+    first, second = used(0.02, 150), Account("a technique")
+    first.review(gain=0.0)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    with pytest.raises(UsageError):
+        second.load_state_dict(first.state_dict() | {"uses": -1})
+    assert second.state_dict() == first.state_dict()

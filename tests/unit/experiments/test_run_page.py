@@ -1,0 +1,64 @@
+"""The page of one run: its tracks, what happened on the way, and nothing that runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
+from trimtab.experiments.report.run_page import run_page, tracks
+
+
+def steps(n, k=lambda i: 1, noise=lambda i: None, applied=lambda i: True):
+    return tuple(
+        StepRecord(i, 8 * k(i), 8.0 * k(i), 2.0 / (i + 1), 0.1, 0.05, applied(i), None, None, k(i), noise(i))
+        for i in range(n)
+    )
+
+
+def test_the_tracks_that_say_something_are_drawn():
+    assert [track.name for track in tracks(steps(10))] == ["loss", "rate"]
+    adaptive = steps(10, k=lambda i: 1 + i // 5, noise=lambda i: None if i < 3 else 40.0 + i)
+    found = {track.name: track for track in tracks(adaptive)}
+    assert list(found) == ["loss", "k", "noise", "rate"]
+    assert found["k"].values == (1.0,) * 5 + (2.0,) * 5
+    assert math.isnan(found["noise"].values[0])
+    assert found["noise"].values[-1] == 49.0
+
+
+def test_the_page_shows_course_and_events():
+    events = (Event("k", 5, {"from": 1, "to": 2, "reason": "k* = 2.3", "trace": 640.123456}),)
+    record = RunRecord(Header("a run"), steps(12, k=lambda i: 1 + (i > 5)), (), events, End("target"))
+    page = run_page(record)
+    assert page.count("<svg") == 3
+    for text in ("a run: ended by target", "12 windows of 144 rows", "0 void", "k* = 2.3", "trace 640.1"):
+        assert text in page, text
+
+
+def test_void_windows_and_a_torn_record_are_said():
+    record = RunRecord(Header("a run"), steps(9, applied=lambda i: i % 3 > 0))
+    page = run_page(record)
+    assert "3 void" in page
+    assert "cut off: its record has no end" in page
+    assert "Nothing but training." in page
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_run_of_hardly_any_window_has_a_page(n):
+    assert "Too few windows to draw." in run_page(RunRecord(Header("short"), steps(n), (), (), End("closed")))
+
+
+def test_a_long_run_keeps_the_page_small_and_no_number_is_left_out_of_it():
+    record = RunRecord(Header("long"), steps(50_000, noise=lambda i: math.inf if i % 2 else 3.0))
+    page = run_page(record)
+    assert len(page.encode()) < 500_000
+
+
+def test_names_are_escaped_and_nothing_can_run():
+    evil = "<script>alert(1)</script>"
+    record = RunRecord(Header(evil), steps(5), (), (Event(evil, 2, {evil: evil}),), End("x"))
+    page = run_page(record)
+    assert "<script" not in page
+    assert "default-src 'none'" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")

@@ -1,0 +1,112 @@
+"""Squared norms of each backward's gradient, as the leaves receive it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.measure import gradient_norms
+from trimtab.measure.gradient_norms import GradientNorms, squared_norm
+from trimtab.measure.late import Late
+from trimtab.measure.window_clock import WindowClock
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.hidden = nn.Linear(5, 5)
+
+    def forward(self, tokens):
+        return nn.functional.linear(torch.tanh(self.hidden(self.embedding(tokens))), self.embedding.weight)
+
+
+def true_norm2(model, loss):
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    return sum(float(g.square().sum()) for g in gradients)
+
+
+@pytest.mark.parametrize("chunk", [1, 2**20])
+def test_each_backward_has_its_own_norm_though_gradients_add_up(monkeypatch, chunk):
+    """Tied weights once, frozen ones not at all; in chunks of one tensor and of all."""
+    monkeypatch.setattr(gradient_norms, "CHUNK_BYTES", chunk)
+    torch.manual_seed(0)
+    model = Tied().double()
+    model.hidden.bias.requires_grad_(False)
+    norms = GradientNorms(model.parameters())
+    norms.on()
+    for seed in range(4):
+        tokens = torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(seed))
+
+        def loss(tokens=tokens):
+            return nn.functional.cross_entropy(model(tokens), tokens.flip(0))
+
+        expected = true_norm2(model, loss())
+        norms.take()  # what torch.autograd.grad showed the hooks
+        loss().backward()
+        assert float(norms.take()) == pytest.approx(expected, rel=1e-12)
+    norms.off()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_gradients_are_those_without_hooks():
+    torch.manual_seed(0)
+    model, found = Tied(), []
+    norms = GradientNorms(model.parameters())
+    for watched in (False, True):
+        model.zero_grad()
+        norms.on() if watched else norms.off()
+        for _ in range(3):
+            model(torch.arange(7)).square().mean().backward()
+            norms.take()
+        found.append([p.grad.clone() for p in model.parameters()])
+    norms.off()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_gradient_is_still_taken_over_not_copied():
+    """A hook that kept the gradient itself would make each first one be copied."""
+    weight = torch.ones(1000, requires_grad=True)
+    norms, pointers = GradientNorms([weight]), []
+    weight.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
+    norms.on()
+    (weight * torch.arange(1000.0)).sum().backward()
+    assert weight.grad.data_ptr() == pointers[0]
+    norms.off()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_halves_do_not_overflow(dtype):
+    gradients = [torch.full((300,), 300.0, dtype=dtype), torch.full((2, 2), -2.0, dtype=dtype)]
+    assert float(squared_norm(gradients)) == pytest.approx(300 * 300.0**2 + 16.0, rel=1e-3)
+
+
+def test_sparse_gradients_count_a_row_once():
+    embedding = nn.Embedding(10, 3, sparse=True)
+    norms = GradientNorms(embedding.parameters())
+    norms.on()
+    embedding(torch.tensor([1, 1, 2])).sum().backward()
+    assert float(norms.take()) == pytest.approx(3 * 2.0**2 + 3 * 1.0)
+    norms.off()
+
+
+def test_nothing_seen_is_nothing():
+    assert float(squared_norm([])) == 0.0
+    assert float(GradientNorms([]).take()) == 0.0
+
+
+def test_late_scalars_are_read_as_they_were():
+    values = torch.tensor([1.0, 2.5, float("inf")])
+    assert Late(values).read() == [1.0, 2.5, float("inf")]
+    assert Late(torch.tensor(3)).read() == [3.0]
+
+
+def test_a_windows_clock_tells_its_micro_batches_apart(monkeypatch):
+    ticks = iter([10.0, 11.0, 13.0, 20.0])
+    monkeypatch.setattr("trimtab.measure.window_clock.time.perf_counter", lambda: next(ticks))
+    clock = WindowClock(torch.device("cpu"))
+    for _ in range(3):
+        clock.begin()
+    found = clock.end().read()
+    assert (found.micro_s, found.window_s) == ((1.0, 2.0), 10.0)

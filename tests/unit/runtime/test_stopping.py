@@ -1,0 +1,99 @@
+"""A run that ends itself, and what it says of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.errors import UsageError
+from trimtab.core.plan import Plan
+from trimtab.runtime.stopping import StopTest
+
+
+def started(stop, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8), stop=stop, **options)
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def batches(n):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 4, generator=generator) for _ in range(n)]
+
+
+def test_a_small_smoothed_gradient_ends_the_run(tmp_path):
+    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
+        run = started(trimtab.Stop(grad_norm=1e-2), record=writer)
+        with run:
+            windows = 0
+            for window in run.windows(batches(2000)):
+                run.train_step(window, loss)
+                windows += 1
+            assert run.stop_reason is trimtab.StopReason.GRAD_NORM
+    assert 11 <= windows < 2000
+    record = trimtab.read_record(tmp_path / "run.jsonl")
+    assert record.end.reason == "grad_norm"
+    assert len(record.steps) == windows
+    assert record.steps[-1].grad_norm < 2e-2
+
+
+def test_one_small_gradient_does_not():
+    test = StopTest(trimtab.Stop(grad_norm=0.1))
+    for norm in [1.0] * 20 + [0.0] + [1.0] * 5 + [math.nan] * 3:
+        test.stepped(torch.tensor(norm))
+    assert test.reason is None
+
+
+@pytest.mark.parametrize(("smaller", "values"), [(False, [0.5, 0.7, 0.91]), (True, [3.0, 2.0, 0.9])])
+def test_an_evaluation_that_reaches_the_target_ends_the_run(smaller, values, tmp_path):
+    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
+        stop = trimtab.Stop(target=0.9, smaller_is_better=smaller)
+        with started(stop, record=writer) as run:
+            for window, value in zip(run.windows(batches(50)), values, strict=False):
+                run.train_step(window, loss)
+                assert run.stop_reason is None
+                run.evaluated(value, "accuracy")
+            assert run.stop_reason is trimtab.StopReason.TARGET
+            assert list(run.windows(batches(3))) == []
+    record = trimtab.read_record(tmp_path / "run.jsonl")
+    assert record.end.reason == "target"
+    assert [each.metrics["accuracy"] for each in record.evaluations] == values
+
+
+def test_a_run_without_conditions_reads_no_norm():
+    with started(None) as run:
+        for window in run.windows(batches(12)):
+            run.train_step(window, loss)
+        assert run.stop_reason is None
+        assert run.grad_norm is None
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"grad_norm": 0.0}, {"grad_norm": math.nan}, {"target": math.inf}, {"grad_norm": "small"}]
+)
+def test_conditions_that_cannot_be_are_refused(values):
+    with pytest.raises(UsageError, match="stop"):
+        trimtab.Stop(**values)
+
+
+def test_an_evaluation_is_a_number():
+    with started(trimtab.Stop(target=1.0)) as run, pytest.raises(UsageError, match="evaluated"):
+        run.evaluated(math.nan)
+
+
+def test_the_average_is_saved():
+    test, other = (StopTest(trimtab.Stop(grad_norm=0.1)) for _ in range(2))
+    for _ in range(5):
+        test.stepped(torch.tensor(1.0))
+    other.load_state_dict(test.state_dict())
+    assert other.state_dict() == test.state_dict()
+    with pytest.raises(UsageError):
+        other.load_state_dict({"average": -1.0, "weight": 0.5, "seen": 3})
