@@ -10,8 +10,8 @@ micro-batch (no hooks; not exact), and a copy of the gradient after each.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +24,20 @@ from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.machine import environment
+from trimtab.measure.timing import synchronize
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 900, 90), ("source_gpt", 4, 180, 12))
-ORDERS = tuple(itertools.permutations(range(3)))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 
 
 def run_step(task: Task, k: int, *, measures: bool) -> tuple[Step, Any]:
     """Return the step of a run with or without a monitor, and the run."""
     torch.manual_seed(0)
-    model = task.make_model().train()
+    model = task.make_model().to(DEVICE).train()
     rule = trimtab.BatchRule("fixed", k=k, k_max=k, learning_rate="none") if measures else None
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule)
     run = trimtab.start(model, task.make_optimizer(model), plan)
@@ -44,19 +45,18 @@ def run_step(task: Task, k: int, *, measures: bool) -> tuple[Step, Any]:
 
 
 def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:
-    """Return seconds per step of each arm: rounds of one step each, in all orders in turn."""
+    """Return seconds per step of each arm: rounds of one step each, in an order drawn for each round."""
     batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
-    orders = (
-        tuple(itertools.permutations(range(len(arms))))
-        if len(arms) < 4
-        else tuple(tuple((start + i) % len(arms) for i in range(len(arms))) for start in range(len(arms)))
-    )
+    draw, order = random.Random(0), list(range(len(arms)))
     seconds: list[list[float]] = [[] for _ in arms]
     for index in range(pairs + skip):
         batch = next(batches)
-        for arm in orders[index % len(orders)]:
+        draw.shuffle(order)
+        for arm in order:
+            synchronize(DEVICE)
             start = time.perf_counter()
             arms[arm](batch)
+            synchronize(DEVICE)
             if index >= skip:
                 seconds[arm].append(time.perf_counter() - start)
     return seconds
@@ -75,8 +75,7 @@ def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
     again, _ = run_step(task, k, measures=False)
     theirs, ours, control = alternate(task, [plain, watched, again], pairs, skip=30)
     found, same = ratio(ours, theirs), ratio(control, theirs)
-    account = run.state_dict()["batch"]["account"]
-    price = account["spent_s"] / account["used_s"]
+    account = run._control._account
     return {
         "metric": "monitor_overhead_ratio",
         "task": name,
@@ -88,9 +87,9 @@ def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
         "n": found.n,
         "resolution": resolution(same),
         "control_half_width": same.half_width,
-        "price_of_a_window": price,
-        "measured_every": account["every"],
-        "price_on_average": price / account["every"],
+        "price_of_a_window": account.price,
+        "measured_every": account.every,
+        "price_on_average": account.price / account.every,
     }
 
 
@@ -100,7 +99,7 @@ def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
 def by_hand(task: Task, k: int, mechanism: str) -> Step:
     """Return a hand-written step that finds each micro-batch's squared norm."""
     torch.manual_seed(0)
-    model = task.make_model().train()
+    model = task.make_model().to(DEVICE).train()
     optimizer = task.make_optimizer(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms, found = GradientNorms(parameters), []
@@ -113,7 +112,7 @@ def by_hand(task: Task, k: int, mechanism: str) -> Step:
     def step(batch: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
         found.clear()
-        columns = [column.chunk(k) for column in batch]
+        columns = [column.to(DEVICE).chunk(k) for column in batch]
         for micro in zip(*columns, strict=True):
             result = task.loss_fn(model, micro)
             loss = result[0] / result[1] if isinstance(result, tuple) else result

@@ -24,7 +24,7 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose
-from trimtab.distributed.exchange import connect
+from trimtab.distributed.exchange import connect, has_peers
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
@@ -174,7 +174,8 @@ def start(
         nonfinite: a window whose loss or gradient is no number: "skip" voids it, "stop" raises; either way parameters,
             optimizer state and buffers stay as before it. Reads a scalar a window. None: as the loop has it.
         out_of_memory: in `run.train_step`, "split" runs the window again in smaller micro-batches, "stop" raises. None:
-            split, unless the plan's check found that splitting changes the maths.
+            split in one process, unless the plan's check found that splitting changes the maths, or the model has batch
+            statistics. Of several ranks none splits.
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
 
@@ -185,6 +186,9 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
+    exchange = connect(model)
+    if exchange is None and has_peers() and out_of_memory is None:
+        out_of_memory = "stop"  # its gradients may be reduced by hand, and the other ranks would wait
     return Run(
         model,
         optimizer,
@@ -195,7 +199,7 @@ def start(
         nonfinite=nonfinite,
         out_of_memory=out_of_memory,
         stop=_typed("stop", stop, Stop, None),
-        exchange=connect(),
+        exchange=exchange,
         recorder=None if record is None else Recorder(record),
     )
 

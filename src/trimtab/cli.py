@@ -151,6 +151,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
+    import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
     from trimtab.core.objective import Budget
     from trimtab.experiments.compare import Settings
     from trimtab.experiments.compare import compare as run_comparison
@@ -161,6 +162,8 @@ def compare(
     whole = 0 if quick and whole is None else whole
     settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
     folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
+    if folder.exists() and not folder.is_dir():
+        raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
     with _progress() as progress:
         found = run_comparison(
             load_task(task), folder, settings, command=_command(), budget=Budget(memory), progress=progress
@@ -256,6 +259,8 @@ def _refuse_adapt(adapt: str | None, recorded: str) -> None:
 
 def _require_folder(out: Path | None) -> None:
     """Raise before minutes of work, not after them."""
+    if out is not None and out.is_dir():
+        raise FormatError("--out", given=f"{out}, which is a folder", expected="a file")
     if out is not None and not out.parent.is_dir():
         raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
 

@@ -19,7 +19,8 @@ RANK = """
     import trimtab
     from trimtab.decide.accounts import Account
 
-    Account.is_due = lambda self, free: not self.is_paused  # so short a step would be measured once in a hundred
+    # so short a step would be measured once in a hundred
+    Account.is_due = lambda self, free=0, sparse=1: not self.is_paused
     torch.set_num_threads(1)
     rank, size, folder, slow = int(sys.argv[1]), 2, sys.argv[2], float(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
@@ -93,8 +94,8 @@ def test_every_rank_takes_the_same_windows(found, slow):
 @pytest.mark.parametrize("slow", [0.0, 0.05])
 def test_gradients_are_reduced_once_a_window(found, slow):
     for rank in found[slow]:
-        buckets = rank["reductions"] / len(rank["ks"])
-        assert buckets == int(buckets) <= 2
+        assert rank["reductions"] == len(rank["ks"])
+        assert max(rank["ks"]) > 1
 
 
 def test_a_slow_link_asks_for_more_accumulation(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 
@@ -169,7 +170,7 @@ def test_fp16_that_overflows_at_every_scale_is_left_for_a_wider_precision(tmp_pa
                 assert torch.equal(value, buffers[name])
             run.train_step(run.window(loop.batches[0]), loop.loss)
             assert run.applied_steps == 1
-    (event,) = trimtab.read_record(tmp_path / "run.jsonl").events
+    event, _ = trimtab.read_record(tmp_path / "run.jsonl").events  # and what keeping windows' starts cost
     assert (event.name, event.detail["from"], event.detail["to"]) == ("precision", "fp16", wider)
 
 
@@ -179,21 +180,81 @@ def test_fp16_on_a_loss_that_is_no_number_stops_instead_of_stepping_silently():
         batch[1][:] = math.nan
     loop.batches *= 10
     with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
-        with pytest.raises(NonFiniteError, match="windows in a row whose loss is nan"):
+        with pytest.raises(NonFiniteError, match="a loss of nan, and gradients that overflow at any loss scale"):
             loop.train(run, stop_at=60)
         assert run.applied_steps == 0
         assert run.consumed_rows < 25 * ROWS
 
 
+def test_where_fp16_was_left_gradients_that_are_no_numbers_are_still_skipped():
+    """The loss is a number and its gradient is none at any precision: fp16 was not the cause."""
+    loop = Loop()
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
+        loop.batches, loop.loss = loop.batches[:1] * 60, overflowing
+        with pytest.raises(NonFiniteError, match=f"{PATIENCE} windows in a row without a finite gradient"):
+            loop.train(run, stop_at=60)
+        assert run.plan.precision.value != "fp16"
+        assert run.applied_steps == 0
+    for name, tensor in loop.tensors().items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def weightless(model, batch):
+    """A loss that is no number, of which no gradient comes: as a mean over labels that are all ignored."""
+    return model(batch[0]).sum() * 0 + math.nan
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_a_loss_that_is_no_number_is_seen_where_its_gradient_is_one(precision, policy):
+    loop = Loop()
+    plan = Plan.fixed(ROWS, precision=precision)
+    with trimtab.start(loop.model, loop.optimizer, plan, nonfinite=policy) as run:
+        run.train_step(run.window(loop.batches[0]), loop.loss)
+        before, scale, steps = copy.deepcopy(loop.tensors()), run.loss_scale, run.applied_steps
+        with contextlib.nullcontext() if policy == "skip" else pytest.raises(NonFiniteError, match="loss nan"):
+            run.train_step(run.window(loop.batches[1]), weightless)
+        for name, tensor in loop.tensors().items():
+            assert torch.equal(tensor, before[name]), name
+        assert run.loss_scale == scale
+        loop.place = ""
+        run.train_step(run.window(loop.batches[0]), loop.loss)
+        assert run.applied_steps == steps + 1
+
+
 def test_fp16_that_overflows_half_the_time_is_left():
-    voids = Voids(None)
+    voids, number = Voids(None), torch.tensor(1.0)
     for index in range(64):
-        voids.note(applied=index % 2 == 0)
-    assert voids.outlasts(1024.0, torch.tensor(1.0)) == "50% of the last windows overflowed"
+        voids.note(number, applied=index % 2 == 0)
+    assert voids.outlasts(1024.0, number) == "50% of the last windows overflowed"
     calm = Voids(None)
     for index in range(200):
-        calm.note(applied=index % 10 != 0)
-    assert calm.outlasts(1024.0, torch.tensor(1.0)) is None
+        calm.note(number, applied=index % 10 != 0)
+    assert calm.outlasts(1024.0, number) is None
+
+
+def test_data_that_is_no_number_does_not_count_as_overflow():
+    voids = Voids(None)
+    for index in range(64):
+        voids.note(torch.tensor(math.nan), applied=index % 2 == 0)
+    assert voids.outlasts(1024.0, torch.tensor(1.0)) is None
+
+
+def test_overflows_do_not_use_up_the_patience_with_skipped_windows():
+    voids = Voids("skip")
+    for _ in range(2 * PATIENCE):
+        voids.note(torch.tensor(1.0), applied=False)
+    assert voids.in_a_row == 0
+
+
+def test_one_of_several_ranks_decides_by_what_all_of_them_know():
+    """Its own loss is not known to the others; the reduced gradient is."""
+    number, none = torch.tensor(1.0), torch.tensor(math.nan)
+    voids = Voids("skip", is_alone=False)
+    assert not voids.is_void(number, none, scaled=False)
+    assert voids.is_void(none, number, scaled=False)
+    assert not voids.is_void(number, none, scaled=True)
+    assert "overflow" in voids.outlasts(2.0**-10, none)
 
 
 def test_an_unknown_policy_is_refused_and_nothing_changed():
@@ -207,7 +268,7 @@ def test_an_unknown_policy_is_refused_and_nothing_changed():
 def test_the_counts_are_saved():
     voids, other = Voids("skip"), Voids("skip")
     for index in range(30):
-        voids.note(applied=index % 3 != 0)
+        voids.note(torch.tensor(1.0), applied=index % 3 != 0)
     other.load_state_dict(voids.state_dict())
     assert other.state_dict() == voids.state_dict()
     with pytest.raises(UsageError):

@@ -18,6 +18,7 @@ from trimtab.core.errors import MemoryLimitError
 from trimtab.core.plan import Check, Plan
 from trimtab.runtime import out_of_memory
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.recovery import recovers_from
 
 ROWS, WINDOWS, FAILING = 16, 6, 2
 
@@ -77,7 +78,7 @@ def test_the_window_is_what_it_had_been_in_smaller_micro_batches(micro, place, o
     """Against a run that was started anew with the smaller micro-batch at that window: no difference at all."""
     ours = Loop(micro=micro, place=place, optimizer=optimizer)
     with (
-        trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 8)) as run,
+        trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 8), out_of_memory="split") as run,
         pytest.warns(RuntimeWarning, match="8 becomes 4"),
     ):
         ours.train(run, ours.batches)
@@ -99,11 +100,14 @@ def test_without_putting_buffers_and_random_numbers_back_it_would_differ(monkeyp
 def test_it_is_recorded(tmp_path):
     loop = Loop(micro=1, place="forward")
     with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
-        run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8), record=writer)
+        run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8), record=writer, out_of_memory="split")
         with run, pytest.warns(RuntimeWarning):
             loop.train(run, loop.batches)
     record = trimtab.read_record(tmp_path / "run.jsonl")
-    (event,) = record.events
+    event, account = record.events
+    assert (account.name, account.detail["technique"]) == ("account", "window start")
+    assert (account.detail["windows"], account.detail["saved"]) == (WINDOWS, 1)
+    assert 0 < account.detail["price"] < 1
     assert (event.name, event.step, event.detail["from"], event.detail["to"]) == ("out_of_memory", FAILING, 8, 4)
     assert [step.num_micro_batches for step in record.steps] == [2, 2, 4, 4, 4, 4]
     assert run.applied_steps == WINDOWS
@@ -136,19 +140,64 @@ def test_one_row_that_does_not_fit_is_told():
         assert torch.isfinite(run.train_step(run.window(batch), failing(MemoryError(), times=0)))
 
 
-@pytest.mark.parametrize("policy", ["stop", "refused"])
-def test_where_splitting_is_not_wanted_the_error_passes(policy):
+def without_statistics():
     loop = Loop(micro=0)
+    loop.model = loop.model[2:]
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), 0.1)
+    loop.batches = [(torch.randn(ROWS, 16).double(), labels) for _, labels in loop.batches]
+    return loop
+
+
+def never_fits(model, batch):
+    """Run a forward, where that can be done of so few rows, and out of memory."""
+    if len(batch[1]) > 1:
+        model(batch[0])
+    raise MemoryError("no")
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+def test_after_one_row_that_does_not_fit_all_is_as_before_the_window(nonfinite):
+    loop, options = Loop(micro=0), {"out_of_memory": "split", "nonfinite": nonfinite}
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), **options) as run:
+        before, drawn = copy.deepcopy(loop.model.state_dict()), torch.get_rng_state()
+        with pytest.warns(RuntimeWarning, match="becomes"), pytest.raises(MemoryLimitError):
+            run.train_step(run.window(loop.batches[0]), never_fits)
+        for name, value in loop.model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert run.window(loop.batches[0]).num_micro_batches == 1  # the next is tried as this one was
+
+
+def test_several_ranks_cannot_split():
+    with pytest.raises(trimtab.errors.UsageError, match="split on 2 ranks"):
+        recovers_from("split", Plan.fixed(8), nn.Linear(2, 2), 2)
+    assert not recovers_from(None, Plan.fixed(8), nn.Linear(2, 2), 2)
+    assert recovers_from(None, Plan.fixed(8), nn.Linear(2, 2), 1)
+
+
+@pytest.mark.parametrize("why", ["stop", "refused", "batch statistics"])
+def test_where_splitting_is_not_wanted_the_error_passes(why):
+    loop = Loop(micro=0) if why == "batch statistics" else without_statistics()
     plan = Plan.fixed(ROWS)
-    if policy == "refused":
-        plan = replace(plan, check=Check(False, "batch statistics"))
-    options = {"out_of_memory": "stop"} if policy == "stop" else {}
+    if why == "refused":
+        plan = replace(plan, check=Check(False, "it computes over the batch"))
+    options = {"out_of_memory": "stop"} if why == "stop" else {}
     before = copy.deepcopy(loop.model.state_dict())
     with trimtab.start(loop.model, loop.optimizer, plan, **options) as run:
-        with pytest.raises(MemoryError, match="no"):
+        with pytest.raises(MemoryError, match="no") as caught:
             run.train_step(run.window(loop.batches[0]), failing(MemoryError("no")))
-        assert torch.equal(loop.model[0].weight, before["0.weight"])
+        assert "out_of_memory='split'" in caught.value.__notes__[0]
+        for name, value in loop.model.named_parameters():
+            assert torch.equal(value, before[name])
         run.train_step(run.window(loop.batches[0]), loop.loss)
+
+
+def test_by_default_a_window_is_split_where_that_keeps_the_maths():
+    loop = without_statistics()
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS)) as run:
+        with pytest.warns(RuntimeWarning, match="becomes 8"):
+            run.train_step(run.window(loop.batches[0]), failing(MemoryError("no")))
+        assert run.applied_steps == 1
 
 
 def test_split_says_to_split_even_what_the_check_refused():
@@ -160,9 +209,10 @@ def test_split_says_to_split_even_what_the_check_refused():
         assert run.applied_steps == 1
 
 
-def test_memory_that_runs_out_inside_the_optimizer_is_not_tried_again(monkeypatch):
+@pytest.mark.parametrize("policy", [None, "split", "stop"])
+def test_memory_that_runs_out_inside_the_optimizer_is_not_tried_again(monkeypatch, policy):
     loop = Loop(micro=0)
-    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8)) as run:
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8), out_of_memory=policy) as run:
 
         def step(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -179,7 +229,7 @@ def test_the_optimizers_state_is_there_from_the_start_and_changes_nothing(optimi
     extra = {"momentum": 0.9} if optimizer is torch.optim.SGD else {"amsgrad": True}
     for loop in (ours, plain):
         loop.optimizer = optimizer(loop.model.parameters(), lr=0.05, **extra, **options)
-    with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS)) as run:
+    with trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS), out_of_memory="split") as run:
         assert len(ours.optimizer.state) == len(list(ours.model.parameters()))
         torch.manual_seed(2)
         ours.train(run, ours.batches)
@@ -268,7 +318,7 @@ def test_the_limit_is_saved():
     other.load_state_dict(limit.state_dict())
     assert other.of(16) == 8
     with pytest.raises(trimtab.errors.UsageError):
-        other.load_state_dict({"rows": 0, "wait": 1, "good": 0})
+        other.load_state_dict(limit.state_dict() | {"rows": 0})
     assert other.of(16) == 8
 
 
@@ -325,7 +375,8 @@ def test_nothing_of_the_failed_attempt_stays_alive():
     loop = Loop(micro=0)
     gc.disable()
     try:
-        with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8)) as run, pytest.warns(RuntimeWarning):
+        run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, 8), out_of_memory="split")
+        with run, pytest.warns(RuntimeWarning):
             run.train_step(run.window(loop.batches[0]), loss)
     finally:
         gc.enable()

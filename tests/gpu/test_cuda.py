@@ -11,6 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.decide.accounts import Account
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot, fingerprint
 
@@ -117,3 +118,42 @@ def test_a_step_does_not_synchronise() -> None:
             run.train_step(run.window(batch), loss_fn)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_noise_is_measured_as_on_the_host(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late copies, events in the stream of work, norms on the device."""
+    monkeypatch.setattr(Account, "is_due", lambda self, free=0, sparse=1: True)
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        rule = trimtab.BatchRule("fixed", k=k, k_max=4, learning_rate="none", min_windows=100)
+        generator = torch.Generator().manual_seed(1)
+        plan = Plan.fixed(8, batch_rule=rule)
+        with trimtab.start(model, optimizer, plan) as run:
+            for _ in range(60):
+                batch = [torch.randn(8, 16, generator=generator) for _ in range(k)]
+                run.train_step(run.window(*batch), lambda model, rows: model(rows).square().mean())
+            assert run.noise is not None
+            found.append((run.noise.trace, run.noise.norm2, run.noise.num_windows))
+    assert found[0][2] == found[1][2]
+    assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-3)
+
+
+def test_memory_that_runs_out_is_survived_by_smaller_micro_batches() -> None:
+    model = nn.Sequential(nn.Linear(256, 8192), nn.ReLU(), nn.Linear(8192, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.randn(65536, 256)
+    with trimtab.start(model, optimizer, Plan.fixed(65536)) as run:
+        run.train_step(run.window(batch[:256]), lambda model, rows: model(rows).square().mean())
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 2.5 * 2**30 / total))
+        try:
+            with pytest.warns(RuntimeWarning, match="out of memory"):
+                run.train_step(run.window(batch), lambda model, rows: model(rows).square().mean())
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert run.applied_steps == 2
+        assert run.window(batch).micro_batch < 65536

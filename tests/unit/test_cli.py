@@ -164,7 +164,7 @@ def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
     assert "steps: 12\nrows: 384\n" in done.out
     assert "accuracy: 0." in done.out
     record = read_record(tmp_path / "run.jsonl")
-    assert (record.header.name, record.header.seed, record.end.reason) == ("tiny", 0, "budget")
+    assert (record.header.name, record.header.seed, record.end.reason) == ("tiny", 0, "closed")
     assert [step.index for step in record.steps] == list(range(12))
     assert record.header.plan["micro_batch"]["value"] == 8
     assert f"accuracy: {record.evaluations[-1].metrics['accuracy']}" in done.out
@@ -287,7 +287,7 @@ ERRORS = [
     (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
     (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),
-    (("compare", "tiny:task", "--out", "plan.json"), ("File exists", "plan.json")),
+    (("compare", "tiny:task", "--out", "plan.json"), ("which is a file", "plan.json")),
     (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "does not exist")),
     (("train", "tiny:task", "--record", "plan.json"), ("--record: given plan.json, which exists", "a new file")),
     (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "from 0 to 3")),

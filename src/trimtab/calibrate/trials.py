@@ -1,9 +1,10 @@
-"""Trials: candidates of a stage, run interleaved in blocks, forward and backward in turn (ABC CBA).
+"""Trials: candidates of a stage, run interleaved in blocks, in an order that changes from lap to lap (`drawn_turns`).
 
-A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index,
-so that a machine whose speed drifts moves all candidates alike, and every block begins alike: from one state, in which
-the optimizer has its moments. Where a step takes a large part of a second planning must not take minutes: what is known
-from an earlier stage is not measured again, and a candidate that lost every one of its first blocks is not run further.
+A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index, so
+that a machine whose speed drifts moves all candidates alike, and every block begins alike: from one state, in which the
+optimizer has its moments. Where a step takes a large part of a second planning
+must not take minutes: what is known from an earlier stage is not measured again, and a candidate that lost every one of
+its first blocks is not run further.
 
 The number of blocks does not depend on who is winning, or an equal candidate would win by patience: the first blocks
 may only drop losers, and a likely gain inside the noise is looked at once more, at a number fixed in advance.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from trimtab.core.profile import Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.search import MIN_BLOCKS, Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
+from trimtab.decide.turns import drawn_turns
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
@@ -149,11 +152,13 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
     """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise."""
     stage = blocks.stage
     done, last = 0, blocks.enough
+    draw, before = random.Random(0), None
     while done < last:
         blocks.progress(f"{stage.name}: block {done + 1} of {last}")
-        for arm in running if done % 2 == 0 else reversed(running):
+        for arm in drawn_turns(running, done, draw, before):
             blocks.start.restore()
             _run_block(blocks, arm)
+            before = arm
         running = [arm for arm in running if arm.error is None]
         done += 1
         if done == MIN_BLOCKS and stage.name != "verify":

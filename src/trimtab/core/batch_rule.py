@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 
-POLICIES = ("fixed", "goodput", "norm_test", "variance", "paper")
+POLICIES = ("fixed", "goodput", "norm_test", "variance", "paper", "throughput_per_memory")
 RATE_RULES = ("auto", "linear", "sqrt", "none")
 # Policies that are given the variance they aim at, in the loss's units squared: there is no value that fits all loops.
 NEEDS_TARGET = ("paper", "variance")
@@ -20,7 +20,8 @@ class BatchRule:
     Args:
         policy: "fixed": k stays, noise is only measured. "goodput": least time to a loss, by noise scale and measured
             times. "norm_test": k so that the gradient's relative error stays below `theta`. "variance": k so that its
-            variance stays below `sigma2_target`. "paper": the paper's eq. 6 to the letter.
+            variance stays below `sigma2_target`. "paper": the paper's eq. 6 to the letter. "throughput_per_memory":
+            its eq. 9 to the letter, over `trials`.
         k: of the first window; rounded up to whole loader batches. k_max: most micro-batches in a window.
         sigma2_target: for "paper" and "variance": the variance aimed at.
         theta: for "norm_test": most standard deviation of a window's gradient over its norm.
@@ -28,6 +29,7 @@ class BatchRule:
         learning_rate: how the rate follows the batch: "linear" (SGD), "sqrt" (Adam family), "none", or "auto", by
             optimizer.
         min_windows: windows to see before the first change.
+        trials: for "throughput_per_memory": (k, rows or tokens per second, peak bytes) of each k that was tried.
 
     Raises:
         ValueGivenError: a value is out of range; a target is missing; goodput with the learning-rate rule "none", whose
@@ -42,6 +44,7 @@ class BatchRule:
     allowed: tuple[int, ...] = ()
     learning_rate: str = "auto"
     min_windows: int = 10
+    trials: tuple[tuple[int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         checks.one_of("batch_rule.policy", self.policy, POLICIES)
@@ -56,6 +59,7 @@ class BatchRule:
             raise ValueGivenError(
                 "batch_rule.allowed", given=f"{self.allowed} with {self.policy}", expected='policy "paper" with it'
             )
+        self._check_trials()
         if self.sigma2_target is not None:
             checks.number("batch_rule.sigma2_target", self.sigma2_target, low=0, open_low=True)
         elif self.policy in NEEDS_TARGET:
@@ -71,4 +75,17 @@ class BatchRule:
                 given='"none" with goodput',
                 expected="a rate that follows the batch: only then is progress per sample what goodput assumes",
                 way_out='Use "auto", or the policy "norm_test".',
+            )
+
+    def _check_trials(self) -> None:
+        for k, throughput, memory in self.trials:
+            checks.integer("batch_rule.trials", k, high=self.k_max)
+            checks.number("batch_rule.trials", throughput, low=0)
+            checks.number("batch_rule.trials", memory, low=0, open_low=True)
+        if bool(self.trials) != (self.policy == "throughput_per_memory"):
+            raise ValueGivenError(
+                "batch_rule.trials",
+                given=f"{len(self.trials)} with {self.policy}",
+                expected='at least one with the policy "throughput_per_memory", none with another',
+                way_out="trimtab.profile measures throughput and peak memory of a plan.",
             )

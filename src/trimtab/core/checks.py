@@ -23,6 +23,13 @@ def number(
     return float(value)
 
 
+def figure(field: str, value: object) -> float:
+    """Return a float, which may be infinite or no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected="a number")
+    return float(value)
+
+
 def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> int:
     """Return an int in `[low, high]`; a bool or a float is refused."""
     expected = f"a whole number >= {low}" if high >= 2**62 else f"a whole number from {low} to {high}"

@@ -35,11 +35,11 @@ class Review:
 class Account:
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
-    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed")
+    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed", "began")
 
     def __init__(self, technique: str, limit: float = LIMIT) -> None:
         self.technique, self._limit = technique, limit
-        self.windows = self.uses = self.pause_left = self.reviewed = 0
+        self.windows = self.uses = self.pause_left = self.reviewed = self.began = 0
         self.spent_s = self.used_s = 0.0
         self.every, self.pause = 1, PAUSE
 
@@ -53,14 +53,26 @@ class Account:
         """Share of a window's time that one use takes; 0 while unknown."""
         return self.spent_s / self.used_s if self.used_s > 0 else 0.0
 
-    def is_due(self, free: int) -> bool:
-        """Return whether the next window is one to use it in; the first `free` uses are not thinned out."""
-        return not self.is_paused and (self.uses < free or self.windows % self.every == 0)
+    def is_due(self, free: int = 0, sparse: int = 1) -> bool:
+        """Return whether the next window is one to use it in.
+
+        Args:
+            free: uses at first that are not thinned out. sparse: at most one window in so many, the first ones too.
+        """
+        free = free if sparse == 1 else 0
+        return not self.is_paused and (self.uses < free or self.windows % max(self.every, sparse) == 0)
 
     def pass_window(self) -> None:
-        """A window is over."""
+        """A window is over. After a pause it begins anew."""
         self.windows += 1
-        self.pause_left = max(0, self.pause_left - 1)
+        if self.is_paused:
+            self.pause_left -= 1
+            self.reviewed = self.began = self.windows
+
+    @property
+    def share(self) -> float:
+        """Share of all windows' time that it took so far, those of a like time that it was not used in counted."""
+        return self.price * self.uses / self.windows if self.windows else 0.0
 
     def charge(self, window_s: float, spent_s: float) -> None:
         """Note what one use took, of a window of so many seconds; from the price so far, in how many to use it once."""

@@ -36,8 +36,11 @@ class Noise:
 
     @property
     def scale(self) -> float:
-        """N = S / G2 in rows (McCandlish et al. 2018, "simple"); infinite where G2 is not above zero."""
-        return self.trace / self.norm2 if self.norm2 > 0 else math.inf
+        """N = S / G2 in rows (McCandlish et al. 2018, "simple"); infinite where G2 is not above zero.
+
+        0 where S, which is unbiased, is below zero: among batches that are all alike it is rounding.
+        """
+        return max(0.0, self.trace) / self.norm2 if self.norm2 > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,12 @@ class Decision:
 def decide(rule: BatchRule, standing: Standing) -> Decision:
     """Return the next k by a rule: a multiple of the unit, bounded by `k_max`, at most twice or half the present one.
 
-    The paper's own rule jumps.
+    The paper's own rules jump.
     """
     if rule.policy == "fixed":
         return Decision(standing.k, "fixed")
+    if rule.policy == "throughput_per_memory":
+        return _best_trial(rule, standing)
     doubt = _doubt(rule, standing)
     if doubt is not None:
         return Decision(standing.k, f"held: {doubt}")
@@ -113,6 +118,17 @@ def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
         trials: k -> (rows or tokens per second, peak bytes).
     """
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
+
+
+def _best_trial(rule: BatchRule, standing: Standing) -> Decision:
+    best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
+    k = min(most(rule, standing.unit), -(-best // standing.unit) * standing.unit)
+    return Decision(k, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
+
+
+def is_known_well(rule: BatchRule, noise: Noise | None) -> bool:
+    """Return whether the noise is known well enough to decide upon."""
+    return noise is not None and noise.num_windows >= rule.min_windows and noise.relative_error <= MOST_ERROR
 
 
 def _doubt(rule: BatchRule, standing: Standing) -> str | None:

@@ -13,8 +13,9 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError
 from trimtab.decide.accumulation import Noise
 
-# Windows that an average looks back on: noise changes over hundreds of windows, and one says little.
-MEMORY = 100
+# Windows that an average looks back on: noise changes over hundreds of windows, and one says little. Where few of them
+# are measured, a third as many measurements.
+MEMORY, MOST_AGE = 100, 3
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ class NoiseAverage:
         self.num_windows = 0
         self.weight = self.weight2 = self.trace = self.norm2 = self.spread = 0.0
 
-    def add(self, window: WindowNoise) -> None:
-        """Take one window in."""
-        w = window.degrees
-        self.weight = self._keep * self.weight + w
-        self.weight2 = self._keep**2 * self.weight2 + w * w
+    def add(self, window: WindowNoise, age: int = 1) -> None:
+        """Take one window in, so many after the last one that was measured."""
+        w, keep = window.degrees, self._keep ** min(max(age, 1), MOST_AGE)
+        self.weight = keep * self.weight + w
+        self.weight2 = keep**2 * self.weight2 + w * w
         self.trace += (window.trace - self.trace) * w / self.weight
         before = window.norm2 - self.norm2
         self.norm2 += before * w / self.weight
-        self.spread = self._keep * self.spread + w * before * (window.norm2 - self.norm2)
+        self.spread = keep * self.spread + w * before * (window.norm2 - self.norm2)
         self.num_windows += 1
 
     @property

@@ -60,7 +60,8 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     hardest = decided[-1] if decided else -1
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:
-        return Verdict("no verdict", f"With the learning rate freed, {' and '.join(against)}." if against else "")
+        open_rungs = ["no target could be decided"] if rungs and not against else against
+        return Verdict("no verdict", f"With the learning rate freed, {' and '.join(open_rungs)}." if open_rungs else "")
     row = rungs[hardest]
     but = f", but {' and '.join(against)}" if against else ""
     sentence = f"With the learning rate freed, target {row.target:g} is reached {_speed(row)}{but}."
@@ -69,7 +70,8 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
 
 def _speed(row: TargetRow) -> str:
     if row.ratio is None:
-        return f"at least {row.bound.removeprefix('>= ')} as fast, search included"
+        how, bound = ("at most", row.bound[3:]) if row.bound.startswith("<= ") else ("at least", row.bound[3:])
+        return f"{how} {bound} as fast, search included"
     return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
 
 

@@ -22,9 +22,9 @@ import torch
 from trimtab.calibrate.failures import describe
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
+from trimtab.decide.turns import turns
 from trimtab.experiments.failures import blame_reference
 from trimtab.experiments.stats import GIVEN_ROWS
-from trimtab.experiments.turns import turns
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop

@@ -25,7 +25,8 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
     verdict = _unless_failed(verdict, races, arm, against)
-    return RatioRow("throughput", arm, against, tier, ratio, verdict, _cpu(races, arm, against, len(ratios)))
+    cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
+    return RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends)
 
 
 def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
@@ -35,7 +36,7 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = _unless_failed(non_inferiority(ratio), races, arm, against)
-    return RatioRow("do_no_harm", arm, against, tier, ratio, verdict)
+    return RatioRow("do_no_harm", arm, against, tier, ratio, verdict, whole=len(to_the_end(races, arm, against)))
 
 
 def _unless_failed(verdict: Verdict, races: Races, arm: str, against: str) -> Verdict:

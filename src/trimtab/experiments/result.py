@@ -87,6 +87,8 @@ class RatioRow:
 
     For final_metric_difference `ratio` holds differences (points or percent, see `Comparison.unit`), no ratios.
     `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
+    `whole`: of the pairs, those that ran to the end of the budget; the others were timed for a few steps. None where
+    that makes no difference.
     """
 
     metric: str
@@ -96,6 +98,7 @@ class RatioRow:
     ratio: Ratio
     verdict: Verdict
     cpu: Ratio | None = None
+    whole: int | None = None
 
 
 @dataclass(frozen=True)

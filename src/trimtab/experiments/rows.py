@@ -23,7 +23,7 @@ _TIMED = ("throughput", "do_no_harm")
 
 
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
-    """Return the object of every benchmark; a row is flat but for its `pairs`, ratios are ours over theirs."""
+    """Return the object of every benchmark; a row is flat but for its pairs, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
     rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
@@ -60,7 +60,8 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     }
     resolved = _resolution(comparison) if row.metric in _TIMED else {}
     cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
-    return head | _interval(row.ratio) | cpu | resolved | {"verdict": row.verdict.kind}
+    whole = {} if row.whole is None else {"n_whole": row.whole}
+    return head | _interval(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
 
 
 def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         "against_rows": row.against_rows,
         "median_s": _median(row.arm_s),
         "median_against_s": _median(row.against_s),
+        "arm_s": row.arm_s,
+        "against_s": row.against_s,
     }
     if row.ratio is None:
         return head | {"bound": row.bound, "verdict": row.verdict.kind}

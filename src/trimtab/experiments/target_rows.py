@@ -19,7 +19,7 @@ from trimtab.experiments.stats import (
     time_to_target,
     whole,
 )
-from trimtab.experiments.verdicts import figures, speed_verdict
+from trimtab.experiments.verdicts import speed_verdict
 
 OTHER_EARLY = "not measured: the other crossed before its first evaluation"
 
@@ -29,7 +29,8 @@ class _Pair:
     """Seconds to a target of an arm (charge included) and of another, and what is known of them.
 
     An arm that failed never reached it. `early`: crossed by the first evaluation, so that the time is an upper bound.
-    `cap_s`: how long the other is known to have taken at least, where it never reached it.
+    `cap_s`: how long the other is known to have taken at least, where it never reached it. `charge_s`: what is charged,
+    which an arm takes however early it crosses.
     """
 
     ours: float
@@ -37,6 +38,12 @@ class _Pair:
     ours_early: bool
     theirs_early: bool
     cap_s: float
+    charge_s: float = 0.0
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that the arm took at the least."""
+        return self.charge_s if self.ours_early else self.ours
 
 
 def target_row(
@@ -89,7 +96,7 @@ def _pair(
     # Where the other failed after it had crossed, no more than that time may be counted against it.
     cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
     ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
-    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s)
+    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s)
 
 
 def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
@@ -108,6 +115,8 @@ def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: 
 
 def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:
     """Return (ratio, bound, verdict): one of ratio and bound."""
+    if (loss := _sure_loss(pairs, control, arm, against)) is not None:
+        return None, *loss
     if bound := _censored(pairs):
         return None, bound, Verdict("no verdict", bound)
     ratios = [pair.theirs / pair.ours for pair in pairs]
@@ -115,12 +124,38 @@ def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str)
     verdict = speed_verdict(ratio, control, arm, against)
     if not any(pair.ours_early for pair in pairs):
         return ratio, "", verdict
-    # The arm was already past the target when first looked at: each such ratio is a lower bound, and so is their mean.
+    # The arm was already past the target when first looked at: each such ratio is a lower bound, and so is their mean,
+    # of which the interval's lower end is what can be said.
+    bound = f">= {_down(min(ratios) if ratio.low is None else ratio.low)}"
+    why = f"{bound}: it had crossed by its first evaluation"
     if verdict.kind == "gain":
-        sentence = f"{arm} is at least {figures(ratio)} as fast as {against}: it had crossed by its first evaluation"
-        return None, f">= {ratio.mean:.2f}x", Verdict("gain", sentence)
-    bound = f">= {min(ratios):.2f}x"
-    return None, bound, Verdict("no verdict", f"{bound}: it had crossed by its first evaluation")
+        return None, bound, Verdict("gain", f"{arm} is faster than {against}, {why}")
+    return None, bound, Verdict("no verdict", why)
+
+
+def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[str, Verdict] | None:
+    """Return (bound, verdict) where the arm surely took longer than the other, or None.
+
+    Times that are upper bounds, because an arm had crossed by its first evaluation, show a loss all the same: of the
+    other's as it stands, of the arm's by what it took at the least.
+    """
+    if not any(pair.ours_early or pair.theirs_early for pair in pairs):
+        return None
+    known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
+    if not known:
+        return None
+    ratios = [pair.theirs / pair.least_s for pair in pairs]
+    most = as_ratio(ratio_interval(ratios), ratios)
+    if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
+        return None
+    bound = f"<= {math.ceil(100 * most.high - 1e-9) / 100:.2f}x"
+    why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
+    return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
+
+
+def _down(ratio: float) -> str:
+    """Return a lower bound, rounded down."""
+    return f"{math.floor(100 * ratio + 1e-9) / 100:.2f}x"
 
 
 def _censored(pairs: list[_Pair]) -> str:
@@ -133,5 +168,5 @@ def _censored(pairs: list[_Pair]) -> str:
     if any(pair.theirs_early for pair in pairs):
         return OTHER_EARLY
     if any(math.isinf(pair.theirs) for pair in pairs):
-        return f">= {min(min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs):.2f}x"
+        return f">= {_down(min(min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs))}"
     return ""

@@ -15,7 +15,7 @@ from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
-from trimtab.core.record import End, Evaluation, Header, RecordWriter
+from trimtab.core.record import Header, RecordWriter
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.tasks.task import Task
@@ -58,10 +58,9 @@ def train_task(
         synchronize(device)
         seconds = time.perf_counter() - begin
         loss = float(run.loss)
-    value = task.metric.evaluate(model, data.held_out)
+        value = task.metric.evaluate(model, data.held_out)
+        run.evaluated(value, task.metric.name)
     if writer is not None:
-        writer.write(Evaluation(total, seconds, {task.metric.name: value}))
-        writer.write(End("budget", {"rows": total, "train_s": seconds}))
         writer.close()
     return {
         "task": task.name,

@@ -31,9 +31,11 @@ def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str
         pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
         return Verdict("no verdict", f"no A/A control{pairs}, so {found} may be noise")
     resolved = resolution(control)
-    if low > 1 and ratio.mean - 1 > resolved:
+    # Where the reference differs from itself, a ratio has to be clear of that difference too.
+    least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
+    if low > most and ratio.mean - 1 > resolved:
         return Verdict("gain", f"{arm} is {found} as fast as {against}")
-    if high < 1 and 1 - ratio.mean > resolved:
+    if high < least and 1 - ratio.mean > resolved:
         return Verdict("harm", f"{arm} is slower than {against}: {found}")
     return Verdict("no gain", f"{arm} against {against}: {found}; the A/A control resolves {100 * resolved:.2g}%")
 
@@ -84,19 +86,24 @@ def pairs_for_power(ratios: Sequence[float]) -> int | None:
 
 
 def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
-    """Return the verdict on a difference of the final metric, within half a point or percent."""
+    """Return the verdict on a difference of the final metric: clear of 0 and beyond half a point or percent.
+
+    An interval within it shows that there is none; of tier F, one not below it that nothing is lost. Tier S keeps the
+    maths: better is not its claim.
+    """
     if not all(map(math.isfinite, ratio.pairs)):
         return Verdict("no verdict", "the metric is not finite in some pair")
     if (bounds := _bounds(ratio)) is None:
         return _too_few(ratio)
     low, high = bounds
     found = f"{ratio.mean:+.2f} (95% {low:+.2f} to {high:+.2f}), limit {QUALITY}"
-    if low < -QUALITY:
-        kind = "harm" if high < -QUALITY else "no verdict"
-        return Verdict(kind, f"quality not shown to be equal: {found}")
-    if tier == "S" and high > QUALITY:
-        return Verdict("no verdict", f"quality not shown to be equal: {found}")
-    return Verdict("gain" if tier == "F" and low > 0 else "no gain", f"quality within the limit: {found}")
+    if tier == "F" and low > 0 and ratio.mean > QUALITY:
+        return Verdict("gain", f"quality is higher: {found}")
+    if low >= -QUALITY and (tier == "F" or high <= QUALITY):
+        return Verdict("no gain", f"quality within the limit: {found}")
+    if high < 0 and ratio.mean < -QUALITY:
+        return Verdict("harm", f"quality is lower: {found}")
+    return Verdict("no verdict", f"quality not shown to be equal: {found}")
 
 
 def _bounds(ratio: Ratio) -> tuple[float, float] | None:

@@ -8,36 +8,47 @@ parameter. Scalars stay on the device until somebody reads them, a window late.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+from trimtab.measure.spent import Spent
 
 # Gradients held back from being freed or added up, at the most.
 CHUNK_BYTES = 32 * 2**20
 
 
 class GradientNorms:
-    """Adds up `||g||^2` of each backward while its hooks are on. `spent_s`: host seconds that took since `on`."""
+    """Adds up `||g||^2` of each backward while its hooks are on. `spent`: what that took since `on`.
+
+    Args:
+        parameters: gone through again each time hooks are put on, those that require a gradient then.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._parameters = tuple(parameters) if isinstance(parameters, Iterator) else parameters
         self._remove: list[Callable[[], None]] = []
         self._held: list[Tensor] = []
-        self._bytes = 0
+        self._bytes, self._most_bytes = 0, 0
         self._total: Tensor | None = None
-        self.spent_s = 0.0
+        self.spent = Spent()
 
     @property
     def is_on(self) -> bool:
         """Whether gradients are seen."""
         return bool(self._remove)
 
-    def on(self) -> None:
-        """Put the hooks on, for the backwards of one window."""
-        self._total, self.spent_s = None, 0.0
+    def on(self, *, at_once: bool = False) -> None:
+        """Put the hooks on, for the backwards of one window.
+
+        Args:
+            at_once: keep no references: the gradient's own memory is about to be written, as a reduction does.
+        """
+        self._total, self.spent = None, Spent()
+        self._most_bytes = 0 if at_once else CHUNK_BYTES
         if not self._remove:
-            self._remove = [p.register_hook(self._keep).remove for p in self._parameters]
+            self._remove = [p.register_hook(self._keep).remove for p in self._parameters if p.requires_grad]
 
     def off(self) -> None:
         """Take the hooks off; what was seen is dropped."""
@@ -47,11 +58,13 @@ class GradientNorms:
         self._held.clear()
         self._bytes, self._total = 0, None
 
+    def close(self) -> None:
+        """Take the hooks off for good."""
+        self.off()
+
     def take(self) -> Tensor:
         """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device."""
-        start = time.perf_counter()
         self._sum_up()
-        self.spent_s += time.perf_counter() - start
         total, self._total = self._total, None
         return torch.zeros(()) if total is None else total
 
@@ -59,17 +72,18 @@ class GradientNorms:
         start = time.perf_counter()
         self._held.append(gradient.detach())
         self._bytes += gradient.numel() * gradient.element_size()
-        if self._bytes >= CHUNK_BYTES:
+        self.spent.host_s += time.perf_counter() - start
+        if self._bytes >= self._most_bytes:
             self._sum_up()
-        self.spent_s += time.perf_counter() - start
 
     def _sum_up(self) -> None:
         if not self._held:
             return
-        total = squared_norm(self._held)
-        self._held.clear()
-        self._bytes = 0
-        self._total = total if self._total is None else self._total + total
+        with self.spent.span(self._held[0].device):
+            total = squared_norm(self._held)
+            self._held.clear()
+            self._bytes = 0
+            self._total = total if self._total is None else self._total + total
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.measure.spent import stamp
+
 
 class Late:
     """A copy of a small tensor to the host that nobody waits for until `read`."""
@@ -15,8 +17,7 @@ class Late:
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = stamp(values.device)
         else:
             self._host = values
 

@@ -23,13 +23,21 @@ Count = Tensor | int | float
 _LARGEST = sys.float_info.max
 
 
-def as_loss(result: Any) -> tuple[Tensor, Count | None]:
+def as_loss(result: Any, num_ranks: int = 1) -> tuple[Tensor, Count | None]:
     """Return (loss, count or None) from what a loss function returned.
 
     Raises:
-        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0.
+        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0; such a pair on several
+            ranks, each of which would divide by its own count.
     """
     loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if count is not None and num_ranks > 1:
+        raise LossError(
+            "loss",
+            given=f"(loss_sum, count) on one of {num_ranks} ranks",
+            expected="a mean: counts are not added up over ranks yet",
+            way_out="Return loss_sum / count, which weighs every rank alike.",
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise _bad_loss(shape, "Return loss.mean(), or (loss.sum(), count); for a model output object, its .loss.")

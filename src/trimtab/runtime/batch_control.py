@@ -7,6 +7,7 @@ decided upon then: always from figures that are the same on every rank. Windows 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,35 +19,48 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, Standing, decide, most, relative_time
+from trimtab.decide.accumulation import Noise, Standing, decide, is_known_well, most, relative_time
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import WindowTimes
 from trimtab.measure.late import Late
+from trimtab.measure.spent import Spent
 from trimtab.measure.window_clock import Stamped, WindowClock
-from trimtab.runtime.accumulation import Count
+from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
+from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.noise_monitor import NoiseMonitor, NoiseSums
 from trimtab.runtime.schedule import RateFollower
+from trimtab.runtime.splitting import keeps_maths
 
 Note = Callable[[str, Mapping[str, Any]], None]
 _SUMS = 6  # figures of NoiseSums, before those of time
+# Where windows of the present k show too little, one in so many is made to show it: while nothing is known, in the
+# first windows of a run or after a pause; and from then on.
+_EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A window whose figures are on their way. `rows` of its micro-batches; `spent_s` on measuring it."""
+    """A window whose figures are on their way. `rows` of its micro-batches; `spent` on measuring it."""
 
     sums: Late
     stamps: Stamped
     rows: tuple[int, ...]
-    spent_s: float
+    spent: Spent
 
-    def figures(self) -> list[float]:
+    def figures(self, deciding_s: float) -> list[float]:
         """Return sums, then seconds a row before the last micro-batch, fixed, whole, and spent; nan where unknown."""
         seconds, before = self.stamps.read(), sum(self.rows[:-1])
         row_s = sum(seconds.micro_s) / before if before else math.nan
         fixed_s = seconds.window_s - row_s * sum(self.rows)
-        return [*self.sums.read(), row_s, fixed_s, seconds.window_s, self.spent_s]
+        return [*self.sums.read(), row_s, fixed_s, seconds.window_s, self.spent.read() + deciding_s]
+
+
+def control_of(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note
+) -> BatchControl | FixedBatch:
+    """Return what controls the batch of a run; arguments as of `BatchControl`."""
+    return FixedBatch() if plan.batch_rule is None else BatchControl(plan, model, optimizer, exchange, note)
 
 
 class BatchControl:
@@ -57,6 +71,9 @@ class BatchControl:
 
     Attributes:
         k: micro-batches per window and rank, a multiple of a loader batch's own.
+
+    Raises:
+        ValueGivenError: a sharded model under a torch that shows nothing of its reductions.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
@@ -64,17 +81,24 @@ class BatchControl:
         self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         self._unit = plan.num_micro_batches
         self._micro_rows = plan.batch_rows / self._unit
-        self._may_split = plan.check is None or plan.check.splittable
+        self._may_split = keeps_maths(plan, model)
         self.k = min(-(-self._rule.k // self._unit) * self._unit, most(self._rule, self._unit))
         self._base_k = self.k
         self._average, self._times = NoiseAverage(), WindowTimes()
         self._account = Account("noise monitor")
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
-        self._monitor = NoiseMonitor(model.parameters())
+        self._monitor = NoiseMonitor(model, optimizer)
+        self._seen_apart = 1 if self._monitor.is_sharded else exchange.num_ranks
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | None = None
-        self._sums: Late | None = None
+        self._sums: tuple[Late, Spent] | None = None
         self._rows: list[int] = []
+        self._deciding_s = 0.0
+        self._absorbed_at = self._told_at = 0
+        self._measures = self._rule.policy != "throughput_per_memory"  # which is given all it needs
+        self._pays: bool | None = None
+        if not self._measures:
+            self._decide()
 
     # What a window is made of.
 
@@ -85,31 +109,41 @@ class BatchControl:
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window. One that is measured has two micro-batches at the least, to tell times."""
-        probes = self._rule.policy != "fixed" and self._is_due and most(self._rule, self._unit) > 1
-        return -(-(max(self.k, 2) if probes else self.k) // self._unit)
-
-    def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
-        """Return rows per micro-batch: a window of one, in a run whose k is fixed, is split in two to be measured."""
-        alone = num_batches * -(-rows // planned) == 1 and self._exchange.num_ranks == 1
-        split = alone and self._is_due and self._rule.policy == "fixed" and self._may_split and rows > 1
-        return -(-rows // 2) if split else planned
-
-    def rate_factor(self, num_batches: int) -> float:
-        """Return the factor on the learning rate for a window of so many loader batches, the next to be applied."""
-        return self._follower.factor(num_batches)
+        """Loader batches of the next window: as decided, or two where one alone shows nothing and cannot be split."""
+        doubles = self._rule.policy != "fixed" and not self._may_split and most(self._rule, self._unit) > 1
+        return 2 if doubles and self._probes else self._decided
 
     @property
-    def _is_due(self) -> bool:
-        return self._account.is_due(free=self._rule.min_windows)
+    def _decided(self) -> int:
+        return -(-self.k // self._unit)
+
+    def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
+        """Return rows per micro-batch: a window of one is split in two where it is to show what one does not."""
+        is_one = num_batches * -(-rows // planned) == 1
+        return -(-rows // 2) if is_one and self._may_split and rows > 1 and self._probes else planned
+
+    @property
+    def _probes(self) -> bool:
+        """Whether the next window is to have two micro-batches at the least: for the noise, or the time of one."""
+        if self.k > 1 or not self._measures or (self._rule.policy == "fixed" and self._seen_apart > 1):
+            return False
+        is_known = is_known_well(self._rule, self.noise) and self._times.times(self._micro_rows) is not None
+        explores = not is_known and self._account.windows - self._account.began < _EXPLORED
+        return self._account.is_due(sparse=_EXPLORING if explores else _SPARSE)
+
+    def rate_factor(self, num_batches: int) -> float:
+        """Return the factor on the learning rate for a window of so many loader batches."""
+        return self._follower.factor(num_batches)
 
     # What happens in it.
 
     def opened(self, num_micro_batches: int) -> None:
         """A window's first micro-batch is about to be handed out."""
         self._rows.clear()
-        if self._is_due and num_micro_batches * self._exchange.num_ranks > 1:
-            self._monitor.open()
+        shows = self._measures and num_micro_batches * self._seen_apart > 1
+        if shows and (self._account.is_due(free=self._rule.min_windows) or self._probes):
+            self._monitor.open(at_once=num_micro_batches == 1)
+            self._clock.open()
 
     def begun(self, rows: int) -> None:
         """A micro-batch is about to be handed out."""
@@ -122,28 +156,31 @@ class BatchControl:
         if self._monitor.is_on:
             self._monitor.backward_done(rows, terms)
 
-    @property
-    def wants_norm(self) -> bool:
-        """Whether the norm of the window's gradient is needed."""
-        return self._monitor.is_on
-
-    def stepping(self, norm: Tensor, divisor: float | Tensor, scale: float) -> None:
-        """The window's gradient is whole; arguments as in `NoiseMonitor.close`."""
+    def stepping(self, weights: WindowWeights, scale: float | Tensor) -> None:
+        """The window's gradient is whole, at its loss scale, and nobody has changed it."""
         if self._monitor.is_on:
-            self._sums = self._monitor.close(norm, divisor, scale)
+            with self._clock.aside():
+                self._sums = self._monitor.close(weights.divisor, weights.correction, scale)
 
-    def stepped(self, *, applied: bool) -> None:
+    def stepped(self, num_batches: int, *, applied: bool) -> None:
         """The window is over; void, it says nothing. What an earlier one said has arrived."""
+        measured = None
+        if self._sums is not None and applied:
+            late, spent = self._sums
+            measured = _Measured(late, self._clock.end(), tuple(self._rows), spent)
+        start = time.perf_counter()
+        if applied:
+            self._follower.applied(num_batches, self._decided)
         shared = self._exchange.take()
         if shared is not None:
             self._absorb(shared)
         if self._measured is not None:
-            self._exchange.put(self._measured.figures())
-        self._measured = None
-        if self._sums is not None and applied:
-            self._measured = _Measured(self._sums, self._clock.end(), tuple(self._rows), self._monitor.spent_s)
+            self._exchange.put(self._measured.figures(self._deciding_s))
+            self._deciding_s = 0.0
+        self._measured = measured
         self.dropped()
         self._account.pass_window()
+        self._deciding_s += time.perf_counter() - start
 
     def dropped(self) -> None:
         """The window was given up, or is over."""
@@ -155,10 +192,12 @@ class BatchControl:
 
     def _absorb(self, shared: list[list[float]]) -> None:
         """Take the figures of all ranks in, and decide."""
-        window = NoiseSums.of_ranks([figures[:_SUMS] for figures in shared]).noise()
+        sums = [figures[:_SUMS] for figures in shared]
+        window = NoiseSums.of_ranks(sums, sharded=self._monitor.is_sharded).noise()
         row_s, fixed_s, window_s, spent_s = zip(*(figures[_SUMS:] for figures in shared), strict=True)
         if window is not None:
-            self._average.add(window)
+            self._average.add(window, age=self._account.windows - self._absorbed_at)
+            self._absorbed_at = self._account.windows
         if not math.isnan(sum(row_s)):  # a rank that waits for another takes it for a fixed part of its window
             self._times.add(max(row_s), min(fixed_s))
         self._account.charge(max(window_s), max(spent_s))
@@ -181,15 +220,32 @@ class BatchControl:
         self.k = decision.k
 
     def _review(self) -> None:
-        review = self._account.review(self._gain())
+        gain, now = self._gain(), self._account.windows
+        if gain is not None:
+            self._told_at = now
+        elif self._rule.policy == "goodput" and now - max(self._told_at, self._account.began) >= _EXPLORED:
+            gain = 0.0  # it has not been told for so long: nothing is gained by it
+        review = self._account.review(gain)
+        if review is not None and review.pays != self._pays:
+            self._pays = review.pays
+            self._note("account", asdict(review))
         if review is not None and not review.pays:
-            self._note("paused", asdict(review))
+            self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
+
+    def close(self) -> dict[str, Any] | None:
+        """Share nothing more; return what measuring took, as a share of the windows' time, and what it could bring."""
+        self._exchange.close()
+        self._monitor.end()
+        if not self._account.uses:
+            return None
+        figures = {"technique": self._account.technique, "price": self._account.share, "gain": self._gain()}
+        return figures | {"windows": self._account.windows, "measured": self._account.uses}
 
     def _gain(self) -> float | None:
         """Return the share of time to a loss that the best k would save of the first one's; None while unknown."""
         standing = self._standing()
         noise, times = standing.noise, standing.times
-        if self._rule.policy != "goodput" or noise is None or times is None or not noise.norm2 > 0:
+        if self._rule.policy != "goodput" or times is None or noise is None or not is_known_well(self._rule, noise):
             return None
 
         def cost(k: int) -> float:

@@ -17,7 +17,8 @@ from trimtab.runtime.accumulation import Count
 class Consumed:
     """Rows, and tokens where the schedule goes by them; void windows count too, `applied` steps do not count those.
 
-    Counts on an accelerator are read a window late; until then a window is taken to hold as many as the last one.
+    Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
+    row as the last one that was read.
 
     Raises:
         ValueGivenError: a total is not a number, both are given, or the plan's schedule needs one and has none.
@@ -36,8 +37,8 @@ class Consumed:
                 way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
         self.rows = self.applied = 0
-        self._tokens = self._last = 0.0
-        self._late: Late | None = None
+        self._tokens = self._per_row = 0.0
+        self._late: tuple[Late, int] | None = None
 
     def progress_after(self, rows: int, tokens: Count | None) -> float | None:
         """Return consumed over planned *after* a window; None where no total was given.
@@ -53,7 +54,9 @@ class Consumed:
             raise LossError("loss", given="a mean, with total_tokens", expected="(loss_sum, count), which tells tokens")
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()
-            return (self._tokens + self._last) / self._total_tokens
+            if self._per_row == 0:
+                self._per_row = float(tokens) / rows
+            return (self._tokens + self._per_row * rows) / self._total_tokens
         return (self._tokens + float(tokens)) / self._total_tokens
 
     def add(self, rows: int, tokens: Count | None, *, applied: bool) -> None:
@@ -64,25 +67,27 @@ class Consumed:
             return
         if isinstance(tokens, Tensor) and tokens.is_cuda:
             self._read()
-            self._late = Late(tokens)
+            self._late = Late(tokens), rows
         else:
             self._tokens += float(tokens)
 
     def _read(self) -> None:
         if self._late is not None:
-            self._last = self._late.read()[0]
-            self._tokens += self._last
-            self._late = None
+            late, rows = self._late
+            (tokens,) = late.read()
+            self._tokens, self._per_row, self._late = self._tokens + tokens, tokens / rows, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
         self._read()
-        return {"rows": self.rows, "applied": self.applied, "tokens": self._tokens, "last": self._last}
+        return {"rows": self.rows, "applied": self.applied, "tokens": self._tokens, "per_row": self._per_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"rows", "applied", "tokens", "last"}:
-            raise FormatError("state.consumed", given=f"{state!r:.80}", expected="the keys rows, applied, tokens, last")
+        if not isinstance(state, Mapping) or set(state) != {"rows", "applied", "tokens", "per_row"}:
+            raise FormatError(
+                "state.consumed", given=f"{state!r:.80}", expected="the keys rows, applied, tokens, per_row"
+            )
         rows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in ("rows", "applied"))
-        tokens, last = (checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("tokens", "last"))
-        self.rows, self.applied, self._tokens, self._last, self._late = rows, applied, tokens, last, None
+        tokens, per_row = (checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("tokens", "per_row"))
+        self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None

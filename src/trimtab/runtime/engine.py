@@ -23,13 +23,12 @@ from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
 from trimtab.runtime.applied import apply_plan, require_free
-from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.batch_control import BatchControl, control_of
 from trimtab.runtime.batches import count_rows, iterate
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.exchange import Alone, Exchange
 from trimtab.runtime.gradient_sync import GradientSync
 from trimtab.runtime.order import LoopOrder
-from trimtab.runtime.out_of_memory import is_out_of_memory, out_of_memory_in_step
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
@@ -70,11 +69,11 @@ class Run(RunView):
         optimizers.check_ownership(model, optimizer)
         self._clip_norm = gradients.resolve_clip(plan, clip_norm)
         self._consumed = Consumed(plan, total_samples, total_tokens)
-        self._device = next(model.parameters()).device
+        self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
-        self._voids, self._stopping = Voids(nonfinite), StopTest(stop)
         exchange = exchange or Alone()
-        recovers = recovers_from(out_of_memory, plan, exchange.num_ranks)
+        self._num_ranks = exchange.num_ranks
+        self._voids, self._stopping = Voids(nonfinite, is_alone=self._num_ranks == 1), StopTest(stop)
         require_free(model)
         self.model, self.plan = model, plan
         self.loss = torch.tensor(float("nan"))
@@ -83,9 +82,9 @@ class Run(RunView):
         self._recorder = recorder
         self._weights = WindowWeights()
         self._order, self._sync = LoopOrder(), GradientSync(model)
+        recovers = recovers_from(out_of_memory, plan, model, self._num_ranks)
         self._recovery = Recovery(model, self._note, is_on=recovers)
-        self._control = None if plan.batch_rule is None else BatchControl(plan, model, optimizer, exchange, self._note)
-        self._closed = False
+        self._control = control_of(plan, model, optimizer, exchange, self._note)
         self._undo = apply_plan(model, optimizer, plan, self._order.forward.watch, make_state=recovers)
 
     # The loop's verbs, in the order they are called.
@@ -122,8 +121,7 @@ class Run(RunView):
 
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)
-        wanted = planned if self._control is None else self._control.micro_batch_of(rows, planned, num_batches)
-        return self._recovery.micro_batch_of(wanted)
+        return self._recovery.micro_batch_of(self._control.micro_batch_of(rows, planned, num_batches))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the plan's precision as a context for the forward pass."""
@@ -140,13 +138,12 @@ class Run(RunView):
     def _backward(self, result: Any) -> None:
         self._require_open()
         self._order.require_micro_batch()
-        loss, count = as_loss(result)
+        loss, count = as_loss(result, self._num_ranks)
         rows = self._order.micro_rows
         weighted = self._weights.weigh(loss, count, rows)
         self._precision.scaled(weighted).backward()
         self._order.backward_done()
-        if self._control is not None:
-            self._control.backward_done(rows, rows if count is None else count)
+        self._control.backward_done(rows, rows if count is None else count)
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
@@ -161,11 +158,8 @@ class Run(RunView):
 
     def _measure(self) -> None:
         """Let the noise monitor see the whole gradient, before anybody changes it."""
-        if self._control is None or not self._control.wants_norm or self._order.unscaled:
-            return
-        scale = self.loss_scale or 1.0
-        norm = gradients.norm(self._optimizer) * self._weights.correction / scale
-        self._control.stepping(norm, self._weights.divisor, scale)
+        if not self._order.unscaled:
+            self._control.stepping(self._weights, self._precision.scale_on_device)
 
     def step(self) -> bool:
         """Unscale, clip, set the learning rate, step the optimizer, record; returns whether the optimizer stepped.
@@ -199,15 +193,18 @@ class Run(RunView):
 
     def _is_void(self) -> bool:
         try:
-            return not self._precision.scales and self._voids.is_void(self.grad_norm, self.loss)
+            is_void = self._voids.is_void(self.grad_norm, self.loss, scaled=self._precision.scales)
         except BaseException:  # the policy is to stop: as it was before the window
             self._recovery.restore_buffers()
             self._abandon()
             raise
+        if is_void:
+            self._precision.renew()
+        return is_void
 
     def _rate_factor(self, window: Window) -> float:
         factor = rate_factor(self.plan, self._consumed.progress_after(window.rows, self._weights.counted))
-        return factor if self._control is None else factor * self._control.rate_factor(window.num_batches)
+        return factor * self._control.rate_factor(window.num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
         """Count a window, and hand what it said to those who asked."""
@@ -218,12 +215,11 @@ class Run(RunView):
             self._recorder.step(self._record_of(window, factor, applied))
         self._order.reset()
         self._weights.close()
-        if self._control is not None:
-            self._control.stepped(applied=applied)
+        self._control.stepped(window.num_batches, applied=applied)
         if applied:
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan.micro_batch_of(self.plan.batch_rows))
-        self._voids.note(applied=applied)
+        self._voids.note(self.loss, applied=applied)
         if not applied and self._precision.loss_scale is not None:
             reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
             if reason is not None:
@@ -232,17 +228,12 @@ class Run(RunView):
 
     def _record_of(self, window: Window, factor: float, applied: bool) -> Step:
         rate = factor * self._optimizer.param_groups[0]["lr"]
-        return Step(
-            window.rows,
+        k, terms, noise = (
             window.num_micro_batches,
             self._weights.terms,
-            self.loss,
-            rate,
-            applied,
-            self.grad_norm,
-            self.loss_scale,
             None if self.noise is None else self.noise.scale,
         )
+        return Step(window.rows, k, terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
     def discard(self) -> None:
         """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
@@ -257,7 +248,7 @@ class Run(RunView):
         """Run one whole window; returns its mean loss as a detached scalar on the device.
 
         Where memory runs out in a forward or backward, the window is run again from its start in micro-batches of half
-        the size, with the buffers and random numbers it began with, unless the run was told to stop at that. Any other
+        the size, with the buffers and torch's random numbers it began with, where the run splits. Any other
         error gives the window up, as `discard` does, and the next one can be trained on. Nothing of it is counted, but
         not all is undone: forwards may have moved buffers (batch statistics) and random generators, and an optimizer
         that raised may have stepped some of its parameters.
@@ -266,6 +257,8 @@ class Run(RunView):
             MemoryLimitError: one row does not fit, or memory ran out inside the optimizer's step.
         """
         check_call(self, window, loss_fn)
+        self._order.require_idle("window")
+        self._recovery.begin(noted=self._may_void)
         while (failure := self._attempt(window, loss_fn)) is not None:  # outside of `except`, whose frames hold tensors
             self._recovery.split(window, failure)
         return self.loss
@@ -279,14 +272,12 @@ class Run(RunView):
                 self._backward(result)
             self.step()
         except BaseException as error:
-            failure, is_open = str(error).partition("\n")[0][:200], self._order.window is window
-            in_optimizer = is_open and self._order.in_optimizer
+            is_open, in_optimizer = self._order.window is window, self._order.in_optimizer
             if is_open:
                 self._abandon()
-            if not is_open or not self._recovery.is_on or not is_out_of_memory(error):
+            failure = self._recovery.failure_of(error, in_optimizer=in_optimizer) if is_open else None
+            if failure is None:
                 raise
-            if in_optimizer:
-                raise out_of_memory_in_step(failure) from error
             return failure
         return None
 
@@ -299,9 +290,9 @@ class Run(RunView):
             self._note("precision", {"from": before, "to": after, "reason": reason})
 
     def evaluated(self, value: float, name: str = "metric") -> None:
-        """Say what an evaluation found: it is recorded, and may meet the `Stop` condition."""
+        """Say what an evaluation found: it is recorded, and may meet the `Stop` condition. The same on every rank."""
         self._require_open()
-        checks.number("run.evaluated", value)
+        value = checks.figure("run.evaluated", value)
         self._stopping.evaluated(value)
         if self._recorder is not None:
             self._recorder.evaluation(self.consumed_rows, name, value)
@@ -310,10 +301,13 @@ class Run(RunView):
         if self._recorder is not None:
             self._recorder.event(name, detail)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Put model, optimizer and global modes back as they were; weights and state keep what they learned.
 
         Where the plan retained memory, the C allocator's thresholds stand at the highest they grow to by themselves.
+
+        Args:
+            error: what the run ended with, for its record.
         """
         if self._closed:
             return
@@ -321,14 +315,17 @@ class Run(RunView):
         self._optimizer.zero_grad(set_to_none=True)
         self._closed = True
         self._undo.close()
+        for each in (self._recovery.account(), self._control.close()):
+            if each is not None:
+                self._note("account", each)
         if self._recorder is not None:
-            self._recorder.close(self.stop_reason)
+            self._recorder.close(self.stop_reason, error)
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
 
     # State that a resumed run needs beside model, optimizer and the data's position.
 
@@ -348,7 +345,7 @@ class Run(RunView):
     def _parts(self) -> Iterator[tuple[str, Any]]:
         yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
         yield "memory", self._recovery.limit
-        if self._control is not None:
+        if isinstance(self._control, BatchControl):
             yield "batch", self._control
         yield "precision", self._precision  # last: what it left it cannot be brought back to
 
@@ -357,22 +354,25 @@ class Run(RunView):
     def open_window(self, window: Window) -> None:
         """Called by the window before its first micro-batch."""
         self._require_open()
+        self._order.require_idle("window")
+        if self._may_void:
+            self._recovery.note_start()
         self._order.open(window)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)
-        if self._recovery.is_on or self._precision.scales or self._voids.wants_norm:
-            self._recovery.note_start()
-        if self._control is not None:
-            self._control.opened(window.num_micro_batches)
+        self._control.opened(window.num_micro_batches)
+
+    @property
+    def _may_void(self) -> bool:
+        return self._precision.scales or self._voids.wants_norm
 
     def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
         """Called by the window before each micro-batch."""
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
         self._sync.begin(last=last)
-        if self._control is not None:
-            self._control.begun(rows)
+        self._control.begun(rows)
 
     def end_micro_batch(self, window: Window) -> None:
         """Called by the window after the loop's body for each micro-batch."""
@@ -392,8 +392,7 @@ class Run(RunView):
         self._optimizer.zero_grad(set_to_none=True)
         self._order.reset()
         self._sync.end()
-        if self._control is not None:
-            self._control.dropped()
+        self._control.dropped()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -19,6 +19,9 @@ class Exchange(Protocol):
     def take(self) -> list[list[float]] | None:
         """Return the figures of every rank that were put last, once; None where nothing is under way."""
 
+    def close(self) -> None:
+        """Nothing more is put or taken."""
+
 
 class Alone:
     """One process: what is put is there to be taken."""
@@ -36,3 +39,7 @@ class Alone:
         """Return them."""
         figures, self._figures = self._figures, None
         return None if figures is None else [figures]
+
+    def close(self) -> None:
+        """Drop what was put."""
+        self._figures = None

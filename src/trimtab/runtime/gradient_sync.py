@@ -8,6 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` that a model is, or wraps, as a compiled one does; None without one."""
+    return next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
+
+
 class GradientSync:
     """Keeps a `DistributedDataParallel` from reducing before the last micro-batch; nothing to do for other models.
 
@@ -15,7 +20,7 @@ class GradientSync:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model if isinstance(model, DistributedDataParallel) else None
+        self._model = data_parallel(model)
         self._skipping = contextlib.ExitStack()
 
     def begin(self, *, last: bool) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from trimtab.core.errors import ValueGivenError
 from trimtab.decide.noise import WindowNoise, window_noise
-from trimtab.measure.gradient_norms import GradientNorms
+from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.late import Late
+from trimtab.measure.sharded_norms import ShardedNorms, is_flat_sharded, is_sharded, local
+from trimtab.measure.spent import Spent
 from trimtab.runtime.accumulation import Count
 
 
@@ -59,64 +63,81 @@ class NoiseSums:
 
 
 class NoiseMonitor:
-    """Watches the backwards of a window. `spent_s`: host seconds that it took of the window."""
+    """Watches the backwards of a window.
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._norms = GradientNorms(parameters)
+    Raises:
+        ValueGivenError: a sharded model whose reductions cannot be seen.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if is_flat_sharded(model):
+            raise ValueGivenError(
+                "plan.batch_rule", given="a model under FSDP1, whose gradients cannot be seen", expected="DDP or FSDP2"
+            )
+        self._optimizer = optimizer
+        self.is_sharded = is_sharded(model)
+        self._norms = ShardedNorms(model) if self.is_sharded else GradientNorms(_Stepped(optimizer))
         self._seen: list[tuple[Tensor, int, Count]] = []
-        self._own_s = 0.0
 
     @property
     def is_on(self) -> bool:
         """Whether a window is being watched."""
         return self._norms.is_on
 
-    @property
-    def spent_s(self) -> float:
-        """Host seconds spent on the window so far."""
-        return self._own_s + self._norms.spent_s
-
-    def open(self) -> None:
-        """Begin to watch."""
-        start = time.perf_counter()
+    def open(self, *, at_once: bool = False) -> None:
+        """Begin to watch; `at_once`: the first backward is the one that is reduced."""
         self._seen.clear()
-        self._norms.on()
-        self._own_s = time.perf_counter() - start
+        self._norms.on(at_once=at_once)
 
     def backward_done(self, rows: int, terms: Count) -> None:
         """A micro-batch of so many rows and terms had its backward."""
-        start, before = time.perf_counter(), self._norms.spent_s
         self._seen.append((self._norms.take(), rows, terms))
-        self._own_s += time.perf_counter() - start - (self._norms.spent_s - before)
 
     def drop(self) -> None:
         """Stop watching; the window says nothing."""
         self._norms.off()
         self._seen.clear()
 
-    def close(self, norm: Tensor, divisor: float | Tensor, scale: float) -> Late:
-        """Stop watching; return the window's `NoiseSums`, to be read later.
+    def end(self) -> None:
+        """Watch no more windows."""
+        self.drop()
+        self._norms.close()
+
+    def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> tuple[Late, Spent]:
+        """Stop watching; return the window's `NoiseSums`, to be read later, and what they took.
 
         Args:
-            norm: of the window's gradient, at its true size.
-            divisor: D, where micro-batch j's mean loss was weighted by `n_j / D`. scale: the loss scale.
+            divisor: D, where micro-batch j's mean loss was weighted by `n_j / D`. correction: factor still to be
+                applied to the window's gradient. scale: the loss scale.
         """
-        start = time.perf_counter()
-        sums = self._sums(norm, divisor, scale)
+        spent = self._norms.spent
+        with spent.span(self._seen[0][0].device):
+            late = Late(self._sums(divisor, correction, scale))
         self.drop()
-        self._own_s += time.perf_counter() - start
-        return Late(sums)
+        return late, spent
 
-    def _sums(self, norm: Tensor, divisor: float | Tensor, scale: float) -> Tensor:
+    def _sums(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
         # ||g_j||^2 n_j = ||h_j||^2 D^2 / (n_j scale^2), h_j = n_j / D * scale * g_j being what the leaves received
-        device = norm.device
-        seen = torch.stack([norm2.to(device) for norm2, _, _ in self._seen]).double()
+        norm2 = squared_norm([local(p.grad) for p in _Stepped(self._optimizer) if p.grad is not None]).double()
+        device = norm2.device
+        seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double()
         terms = _on(device, [count for _, _, count in self._seen])
         rows = _on(device, [rows for _, rows, _ in self._seen])
         counts = terms > 0
         each = torch.where(counts, seen / torch.where(counts, terms, 1), 0) * (divisor / scale) ** 2
-        parts = [each.sum(), terms.sum(), (terms / rows).sum(), (terms**2 / rows).sum(), counts.sum(), norm.square()]
+        whole = norm2 * (correction / scale) ** 2
+        parts = [each.sum(), terms.sum(), (terms / rows).sum(), (terms**2 / rows).sum(), counts.sum(), whole]
         return torch.stack([part.double() for part in parts])
+
+
+class _Stepped:
+    """The parameters an optimizer steps, as they are each time."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
 
 
 def _on(device: torch.device, values: Sequence[Count]) -> Tensor:

@@ -28,7 +28,7 @@ _GROW_AFTER, _LONGEST = 100, 100 * 2**10
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | MemoryLimitError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(saying in text for saying in _SAYINGS)
@@ -97,13 +97,13 @@ class MicroBatchLimit:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"rows": self.rows, "wait": self._wait, "good": self._good}
+        return {"rows": self.rows, "wait": self._wait, "good": self._good, "grew": self._grew}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"rows", "wait", "good"}:
-            raise FormatError("state.memory", given=f"{state!r:.80}", expected="the keys rows, wait, good")
+        if not isinstance(state, Mapping) or set(state) != {"rows", "wait", "good", "grew"}:
+            raise FormatError("state.memory", given=f"{state!r:.80}", expected="the keys rows, wait, good, grew")
         rows = None if state["rows"] is None else checks.integer("state.memory.rows", state["rows"])
         wait = checks.integer("state.memory.wait", state["wait"])
         self._good = checks.integer("state.memory.good", state["good"], low=0)
-        self.rows, self._wait, self._grew = rows, wait, False
+        self.rows, self._wait, self._grew = rows, wait, bool(state["grew"])

@@ -61,6 +61,12 @@ class MixedPrecision:
         """The loss scale; None where there is none."""
         return None if self._scaler is None else self._scaler.get_scale()
 
+    @property
+    def scale_on_device(self) -> float | Tensor:
+        """The loss scale where the gradients are, to be computed with without waiting for it; 1.0 without one."""
+        scale = None if self._scaler is None else self._scaler._get_scale_async()
+        return 1.0 if scale is None else scale
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for the forward pass."""
         return autocast(self.name, self._device)

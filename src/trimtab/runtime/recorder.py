@@ -59,13 +59,13 @@ class Recorder:
         self._writer = writer
         self._pending: list[tuple[Step, float] | Event | Evaluation] = []
         self._index = self._num_pending = 0
-        self._begin = self._last = time.perf_counter()
+        self._train_s, self._last = 0.0, time.perf_counter()
 
     def step(self, step: Step) -> None:
         """Note one window."""
         now = time.perf_counter()
         self._pending.append((step, now - self._last))
-        self._last = now
+        self._train_s, self._last = self._train_s + now - self._last, now
         self._num_pending += 1
         if self._num_pending >= _FLUSH_STEPS:
             self.flush()
@@ -75,8 +75,9 @@ class Recorder:
         self._pending.append(Event(name, self._index + self._num_pending, detail))
 
     def evaluation(self, rows: int, name: str, value: float) -> None:
-        """Note a held-out evaluation, after so many rows."""
-        self._pending.append(Evaluation(rows, time.perf_counter() - self._begin, {name: value}))
+        """Note a held-out evaluation, after so many rows; what passed since the last window is its own time."""
+        self._pending.append(Evaluation(rows, self._train_s, {name: value}))
+        self._last = time.perf_counter()
 
     def flush(self) -> None:
         """Write what is pending."""
@@ -91,9 +92,11 @@ class Recorder:
         self._num_pending = 0
         self._writer.flush()
 
-    def close(self, reason: StopReason | None = None) -> None:
-        """Write what is pending, and why the run ended itself, if it did; the writer stays open for its owner."""
-        if reason is not None:
-            self.flush()
-            self._writer.write(End(reason.value))
+    def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
+        """Write what is pending, and why the run ended; the writer stays open for its owner."""
         self.flush()
+        if error is not None:
+            self._writer.write(End("error", {"error": f"{type(error).__name__}: {error}"[:500]}))
+        else:
+            self._writer.write(End("closed" if reason is None else reason.value))
+        self._writer.flush()

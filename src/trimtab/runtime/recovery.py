@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,24 +10,38 @@ from typing import Any
 from torch import nn
 
 from trimtab.core import checks
+from trimtab.core.errors import MemoryLimitError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.runtime.out_of_memory import MicroBatchLimit, free_memory
+from trimtab.runtime.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
+from trimtab.runtime.splitting import keeps_maths
 from trimtab.runtime.window import Window
 from trimtab.runtime.window_start import WindowStart
 
 POLICIES = ("split", "stop")
+# Added to an error that passes.
+_HINT = "In one process, trimtab.start(..., out_of_memory='split') runs the window again in smaller micro-batches."
 
 
-def recovers_from(policy: str | None, plan: Plan, num_ranks: int) -> bool:
+def recovers_from(policy: str | None, plan: Plan, model: nn.Module, num_ranks: int) -> bool:
     """Return whether a run splits a window that memory ran out in.
 
-    By default it does where splitting keeps the maths as far as is known: not where the plan's check refused it. One
-    rank of several does not: the others would wait for it.
+    By default it does where splitting keeps the maths as far as is known. One rank of several does not: the others
+    would wait for it.
+
+    Raises:
+        ValueGivenError: "split" on several ranks, or no such policy.
     """
-    if policy is not None:
-        checks.one_of("out_of_memory", policy, POLICIES)
-    refused = plan.check is not None and not plan.check.splittable
-    return num_ranks == 1 and (policy == "split" or (policy is None and not refused))
+    if policy is None:
+        return num_ranks == 1 and keeps_maths(plan, model)
+    checks.one_of("out_of_memory", policy, POLICIES)
+    if policy == "split" and num_ranks > 1:
+        raise ValueGivenError(
+            "out_of_memory",
+            given=f"split on {num_ranks} ranks",
+            expected="stop",
+            way_out="Where one rank begins anew the others would wait for it: plan a smaller micro-batch.",
+        )
+    return policy == "split"
 
 
 class Recovery:
@@ -36,32 +51,73 @@ class Recovery:
         self.is_on, self.limit = is_on, MicroBatchLimit()
         self._start, self._note = WindowStart(model), note
         self._device = next(model.parameters()).device
+        self._rows_before: int | None = None
+        self._began = time.perf_counter()
+        self._spent_s, self._saved, self._windows = 0.0, 0, 0
+
+    def begin(self, *, noted: bool) -> None:
+        """A window that may be run again begins; `noted`: its start is taken whenever it is opened."""
+        self._rows_before = self.limit.rows
+        if self.is_on and not noted:
+            self.note_start()
 
     def note_start(self) -> None:
-        """A window begins."""
+        """Take what a window begins with."""
+        start = time.perf_counter()
         self._start.note()
+        self._windows += 1
+        self._spent_s += time.perf_counter() - start
 
     def restore_buffers(self) -> None:
         """Put buffers back as the window found them: it is void."""
         self._start.restore_buffers()
+        self._saved += 1
 
     def micro_batch_of(self, planned: int) -> int:
         """Return rows per micro-batch where a plan has `planned`."""
         return self.limit.of(planned)
 
+    def failure_of(self, error: BaseException, *, in_optimizer: bool) -> str | None:
+        """Return what the allocator said where a window that was given up can be run again; None for any other error.
+
+        Raises:
+            MemoryLimitError: memory ran out inside the optimizer's step.
+        """
+        if not is_out_of_memory(error):
+            return None
+        failure = str(error).partition("\n")[0][:200]
+        if in_optimizer:
+            raise out_of_memory_in_step(failure) from error
+        if not self.is_on:
+            error.add_note(_HINT)
+            return None
+        return failure
+
     def split(self, window: Window, failure: str) -> None:
         """Halve the micro-batch of a window that was given up, and put back what its forwards changed.
 
         Raises:
-            MemoryLimitError: it was one row.
+            MemoryLimitError: it was one row; the next window is tried as this one was.
         """
         before = window.micro_batch
-        after = self.limit.shrink(before, failure)
         self._start.restore()
+        try:
+            after = self.limit.shrink(before, failure)
+        except MemoryLimitError:
+            self.limit.rows = self._rows_before
+            raise
         free_memory(self._device)
         window.split(after)
+        self._saved += 1
         self._note("out_of_memory", {"from": before, "to": after, "error": failure})
         warnings.warn(f"out of memory: micro-batch {before} becomes {after} ({failure})", RuntimeWarning, stacklevel=3)
+
+    def account(self) -> dict[str, Any] | None:
+        """Return what it cost, as a share of the run's seconds (the host's), and windows it saved; None if unused."""
+        if not self._windows:
+            return None
+        price = self._spent_s / (time.perf_counter() - self._began)
+        return {"technique": "window start", "price": price, "windows": self._windows, "saved": self._saved}
 
     def passed(self, planned: int) -> None:
         """A window fitted: some time after memory ran out, a larger micro-batch is tried again."""

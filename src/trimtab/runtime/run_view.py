@@ -6,6 +6,7 @@ from trimtab.core.stop import StopReason
 from trimtab.decide.accumulation import Noise
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.stopping import StopTest
 
@@ -14,14 +15,14 @@ class RunView:
     """Counters and standing of a run."""
 
     _consumed: Consumed
-    _control: BatchControl | None
+    _control: BatchControl | FixedBatch
     _precision: MixedPrecision
     _stopping: StopTest
 
     @property
     def num_batches(self) -> int:
         """Loader batches of the next window; 1 unless the plan freed the batch."""
-        return 1 if self._control is None else self._control.num_batches
+        return self._control.num_batches
 
     @property
     def consumed_rows(self) -> int:
@@ -36,7 +37,7 @@ class RunView:
     @property
     def noise(self) -> Noise | None:
         """Gradient noise over the last windows, where the plan freed the batch; None before anything is known."""
-        return None if self._control is None else self._control.noise
+        return self._control.noise
 
     @property
     def stop_reason(self) -> StopReason | None:

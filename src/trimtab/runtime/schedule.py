@@ -54,14 +54,15 @@ class RateFollower:
     """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
 
     "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
-    betas and epsilon, which this does not). A rise is taken over ten windows a doubling, a fall at once.
+    betas and epsilon, which this does not). A rise is taken over ten applied windows a doubling, a fall at once; a
+    window smaller than was decided, as a loader's last, has less and costs no level.
     """
 
     RAMP = 10
 
     def __init__(self, rule: str) -> None:
         self.rule = rule
-        self._factor = 1.0
+        self._level = 1.0
 
     @classmethod
     def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
@@ -71,20 +72,25 @@ class RateFollower:
         return cls(rule)
 
     def factor(self, ratio: float) -> float:
-        """Return the factor for the next window, which is `ratio` times the user's batch."""
-        wanted = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
-        self._factor = min(wanted, max(1.0, self._factor) * 2 ** (1 / self.RAMP))
-        return self._factor
+        """Return the factor for a window, which is `ratio` times the user's batch."""
+        return min(self._wanted(ratio), max(1.0, self._level) * 2 ** (1 / self.RAMP))
+
+    def applied(self, ratio: float, decided: float) -> None:
+        """A window of `ratio` was applied, where one of `decided` is the rule."""
+        self._level = min(max(self._level, self.factor(ratio)), self._wanted(decided))
+
+    def _wanted(self, ratio: float) -> float:
+        return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs."""
-        return {"factor": self._factor}
+        return {"level": self._level}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"factor"}:
-            raise FormatError("state.rate", given=f"{state!r:.80}", expected="the key factor")
-        self._factor = checks.number("state.rate.factor", state["factor"], low=0, open_low=True)
+        if not isinstance(state, Mapping) or set(state) != {"level"}:
+            raise FormatError("state.rate", given=f"{state!r:.80}", expected="the key level")
+        self._level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
 
 
 @contextlib.contextmanager

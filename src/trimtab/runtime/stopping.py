@@ -56,13 +56,20 @@ class StopTest:
             self.reason = StopReason.GRAD_NORM
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; a norm on its way is not in it."""
-        return {"average": self._average, "weight": self._weight, "seen": self._seen}
+        """Return what a resumed run needs; one that was over stays so."""
+        if self._norm is not None:
+            self._add(self._norm.read()[0])
+            self._norm = None
+        reason = None if self.reason is None else self.reason.value
+        return {"average": self._average, "weight": self._weight, "seen": self._seen, "reason": reason}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"average", "weight", "seen"}:
-            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys average, weight, seen")
+        if not isinstance(state, Mapping) or set(state) != {"average", "weight", "seen", "reason"}:
+            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys average, weight, seen, reason")
         average, weight = (checks.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight"))
+        if state["reason"] is not None:
+            checks.one_of("state.stop.reason", state["reason"], tuple(StopReason))
         self._seen = checks.integer("state.stop.seen", state["seen"], low=0)
-        self._average, self._weight = average, weight
+        self._average, self._weight, self._norm = average, weight, None
+        self.reason = None if state["reason"] is None else StopReason(state["reason"])

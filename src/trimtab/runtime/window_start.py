@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_LARGE = 2**20  # bytes of a buffer from which on its version tells whether it changed
+_LARGE = 2**20  # bytes
 
 
 class WindowStart:
-    """Copies of a model's buffers and the generators' states. Buffers registered later are not seen.
+    """Copies of a model's buffers and the generators' states.
 
-    A mask of many megabytes that no forward writes is copied once; small buffers always: batch statistics are written
-    without a trace in the tensor's version.
+    Persistent buffers of floating point and all small ones are copied before every window: batch statistics are written
+    without a trace in the tensor's version. Large ones of other kinds (quantised weights, masks, caches) are copied
+    from the first window on that changed them by their version; what such a window did to them stays. Buffers that
+    cannot be written in place, or that were registered later, are not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
-        self._kept: list[tuple[Tensor, int, Tensor] | None] = [None] * len(self._places)
+        self._places = [
+            (module, name, name not in module._non_persistent_buffers_set)
+            for module in model.modules()
+            for name in module._buffers
+        ]
         self._device = next(model.parameters()).device
+        self._buffers: list[Tensor | None] = []
+        self._always: tuple[list[Tensor], list[Tensor]] = [], []  # copies and buffers
+        self._watched: list[_Watched] = []
         self._generators: Any = None
 
     def note(self) -> None:
-        """Take the state as it is now."""
-        copies: list[Tensor] = []
-        changed: list[Tensor] = []
-        for index, (module, name) in enumerate(self._places):
-            buffer, kept = module._buffers[name], self._kept[index]
-            if buffer is None:
-                self._kept[index] = None
-            elif kept is None or kept[0] is not buffer or kept[1] != buffer._version or buffer.nbytes < _LARGE:
-                if _overlaps(buffer):  # nobody can write into it
-                    self._kept[index] = buffer, buffer._version, buffer
-                    continue
-                copy = torch.empty_like(buffer) if kept is None or kept[0] is not buffer else kept[2]
-                self._kept[index] = buffer, buffer._version, copy
-                copies.append(copy)
-                changed.append(buffer)
-        if changed:
-            with torch.no_grad():
-                torch._foreach_copy_(copies, changed)
-        self._generators = self._states()
+        """Take the state as it is now. Where it raises, the last one stands."""
+        buffers = [module._buffers.get(name) for module, name, _ in self._places]
+        if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
+            self._sort(buffers)
+        with torch.no_grad():
+            if self._always[0]:
+                torch._foreach_copy_(*self._always)
+            for each in self._watched:
+                each.note()
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._generators = torch.get_rng_state(), cuda  # NumPy's alone would take 85 us a window
+
+    def _sort(self, buffers: list[Tensor | None]) -> None:
+        """Make room for copies."""
+        always, watched = [], []
+        for buffer, (_, _, is_persistent) in zip(buffers, self._places, strict=True):
+            if buffer is None or not _can_be_written(buffer):
+                continue
+            changes = is_persistent and (buffer.is_floating_point() or buffer.is_complex())
+            if changes or buffer.nbytes < _LARGE:
+                always.append(buffer)
+            else:
+                watched.append(_Watched(buffer))
+        self._always, self._watched = ([torch.empty_like(each) for each in always], always), watched
+        self._buffers = buffers
 
     def restore(self) -> None:
         """Put buffers and generators back."""
@@ -53,22 +68,43 @@ class WindowStart:
             torch.cuda.set_rng_state(cuda, self._device)
 
     def restore_buffers(self) -> None:
-        """Put the buffers back: the tensors that stood there, with their values."""
-        for (module, name), kept in zip(self._places, self._kept, strict=True):
-            if kept is None:
-                module._buffers[name] = None
-                continue
-            buffer, version, copy = kept
-            if copy is not buffer and (buffer._version != version or buffer.nbytes < _LARGE):
-                with torch.no_grad():
-                    buffer.copy_(copy)
-            module._buffers[name] = buffer
+        """Put values back, and persistent tensors that others of their shape took the place of.
 
-    def _states(self) -> Any:
-        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return torch.get_rng_state(), cuda  # NumPy's alone would take 85 us a window
+        A cache that was made, or grew, stays: what says how large it is stands beside it in Python.
+        """
+        for (module, name, is_persistent), buffer in zip(self._places, self._buffers, strict=True):
+            now = module._buffers.get(name)
+            if is_persistent and buffer is not None and now is not None and now.shape == buffer.shape:
+                module._buffers[name] = buffer
+        with torch.no_grad():
+            for copy, buffer in zip(*self._always, strict=True):
+                buffer.copy_(copy)
+            for each in self._watched:
+                each.restore()
 
 
-def _overlaps(buffer: Tensor) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
-    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+class _Watched:
+    """A buffer whose version tells whether it changed."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._version = buffer, buffer._version
+        self._copy: Tensor | None = None
+
+    def note(self) -> None:
+        """Copy it, where it has changed since the last call."""
+        if self._buffer._version != self._version:
+            self._copy = self._buffer.clone() if self._copy is None else self._copy.copy_(self._buffer)
+            self._version = self._buffer._version
+
+    def restore(self) -> None:
+        """Put it back, where it has changed and was copied."""
+        if self._copy is not None and self._buffer._version != self._version:
+            self._buffer.copy_(self._copy)
+            self._version = self._buffer._version
+
+
+def _can_be_written(buffer: Tensor) -> bool:
+    if buffer.layout is not torch.strided or buffer.is_inference():
+        return False
+    shared = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return not shared  # elements of an expanded tensor share memory

@@ -24,13 +24,16 @@ from trimtab.decide.accumulation import (
 )
 
 positive = st.floats(1e-6, 1e6)
+rounding = st.floats(-1e-6, 0.0)  # of estimates that are unbiased, where nothing is there
 units = st.integers(1, 5)
 KNOWN = Noise(trace=640.0, norm2=1.0, relative_error=0.1, num_windows=100)
 STANDING = Standing(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=Times(0.1, 0.05))
 
 
 def rule_of(policy: str, k_max: int = 64) -> BatchRule:
-    return BatchRule(policy, k_max=k_max, sigma2_target=10.0 if policy in ("paper", "variance") else None)
+    trials = ((k_max, 10.0, 3.0), (1, 4.0, 2.0)) if policy == "throughput_per_memory" else ()
+    target = 10.0 if policy in ("paper", "variance") else None
+    return BatchRule(policy, k_max=k_max, sigma2_target=target, trials=trials)
 
 
 @st.composite
@@ -41,7 +44,9 @@ def standings(draw):
         unit=unit,
         micro_rows=draw(st.floats(1, 512)),
         num_ranks=draw(st.integers(1, 64)),
-        noise=Noise(draw(positive), draw(positive), draw(st.floats(0, 0.5)), draw(st.integers(0, 200))),
+        noise=Noise(
+            draw(positive | rounding), draw(positive | rounding), draw(st.floats(0, 0.5)), draw(st.integers(0, 200))
+        ),
         times=Times(draw(positive), draw(st.floats(0, 1e6))),
     )
 
@@ -53,7 +58,7 @@ def test_k_stays_in_its_bounds(standing, policy, k_max):
     k = decide(rule, standing).k
     assert k % standing.unit == 0
     assert 1 <= k <= most(rule, standing.unit)
-    if policy != "paper":
+    if policy not in ("paper", "throughput_per_memory"):
         assert k <= 2 * standing.k
         assert k >= standing.k / 2
 
@@ -168,6 +173,13 @@ def test_the_norm_test_and_the_variance_rule():
     assert decide(variance, replace(STANDING, k=4, num_ranks=2, noise=replace(KNOWN, trace=8 * 99.0))).k == 5
 
 
+def test_no_noise_asks_for_a_single_micro_batch():
+    for trace in (0.0, -1e-9):
+        standing = replace(STANDING, k=2, noise=replace(KNOWN, trace=trace))
+        assert decide(rule_of("goodput"), standing).k == 1
+        assert decide(rule_of("norm_test"), standing).k == 1
+
+
 def test_throughput_over_memory_to_the_letter():
     assert throughput_per_memory({1: (100.0, 100.0), 2: (95.0, 60.0), 4: (80.0, 40.0), 8: (50.0, 35.0)}) == 4
     assert throughput_per_memory({1: (100.0, 100.0), 2: (50.0, 50.0)}) == 1
@@ -191,6 +203,10 @@ def test_throughput_over_memory_to_the_letter():
         {"policy": "paper", "sigma2_target": 1.0, "allowed": (4, 32)},
         {"allowed": (4, 8)},
         {"learning_rate": "none"},
+        {"policy": "throughput_per_memory"},
+        {"policy": "throughput_per_memory", "trials": ((0, 1.0, 1.0),)},
+        {"policy": "throughput_per_memory", "trials": ((1, 1.0, 0.0),)},
+        {"trials": ((1, 1.0, 1.0),)},
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(values):

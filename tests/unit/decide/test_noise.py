@@ -113,6 +113,19 @@ def test_an_average_follows_what_changes():
     assert average.noise.scale == pytest.approx(5.0, rel=0.05)
 
 
+def test_an_old_average_weighs_less_but_never_nothing():
+    """Where one window in many is measured, some thirty measurements are looked back on."""
+
+    def after(age, changed=30):
+        average = NoiseAverage()
+        for trace in [1.0] * 400 + [5.0] * changed:
+            average.add(WindowNoise(trace, 1.0, 1.0), age=age)
+        return average.noise.trace
+
+    assert after(1) < after(2) < after(3) == after(50)
+    assert after(50) == pytest.approx(5 - 4 * (1 - 0.01) ** (3 * 30), rel=1e-3)
+
+
 def test_more_micro_batches_weigh_more():
     average = NoiseAverage()
     average.add(WindowNoise(1.0, 1.0, 1))

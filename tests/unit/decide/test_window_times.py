@@ -86,7 +86,21 @@ def test_what_does_not_pay_is_paused_each_time_for_longer():
     for _ in range(PAUSE):
         account.pass_window()
     assert not account.is_paused
+    assert account.review(gain=0.0) is None  # not by what was seen before the pause
+    for _ in range(REVIEW):
+        account.pass_window()
     assert account.review(gain=0.0).pause == 2 * PAUSE
+
+
+def test_a_sparse_use_is_never_in_two_windows_close_by():
+    account, used_in = Account("a technique"), []
+    for window in range(200):
+        if account.is_due(free=100, sparse=20):
+            used_in.append(window)
+            account.charge(1.0, 0.001)
+        account.pass_window()
+    assert used_in == list(range(0, 200, 20))
+    assert account.share == pytest.approx(0.001 * 10 / 200)
 
 
 def test_what_pays_goes_on():

@@ -32,7 +32,7 @@ def test_the_page_shows_course_and_events():
     record = RunRecord(Header("a run"), steps(12, k=lambda i: 1 + (i > 5)), (), events, End("target"))
     page = run_page(record)
     assert page.count("<svg") == 3
-    for text in ("a run: ended by target", "12 windows of 144 rows", "0 void", "k* = 2.3", "trace 640.1"):
+    for text in ("a run: stopped at its target", "12 windows of 144 rows", "0 void", "k* = 2.3", "trace 640.1"):
         assert text in page, text
 
 

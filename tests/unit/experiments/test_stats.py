@@ -157,6 +157,10 @@ def test_one_pair_has_no_interval():
         (ratio(0.8, 0.7, 0.9), CONTROL, "harm"),
         (ratio(0.8, 0.7, 1.01), CONTROL, "no gain"),
         (ratio(0.99, 0.985, 0.995), CONTROL, "no gain"),
+        (ratio(1.07, 1.002, 1.14), Interval(1.03, 1.003, 1.06, 8), "no gain"),  # clear of 1, not of the control
+        (ratio(1.12, 1.07, 1.17), Interval(1.03, 1.003, 1.06, 8), "gain"),
+        (ratio(0.93, 0.88, 0.98), Interval(0.97, 0.945, 0.995, 8), "no gain"),
+        (ratio(0.88, 0.84, 0.92), Interval(0.97, 0.945, 0.995, 8), "harm"),
     ],
 )
 def test_the_verdict_on_speed(found, control, kind):
@@ -375,15 +379,27 @@ def test_left_censored_pairs_are_counted():
 def test_an_arm_past_the_target_when_first_looked_at_is_at_least_so_fast():
     """Its time is an upper bound: clear of 1 all the same, it is a gain of unknown size."""
     row = target([early(s) for s in (5.0, 5.1, 4.9, 5.0, 5.0)], [reaching(10)] * 5)
-    assert (row.ratio, row.bound, row.left_censored) == (None, ">= 2.00x", 5)
+    assert (row.ratio, row.bound, row.left_censored) == (None, ">= 1.96x", 5)  # the interval's lower end
     assert row.verdict.kind == "gain"
-    assert "at least 2.00x" in row.verdict.sentence
+    assert "ours is faster than theirs, >= 1.96x" in row.verdict.sentence
+
+
+def test_a_charge_that_takes_longer_than_the_other_did_is_a_loss():
+    """However early an arm crosses, planning had to be done first."""
+    ours = [early(s) for s in (5.0, 5.1, 4.9, 5.0, 5.0)]
+    row = target(ours, [reaching(s) for s in (10, 10.1, 9.9, 10, 10)], charge=20.0)
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, "<= 0.51x", "harm")
+    both_early = target(ours, [early(10)] * 5, charge=20.0)
+    assert (both_early.bound, both_early.verdict.kind) == ("<= 0.50x", "harm")
+    assert target(ours, [reaching(10)] * 5, charge=9.9).verdict.kind == "no verdict"  # within what can be resolved
+    assert target(ours, [reaching(10)] * 5, charge=2.0).verdict.kind == "gain"
+    assert target([*[early(5)] * 4, failing(9)], [reaching(10)] * 5, charge=20.0).bound == "reached in some pairs only"
 
 
 @pytest.mark.parametrize(
     ("ours", "bound"),
     [
-        ([early(9.99), *[reaching(10)] * 4], ">= 1.00x"),  # one such pair is enough
+        ([early(9.99), *[reaching(10)] * 4], ">= 0.99x"),  # one such pair is enough
         ([early(12)] * 5, ">= 0.83x"),  # slower, as far as the bound goes: which shows nothing
         ([early(5)] * 4, ">= 2.00x"),  # four pairs
     ],
@@ -455,6 +471,12 @@ def finals(differences: list[float]) -> tuple[list[RunRecord], list[RunRecord]]:
         ([-3.0, -3.1, -2.9, -3.0, -3.0], "F", "harm"),
         ([3.0, 3.1, 2.9, 3.0, 3.0], "F", "gain"),
         ([-0.1, 0.1, 0.0, 0.1, -0.1], "F", "no gain"),  # not worse, which is no gain
+        ([-3.5, -0.5, -2.0, -1.5, -2.2], "F", "harm"),  # clear of 0, though not of the limit
+        ([3.5, 0.5, 2.0, 1.5, 2.2], "F", "gain"),
+        ([0.2, 0.3, 0.2, 0.3, 0.25], "F", "no gain"),  # clear of 0, and within the limit
+        ([-3.5, 1.5, -2.0, -1.5, -2.2], "F", "no verdict"),
+        ([-0.2, 1.0, 0.4, 0.9, 0.1], "F", "no gain"),  # not worse than the limit
+        ([-0.2, 1.0, 0.4, 0.9, 0.1], "S", "no verdict"),  # nor shown to be the same
     ],
 )
 def test_the_verdict_on_quality(differences, tier, kind):
@@ -472,7 +494,7 @@ def test_tier_f_is_judged_where_each_ends():
 
 
 @pytest.mark.parametrize("who", ["ours", "theirs"])
-@pytest.mark.parametrize(("reason", "kind"), [("target", None), ("cap", "gain"), ("diverged", "no verdict")])
+@pytest.mark.parametrize(("reason", "kind"), [("target", None), ("cap", "no gain"), ("diverged", "no verdict")])
 def test_tier_f_is_not_judged_on_the_pairs_that_happened_to_end(reason, kind, who):
     """Those that are left once the others stopped early were selected by their outcome; a cap is the same for all."""
     ours, theirs = climbing([1, 2], [0.3, 0.903]), climbing([1, 2, 3, 4], [0.1, 0.2, 0.5, 0.9])

@@ -103,10 +103,13 @@ def test_late_scalars_are_read_as_they_were():
 
 
 def test_a_windows_clock_tells_its_micro_batches_apart(monkeypatch):
-    ticks = iter([10.0, 11.0, 13.0, 20.0])
+    ticks = iter([9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0])
     monkeypatch.setattr("trimtab.measure.window_clock.time.perf_counter", lambda: next(ticks))
     clock = WindowClock(torch.device("cpu"))
+    clock.open()
     for _ in range(3):
         clock.begin()
+    with clock.aside():  # 15 to 18 are not the window's
+        pass
     found = clock.end().read()
-    assert (found.micro_s, found.window_s) == ((1.0, 2.0), 10.0)
+    assert (found.micro_s, found.window_s) == ((1.0, 2.0), 7.5)

@@ -14,6 +14,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Check, Plan
 from trimtab.decide.accounts import PAUSE, Account
+from trimtab.decide.accumulation import Times
 from trimtab.decide.noise import NoiseAverage
 
 DIM, NOISE = 5, 0.7
@@ -77,9 +78,9 @@ def windows_seen(monkeypatch):
     """Collect what each measured window says."""
     seen, add = [], NoiseAverage.add
 
-    def noting(self, window):
+    def noting(self, window, age=1):
         seen.append(window)
-        add(self, window)
+        add(self, window, age)
 
     monkeypatch.setattr(NoiseAverage, "add", noting)
     return seen
@@ -96,8 +97,14 @@ def measuring(k, **values):
     return BatchRule("fixed", k=k, learning_rate="none", min_windows=10**6, **values)
 
 
+@pytest.fixture
+def always_measured(monkeypatch):
+    """Measure every window: in steps of a fraction of a millisecond the account would allow one in a hundred."""
+    monkeypatch.setattr(Account, "is_due", lambda self, free=0, sparse=1: not self.is_paused)
+
+
 @pytest.mark.parametrize(("rows", "micro", "k"), [(8, 8, 4), (8, 3, 3), (16, 8, 2), (8, 8, 1)])
-def test_a_runs_estimates_are_those_of_the_true_gradient(windows_seen, rows, micro, k):
+def test_a_runs_estimates_are_those_of_the_true_gradient(windows_seen, always_measured, rows, micro, k):
     """Also of a window of one micro-batch, which is split in two."""
     problem = Regression(rows, measuring(k), micro=micro)
     problem.run(600)
@@ -168,12 +175,6 @@ def test_void_windows_say_nothing(windows_seen):
     assert all(math.isfinite(each.trace) for each in windows_seen)
 
 
-@pytest.fixture
-def always_measured(monkeypatch):
-    """Measure every window: in steps of a fraction of a millisecond the account would allow one in a hundred."""
-    monkeypatch.setattr(Account, "is_due", lambda self, free: not self.is_paused)
-
-
 def test_k_follows_the_rule_and_the_record_says_why(tmp_path, always_measured):
     """The norm test asks for trace / (b theta^2 norm2) = 10 micro-batches: 1 to 2 to 4 to 8 to 10 or so."""
     problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="linear"), lr=1e-12)
@@ -195,15 +196,85 @@ def test_k_follows_the_rule_and_the_record_says_why(tmp_path, always_measured):
     assert max(after / before for before, after in itertools.pairwise(rates)) < 1.08
 
 
-def test_single_micro_batches_are_probed_in_windows_of_two():
-    """Nothing else tells their time; before the first windows are seen, each is one."""
-    problem = Regression(8, BatchRule("goodput", min_windows=4))
+def windows_of(problem, number, loss=None):
+    """Train so many windows; returns (batches, micro-batches) of each, and the run."""
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         sizes = []
-        for window in itertools.islice(run.windows(problem.batches()), 4):
-            sizes.append(window.num_micro_batches)
+        for window in itertools.islice(run.windows(problem.batches()), number):
+            sizes.append((window.num_batches, window.num_micro_batches))
+            run.train_step(window, loss or mean_loss)
+    return sizes, run
+
+
+@pytest.mark.parametrize("batch_statistics", [False, True])
+def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, batch_statistics):
+    """Split in two, or of two batches where splitting is other maths: one in four until it is known, then one in 50."""
+    monkeypatch.setattr(Account, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
+    problem = Regression(64, BatchRule("goodput", k_max=2))
+    if batch_statistics:
+        problem.model.extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
+    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)  # k stays 1
+    sizes, run = windows_of(problem, 400)
+    odd, even = ((2, 2), (1, 1)) if batch_statistics else ((1, 2), (1, 1))
+    assert set(sizes) == {odd, even}
+    probes = [index for index, size in enumerate(sizes) if size == odd]
+    assert probes[:10] == list(range(0, 40, 4))
+    assert all(index % 50 == 0 for index in probes if index >= 200)
+    assert run.noise.num_windows >= 10
+
+
+def test_a_decision_for_one_micro_batch_is_carried_out():
+    """Nothing is fixed about a window's time here, so one is best: hardly a window has more."""
+    problem = Regression(64, BatchRule("goodput", k_max=16))
+    sizes, _ = windows_of(problem, 600)
+    assert [size for size in sizes[300:] if size[0] > 1] == []
+    assert sum(size[1] > 1 for size in sizes[300:]) <= 6
+
+
+@pytest.mark.parametrize("policy", ["goodput", "norm_test"])
+def test_batches_that_are_all_alike_have_no_noise(always_measured, policy):
+    """Overfitting one batch: what is left is rounding, of either sign."""
+    problem = Regression(8, BatchRule(policy, k=2, min_windows=3))
+    problem.model.float()
+    batch = [part[:1].repeat(8, *[1] * (part.ndim - 1)).float() for part in next(problem.batches())]
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for _ in range(40):
+            run.train_step(run.window(*[batch] * run.num_batches), mean_loss)
+        assert run.noise.scale < 1e-3
+        assert run.num_batches in (1, 2)
+
+
+def test_only_what_the_optimizer_steps_is_seen(windows_seen):
+    """A backbone that gradients reach and nobody steps, and a layer that is unfrozen on the way."""
+    problem = Regression(8, measuring(4))
+    problem.model = nn.Sequential(nn.Linear(DIM, DIM).double(), problem.model)
+    problem.optimizer = torch.optim.SGD(problem.model[1].parameters(), lr=0.0)
+    bias = problem.model[0].bias
+    with torch.no_grad():
+        problem.model[0].weight.copy_(torch.eye(DIM))
+        bias.zero_()
+    problem.run(300)
+    assert_unbiased(windows_seen, "norm2", problem.norm2)
+    assert_unbiased(windows_seen, "trace", problem.trace)
+
+
+def test_a_layer_frozen_or_unfrozen_on_the_way_is_followed(windows_seen):
+    problem = Regression(8, measuring(4))
+    problem.model.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
+    problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.0)
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for index, window in enumerate(itertools.islice(run.windows(problem.batches()), 300)):
+            problem.model.bias.requires_grad_(index >= 100)
             run.train_step(window, mean_loss)
-    assert sizes == [2, 2, 2, 2]
+    frozen, whole = windows_seen[:98], windows_seen[102:]
+    assert_unbiased(frozen, "trace", problem.trace)
+    assert_unbiased(whole, "trace", problem.trace + problem.norm2 + NOISE**2)  # a row's bias gradient is its residual
+
+
+def test_trials_decide_by_throughput_per_byte():
+    rule = BatchRule("throughput_per_memory", k_max=8, trials=((1, 100.0, 100.0), (4, 80.0, 40.0), (8, 50.0, 35.0)))
+    sizes, _ = windows_of(Regression(8, rule), 12)
+    assert set(sizes) == {(4, 4)}
 
 
 def test_a_split_the_check_refused_is_not_made():
@@ -226,15 +297,45 @@ def test_the_last_batches_of_a_loader_are_a_shorter_window():
     assert run.consumed_rows == 80
 
 
-def test_a_monitor_that_brings_nothing_is_paused_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._gain", lambda self: 0.0)
-    problem = Regression(8, BatchRule("goodput", k_max=2))
-    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
-        problem.run(150, record=writer)
-    (event,) = [event for event in trimtab.read_record(tmp_path / "run.jsonl").events if event.name == "paused"]
-    assert event.detail["technique"] == "noise monitor"
-    assert event.detail["gain"] == 0.0 < event.detail["price"]
-    assert event.detail["pause"] == PAUSE
+def events_of(path, name):
+    return [event for event in trimtab.read_record(path).events if event.name == name]
+
+
+def recorded(problem, windows, folder, loss=None):
+    with trimtab.RecordWriter(folder / "run.jsonl", trimtab.Header("test")) as writer:
+        problem.run(windows, loss, record=writer)
+    found = events_of(folder / "run.jsonl", "account")
+    return [event for event in found if event.detail["technique"] == "noise monitor"]
+
+
+def test_a_monitor_that_brings_nothing_is_paused_and_says_so(tmp_path, always_measured):
+    """No other k than the present one is allowed: nothing can be gained."""
+    found = recorded(Regression(64, BatchRule("goodput", k_max=1)), 150, tmp_path)
+    paused, last = (event.detail for event in found)
+    assert (paused["technique"], paused["pays"], paused["pause"]) == ("noise monitor", False, PAUSE)
+    assert paused["gain"] == 0.0 < paused["price"]
+    assert last["windows"] == 150
+    assert 0 < last["measured"] < 150
+
+
+def test_a_monitor_that_pays_says_so_too(tmp_path, always_measured, monkeypatch):
+    """A fixed part of ten micro-batches a window, told instead of waited for."""
+    monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.times", lambda self, rows: Times(0.001, 0.01))
+    monkeypatch.setattr(Account, "price", 0.004)
+    found = recorded(Regression(8, BatchRule("goodput", k_max=16, learning_rate="linear")), 300, tmp_path)
+    assert found[0].detail["pays"] is True
+    assert found[0].detail["gain"] > 0.05
+    assert [event.detail["pays"] for event in found[:-1]] == [True]
+
+
+def test_one_that_is_never_told_is_paused(tmp_path, always_measured):
+    """The squared norm is lost in noise: after so long, nothing is gained by looking."""
+    problem = Regression(2, BatchRule("goodput", k_max=8))
+    with torch.no_grad():
+        problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))  # no gradient but noise
+    found = recorded(problem, 260, tmp_path)
+    assert found[0].detail["gain"] == 0.0
+    assert found[0].detail["pays"] is False
 
 
 def test_a_resumed_run_goes_on_with_k_averages_and_rate(always_measured):
@@ -266,7 +367,7 @@ def test_a_run_without_a_rule_measures_nothing():
         assert run.num_batches == 1
 
 
-def test_adam_keeps_its_moments_when_k_changes():
+def test_adam_keeps_its_moments_when_k_changes(always_measured):
     """As by hand: the state goes on, nothing is made anew."""
     problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="none"))
     problem.optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-9)
@@ -276,5 +377,6 @@ def test_adam_keeps_its_moments_when_k_changes():
         seen.append(float(next(iter(optimizer.state.values()))["step"]))
 
     problem.optimizer.register_step_pre_hook(note)
-    problem.run(120)
-    assert seen == [float(index) for index in range(120)]
+    sizes, _ = windows_of(problem, 300)
+    assert sizes[-1][0] > 2 * sizes[0][0]
+    assert seen == [float(index) for index in range(300)]

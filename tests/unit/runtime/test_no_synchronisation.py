@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
@@ -36,11 +37,11 @@ def token_loss(model: nn.Module, batch: Any) -> Any:
     return losses, (batch[1] != -100).sum()
 
 
-def reads_per_step(loss_fn: Any, micro_batch: int, **start: Any) -> int:
+def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None, **start: Any) -> int:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(8, 6), torch.randint(0, 3, (8,))
-    with trimtab.start(model, optimizer, Plan.fixed(8, micro_batch=micro_batch), **start) as run:
+    with trimtab.start(model, optimizer, Plan.fixed(8, micro_batch=micro_batch, batch_rule=rule), **start) as run:
         for _ in range(2):  # a run's first two windows find the size of its counts
             run.train_step(run.window(batch), loss_fn)
         with CountReads() as counter:
@@ -53,6 +54,13 @@ def reads_per_step(loss_fn: Any, micro_batch: int, **start: Any) -> int:
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_step_reads_no_scalar_from_the_device(loss_fn: Any, micro_batch: int, clip_norm: float | None) -> None:
     assert reads_per_step(loss_fn, micro_batch, clip_norm=clip_norm) == 0
+
+
+@pytest.mark.parametrize("loss_fn", [mean_loss, token_loss])
+def test_a_measured_step_reads_nothing_either(loss_fn: Any) -> None:
+    """Its figures are copied, and read a window later."""
+    rule = BatchRule("fixed", k=4, k_max=4, learning_rate="none", min_windows=100)
+    assert reads_per_step(loss_fn, 2, rule, stop=trimtab.Stop(grad_norm=1e-9)) == 0
 
 
 def test_the_counter_sees_a_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -84,9 +85,42 @@ def test_conditions_that_cannot_be_are_refused(values):
         trimtab.Stop(**values)
 
 
-def test_an_evaluation_is_a_number():
-    with started(trimtab.Stop(target=1.0)) as run, pytest.raises(UsageError, match="evaluated"):
-        run.evaluated(math.nan)
+def test_an_evaluation_that_is_no_number_meets_nothing(tmp_path):
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, started(trimtab.Stop(target=1.0), record=writer) as run:
+        run.evaluated(math.nan, "accuracy")
+        assert run.stop_reason is None
+        with pytest.raises(UsageError, match="evaluated"):
+            run.evaluated("good")
+    (found,) = trimtab.read_record(tmp_path / "run.jsonl").evaluations
+    assert math.isnan(found.metrics["accuracy"])
+
+
+def test_an_evaluations_own_time_is_not_trainings(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("trimtab.runtime.recorder.time.perf_counter", lambda: now[0])
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, started(None, record=writer) as run:
+        for window in run.windows(batches(3)):
+            now[0] += 1.0
+            run.train_step(window, loss)
+            now[0] += 10.0
+            run.evaluated(0.5)
+    record = trimtab.read_record(tmp_path / "run.jsonl")
+    assert [each.train_s for each in record.evaluations] == [1.0, 2.0, 3.0]
+    assert [step.wall_s for step in record.steps] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("error", "reason"), [(None, "closed"), (ZeroDivisionError("by zero"), "error")])
+def test_a_record_says_how_its_run_ended(tmp_path, error, reason):
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, contextlib.suppress(ZeroDivisionError), started(None, record=writer) as run:
+        run.train_step(run.window(next(iter(batches(1)))), loss)
+        if error is not None:
+            raise error
+    end = trimtab.read_record(tmp_path / "run.jsonl").end
+    assert end.reason == reason
+    assert end.detail.get("error") == (None if error is None else "ZeroDivisionError: by zero")
 
 
 def test_the_average_is_saved():
@@ -96,4 +130,14 @@ def test_the_average_is_saved():
     other.load_state_dict(test.state_dict())
     assert other.state_dict() == test.state_dict()
     with pytest.raises(UsageError):
-        other.load_state_dict({"average": -1.0, "weight": 0.5, "seen": 3})
+        other.load_state_dict(test.state_dict() | {"average": -1.0})
+
+
+def test_a_run_that_was_over_stays_so_when_resumed():
+    with started(trimtab.Stop(target=1.0)) as run:
+        run.evaluated(2.0)
+        state = run.state_dict()
+    with started(trimtab.Stop(target=1.0)) as run:
+        run.load_state_dict(state)
+        assert run.stop_reason is trimtab.StopReason.TARGET
+        assert list(run.windows(batches(3))) == []

@@ -14,6 +14,13 @@ from trimtab.experiments.report.html import POLICY, escape
 from trimtab.experiments.report.style import style_sheet
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 
+_ENDS = {
+    "closed": "it ran to its end",
+    "budget": "it ran to the end of its budget",
+    "grad_norm": "stopped, its gradient's norm below the limit",
+    "target": "stopped at its target",
+    "error": "ended by an error",
+}
 _MOST_POINTS = 600  # a track of more is thinned out: the page stays small
 
 
@@ -58,7 +65,7 @@ def _header(record: RunRecord) -> str:
     steps = record.steps
     void = sum(not step.applied for step in steps)
     seconds = sum(step.wall_s for step in steps)
-    ended = "cut off: its record has no end" if record.end is None else f"ended by {record.end.reason}"
+    ended = "cut off: its record has no end" if record.end is None else _ENDS.get(record.end.reason, record.end.reason)
     facts = f"{len(steps)} windows of {sum(step.rows for step in steps):,} rows in {say.seconds(seconds)}, {void} void"
     return (
         f'<header><p class="over">trimtab run</p><h1>{escape(record.header.name)}: {escape(ended)}</h1>'
@@ -70,7 +77,7 @@ def _tracks(record: RunRecord) -> str:
     if len(record.steps) < 2:
         return '<p class="muted">Too few windows to draw.</p>'
     rows = list(itertools.accumulate(step.rows for step in record.steps))
-    marks = [rows[min(event.step, len(rows) - 1)] for event in record.events]
+    marks = [rows[min(event.step, len(rows)) - 1] if event.step else 0 for event in record.events]
     figures = (_figure(track, rows, marks) for track in tracks(record.steps))
     return f"<section><h2>Course</h2>{''.join(figures)}</section>"
 
@@ -82,7 +89,7 @@ def _figure(track: Track, rows: Sequence[int], marks: Sequence[int]) -> str:
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
         x, y = zip(*points, strict=True)
-        ax.plot(x, y, color=COLOUR["s0"], linewidth=1.4, drawstyle="steps-post" if track.is_step else "default")
+        ax.plot(x, y, color=COLOUR["s0"], linewidth=1.4, drawstyle="steps-pre" if track.is_step else "default")
         for mark in marks:
             ax.axvline(mark, color=COLOUR["line"], linewidth=1.0)
         ax.set_xlabel("rows consumed")

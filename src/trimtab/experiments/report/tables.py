@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from trimtab.experiments.report import wording as say
@@ -70,11 +70,11 @@ def ratio_table(comparison: Comparison, tier: str) -> Table:
     return Table(
         title=tier_title(tier),
         columns=("Measure", "Estimate", "95% interval", "n", "Verdict"),
-        rows=tuple(_ratio_row(row, comparison) for row in rows),
+        rows=tuple(line for row in rows for line in _ratio_rows(row, comparison)),
         empty="No ratio was recorded.",
         note="Throughput: above 1 is better. Peak memory: below 1 is better. Paired by seed; geometric mean.",
         numeric=("Estimate", "95% interval", "n"),
-        groups=tuple(versus(comparison, row) for row in rows),
+        groups=tuple(versus(comparison, row) for row in rows for _ in _ratio_rows(row, comparison)),
     )
 
 
@@ -83,10 +83,13 @@ def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
     return f"{say.named(comparison, row.arm)} against {say.named(comparison, row.against)}"
 
 
-def _ratio_row(row: RatioRow, comparison: Comparison) -> tuple[Cell, ...]:
-    value, interval = say.estimate(row.ratio, say.words_for(row, comparison))
+def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, ...]]:
+    """Yield a ratio's row, and the same by processor time, where that was recorded, which has no verdict."""
+    words, name = say.words_for(row, comparison), say.measure(row.metric, comparison)
     verdict = say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted)
-    return (say.measure(row.metric, comparison), value, interval, str(row.ratio.n), verdict)
+    yield (name, *say.estimate(row.ratio, words), say.pairs(row), verdict)
+    if row.cpu is not None:
+        yield (f"{name}, by processor time", *say.estimate(row.cpu, words), say.pairs(row), "")
 
 
 def ratio_pairs_table(comparison: Comparison, tier: str) -> Table:

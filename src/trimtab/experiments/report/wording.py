@@ -44,6 +44,13 @@ def ratio(value: float) -> str:
     return f"{value:.3f}x" if abs(value) < 10 else f"{value:.4g}x"
 
 
+def pairs(row: RatioRow) -> str:
+    """Return how many pairs a ratio is of, `8 (5 whole)` where some were only timed for a few steps."""
+    if row.whole in (None, 0, row.ratio.n):
+        return str(row.ratio.n)
+    return f"{row.ratio.n} ({row.whole} whole)"
+
+
 def percent(value: float | None) -> str:
     """Return a signed relative difference, `+3.1%`."""
     if value is None or not math.isfinite(value):

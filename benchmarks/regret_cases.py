@@ -1,0 +1,266 @@
+"""The cases of regret.py: what is trained, how an arm is trained, and the table of times."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.decide.accumulation import Noise, Times
+from trimtab.tasks import load_task
+from trimtab.tasks.embedded import python_topics
+from trimtab.tasks.evaluation import evaluating
+from trimtab.tasks.language_modelling import windows
+from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.tasks.task import Task, TaskData
+
+SMOOTHED = 3  # evaluations that a point of a curve is the mean of
+
+
+def digits() -> Task:
+    """Return digits_resnet with SGD."""
+    return replace(load_task("digits_resnet"), make_optimizer=_sgd)
+
+
+def _sgd(model: nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+CONTEXT, HELD_OUT = 64, 128
+
+
+def small_gpt() -> Task:
+    """Return source_gpt at a fortieth of its cost: context 64, two layers of width 128."""
+    return replace(
+        load_task("source_gpt"), make_model=_small_model, make_optimizer=_adamw, load_data=_short_rows, batch_rows=4
+    )
+
+
+def _small_model() -> GPT:
+    return GPT(GPTShape(vocab_size=256, context=CONTEXT, num_layers=2, num_heads=4, width=128, dropout=0.0))
+
+
+def _adamw(model: nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
+
+
+def _short_rows() -> TaskData:
+    text, source = python_topics()
+    stream = np.frombuffer(text, np.uint8)
+    cut = int(0.9 * len(stream))
+    judged = windows(stream[cut:], CONTEXT)
+    judged = judged[:: len(judged) // HELD_OUT][:HELD_OUT]
+    return TaskData(columns=(windows(stream[:cut], CONTEXT),), held_out=((judged,),), source=source)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task as it is trained here.
+
+    Args:
+        rows: of a micro-batch, which is a loader batch. rate: learning rate at k = 1. target: held-out loss.
+        eval_every: samples between evaluations. most_samples: when an arm is given up.
+    """
+
+    name: str
+    make: Callable[[], Task]
+    rows: int
+    rate: float
+    target: float
+    eval_every: int
+    most_samples: int
+
+
+CASES = (
+    Case("digits_resnet", digits, 16, 0.01, 0.2, 256, 40_000),
+    Case("source_gpt", small_gpt, 4, 1e-3, 2.0, 128, 20_000),
+)
+
+
+@dataclass
+class Course:
+    """How an arm went. Points: (samples, windows, micro-batches of all ranks, held-out loss)."""
+
+    points: list[tuple[float, float, float, float]] = field(default_factory=list)
+    noise: Noise | None = None
+
+    @property
+    def mean_k(self) -> float:
+        """Micro-batches of all ranks per window."""
+        _, num_windows, micro, _ = self.points[-1]
+        return micro / num_windows
+
+    def losses(self) -> list[float]:
+        """Return each evaluation's loss, the mean of the last few."""
+        each = [loss for *_, loss in self.points]
+        return [statistics.fmean(each[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(each))]
+
+    def reached(self, target: float) -> bool:
+        """Return whether the curve ends at or below a loss."""
+        return bool(self.points) and self.losses()[-1] <= target
+
+    def arrival(self, target: float, times: Times, ranks: int) -> tuple[float, float]:
+        """Return samples and seconds, by a table of times, when the curve first met a loss; infinite if never."""
+        losses = self.losses()
+        found = next((i for i, loss in enumerate(losses) if loss <= target), None)
+        if found is None:
+            return math.inf, math.inf
+        samples, num_windows, micro, _ = self.points[found]
+        if found and losses[found] < losses[found - 1]:
+            share = (losses[found - 1] - target) / (losses[found - 1] - losses[found])
+            before = self.points[found - 1]
+            samples, num_windows, micro = (
+                a + share * (b - a) for a, b in zip(before[:3], (samples, num_windows, micro), strict=True)
+            )
+        return samples, micro / ranks * times.micro_s + num_windows * times.fixed_s
+
+
+class Told:
+    """Times that are known beforehand, in place of those a run measures."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+
+    def add(self, row_s: float, fixed_s: float) -> None:
+        """Take nothing in."""
+
+    def times(self, micro_rows: float) -> Times:
+        """Return them."""
+        return self._times
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: they do not change."""
+        return {}
+
+
+def train(
+    case: Case,
+    seed: int,
+    rule: trimtab.BatchRule,
+    ranks: int = 1,
+    times: Times | None = None,
+    *,
+    rate: float | None = None,
+    most_samples: int | None = None,
+) -> Course:
+    """Train to the target by a rule whose k counts the micro-batches of all ranks; a loader batch is one of each."""
+    task = case.make()
+    data = task.load_data()
+    torch.manual_seed(seed)
+    model = task.make_model().train()
+    scaled = (rate or case.rate) * _follows(task, ranks)
+    optimizer = task.make_optimizer(model, rate=scaled)  # type: ignore[call-arg]
+    rows, course, due = case.rows * ranks, Course(), 0
+    batches, micro, num_windows = data.batches(seed, rows), 0, 0
+    with trimtab.start(model, optimizer, Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)) as run:
+        if times is not None:  # told of a micro-batch as if all ranks' were one rank's
+            run._control._times = Told(Times(times.micro_s / ranks, times.fixed_s))  # type: ignore[union-attr, assignment]
+        while run.consumed_rows < (most_samples or case.most_samples):
+            window = run.window(*itertools.islice(batches, run.num_batches))
+            run.train_step(window, task.loss_fn)
+            micro, num_windows = micro + window.num_batches * ranks, num_windows + 1
+            if run.consumed_rows >= due:
+                due = run.consumed_rows + case.eval_every
+                course.points.append((run.consumed_rows, num_windows, micro, held_out_loss(task, model, data)))
+                if course.reached(case.target):
+                    break
+        course.noise = run.noise
+    return course
+
+
+def _follows(task: Task, ratio: int) -> float:
+    """Return the factor on the learning rate of a batch so many times as large, by the optimizer's rule."""
+    return float(ratio) if task.make_optimizer is _sgd else math.sqrt(ratio)
+
+
+def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
+    """Return the mean loss over all held-out rows."""
+    total, terms = 0.0, 0.0
+    with evaluating(model):
+        for batch in data.held_out:
+            found = task.loss_fn(model, batch)
+            loss, count = found if isinstance(found, tuple) else (found * len(batch[0]), len(batch[0]))
+            total, terms = total + float(loss), terms + float(count)
+    return total / terms
+
+
+# The table of times.
+
+
+def local_times(case: Case) -> Times:
+    """Return the times of this process."""
+    torch.manual_seed(0)
+    return _measured(case, case.make().make_model().train())
+
+
+def rank_times(case: Case, latency_s: float) -> Times:
+    """Return the times over two gloo ranks of one thread, each reduction so many seconds late."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        work = functools.partial(_rank, case=case, latency_s=latency_s, folder=folder)
+        ranks = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+            if each.exitcode != 0:
+                raise SystemExit("a rank failed: no table of times")
+        return Times(*json.loads((Path(folder) / "times.json").read_text(encoding="utf-8")))
+
+
+def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(case.make().make_model().train())
+
+    def late(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            time.sleep(latency_s)
+        reduction = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        assert reduction is not None
+        return reduction.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, late)
+    found = _measured(case, model)
+    if rank == 0:
+        (Path(folder) / "times.json").write_text(json.dumps([found.micro_s, found.fixed_s]), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a mean: over ranks no counts are added up."""
+    found = task.loss_fn(model, batch)
+    return found[0] / found[1] if isinstance(found, tuple) else found
+
+
+def _measured(case: Case, model: nn.Module, num_windows: int = 60) -> Times:
+    """Return what a run's own clock says of windows of four micro-batches."""
+    task = case.make()
+    rule = trimtab.BatchRule("fixed", k=4, learning_rate="none", min_windows=10**6)
+    batches: Iterator[Any] = task.load_data().batches(0, case.rows)
+    optimizer = task.make_optimizer(model, rate=1e-4)  # type: ignore[call-arg]
+    with trimtab.start(model, optimizer, Plan.fixed(case.rows, batch_rule=rule)) as run:
+        for _ in range(num_windows):
+            run.train_step(run.window(*itertools.islice(batches, run.num_batches)), functools.partial(_mean_loss, task))
+        found = run._control._times.times(case.rows)  # type: ignore[union-attr]
+    assert found is not None
+    return found

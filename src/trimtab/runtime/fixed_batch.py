@@ -1,0 +1,43 @@
+"""The batch of a run whose plan did not free it: as the loader has it, with nothing measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.runtime.accumulation import Count
+
+
+class FixedBatch:
+    """As `BatchControl`, where there is nothing to control."""
+
+    num_batches = 1
+    noise = None
+
+    def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
+        """Return what is planned."""
+        return planned
+
+    def rate_factor(self, num_batches: int) -> float:
+        """Return 1."""
+        return 1.0
+
+    def opened(self, num_micro_batches: int) -> None:
+        """Do nothing."""
+
+    def begun(self, rows: int) -> None:
+        """Do nothing."""
+
+    def backward_done(self, rows: int, terms: Count) -> None:
+        """Do nothing."""
+
+    def stepping(self, *window: Any) -> None:
+        """Do nothing."""
+
+    def stepped(self, num_batches: int, *, applied: bool) -> None:
+        """Do nothing."""
+
+    def dropped(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Return no account."""

@@ -1,0 +1,132 @@
+"""Two ranks: what a run measures is the noise of both, under DDP and FSDP2; what they cannot share is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+COMMON = """
+    import itertools, json, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    import trimtab
+    from trimtab.decide.accounts import Account
+    from trimtab.decide.noise import NoiseAverage
+
+    Account.is_due = lambda self, free=0, sparse=1: True
+    seen, add = [], NoiseAverage.add
+    def noting(self, window, age=1):
+        seen.append((window.trace, window.norm2))
+        add(self, window, age)
+    NoiseAverage.add = noting
+    torch.set_num_threads(1)
+    rank, folder, K = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    WINDOWS, ROWS = 30, 4
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def batches(rank):
+        generator = torch.Generator().manual_seed(10 + rank)
+        return [torch.randn(ROWS, 6, generator=generator, dtype=torch.float64) for _ in range(WINDOWS * K)]
+
+    def loss(model, rows):
+        return model(rows).square().mean()
+
+    def gradient_of(rows):
+        whole = build()
+        found = torch.autograd.grad(loss(whole, rows), list(whole.parameters()))
+        return torch.cat([g.flatten() for g in found])
+
+    def truth(gradients, rows):
+        mean = torch.stack(gradients).mean(0)
+        spread = sum(float((g - mean).square().sum()) for g in gradients) / (len(gradients) - 1)
+        return rows * spread, float(mean.square().sum()) - spread / len(gradients)
+
+    def run(model, optimizer, rule):
+        plan = trimtab.Plan.fixed(ROWS, batch_rule=rule)
+        with trimtab.start(model, optimizer, plan) as run:
+            for window in run.windows(batches(rank)):
+                assert window.num_micro_batches == K
+                run.train_step(window, loss)
+
+    rule = trimtab.BatchRule("fixed", k=K, learning_rate="none")
+    parts = [batches(0), batches(1)]
+"""
+
+DDP = (
+    COMMON
+    + """
+    model = DistributedDataParallel(build())
+    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
+    expected = []
+    for window in range(WINDOWS):
+        each = [gradient_of(part[window * K + j]) for part in parts for j in range(K)]
+        expected.append(truth(each, ROWS))
+    try:
+        with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.0), trimtab.Plan.fixed(ROWS)) as other:
+            other.train_step(other.window(parts[0][0]), lambda m, rows: (m(rows).square().sum(), 4))
+    except trimtab.errors.UsageError as error:
+        refused = str(error)
+    report = {"seen": seen, "expected": expected, "refused": refused}
+"""
+)
+
+FSDP = (
+    COMMON
+    + """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build(), init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
+    expected = []
+    for window in range(WINDOWS):
+        both = [torch.cat([part[window * K + j] for part in parts]) for j in range(K)]
+        expected.append(truth([gradient_of(rows) for rows in both], 2 * ROWS))
+    report = {"seen": seen, "expected": expected}
+"""
+)
+
+REPORT = """
+    if rank == 0:
+        with open(f"{folder}/report.json", "w") as file:
+            json.dump(report, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def report(code: str, k: int, folder: Path):
+    text = textwrap.dedent(code + REPORT)
+    running = [
+        subprocess.Popen([sys.executable, "-c", text, str(rank), str(folder), str(k)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for each in running:
+        _, error = each.communicate(timeout=300)
+        assert each.returncode == 0, error.decode()[-3000:]
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize(("code", "k"), [(DDP, 1), (DDP, 3), (FSDP, 3)], ids=["ddp-1", "ddp-3", "fsdp2-3"])
+def test_each_window_says_what_the_gradients_of_both_ranks_do(code, k, tmp_path):
+    """Under DDP also where a window's only micro-batch is the one that is reduced, in place."""
+    found = report(code, k, tmp_path)
+    assert len(found["seen"]) >= 27
+    for (trace, norm2), (true_trace, true_norm2) in zip(found["seen"], found["expected"], strict=False):
+        assert trace == pytest.approx(true_trace, rel=1e-9)
+        assert norm2 == pytest.approx(true_norm2, rel=1e-9)
+    if "refused" in found:
+        assert "(loss_sum, count) on one of 2 ranks" in found["refused"]

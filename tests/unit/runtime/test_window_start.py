@@ -1,0 +1,132 @@
+"""What a window's forwards changed is put back; what cannot be is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.plan import Plan
+from trimtab.runtime import window_start
+from trimtab.runtime.window_start import WindowStart
+
+
+class Model(nn.Module):
+    def __init__(self, **buffers):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for name, value in buffers.items():
+            self.register_buffer(name.removesuffix("_cache"), value, persistent=not name.endswith("_cache"))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_values_and_generators_are_put_back():
+    model = Model(mean=torch.zeros(2), count=torch.tensor(0), flag=torch.tensor([True]))
+    start = WindowStart(model)
+    for window in range(3):
+        start.note()
+        drawn = torch.rand(2)
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        model.mean.data.add_(1.0)  # unseen by its version
+        model.count += 1
+        model.flag.logical_not_()
+        start.restore()
+        assert torch.equal(torch.rand(2), drawn)
+        for name, value in model.named_buffers():
+            assert torch.equal(value, before[name]), (window, name)
+        model.mean.fill_(float(window))
+
+
+def test_a_persistent_buffer_that_was_replaced_stands_again():
+    model = Model(mean=torch.zeros(2))
+    start, kept = WindowStart(model), model.mean
+    start.note()
+    model.mean = model.mean * 0.9 + 1.0
+    start.restore()
+    assert model.mean is kept
+    assert torch.equal(kept, torch.zeros(2))
+
+
+def test_a_cache_that_grew_or_was_made_or_went_is_left_alone():
+    """What says how large it is stands beside it in Python, and is not put back."""
+    model = Model(cos_cache=torch.zeros(4), sin_cache=torch.zeros(4), made=None, gone=torch.zeros(1))
+    start = WindowStart(model)
+    start.note()
+    model.cos, model.sin, model.made = torch.ones(8), torch.ones(4), torch.ones(1)
+    del model.gone
+    start.restore()
+    assert len(model.cos) == 8
+    assert torch.equal(model.sin, torch.ones(4))
+    assert torch.equal(model.made, torch.ones(1))
+    start.note()  # and the next window begins with what stands there
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.eye(3).to_sparse(),
+        torch.zeros(1).expand(5),
+        torch.zeros(0),
+        torch.zeros(2, dtype=torch.complex64),
+    ],
+)
+def test_buffers_of_any_kind_are_no_obstacle(buffer):
+    model = Model(kept=buffer)
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+        run.train_step(run.window(torch.randn(4, 3)), lambda m, x: m(x).sum())
+        assert run.applied_steps == 1
+
+
+def test_a_buffer_made_under_inference_is_no_obstacle():
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    start = WindowStart(Model(kept=made))
+    start.note()
+    start.restore()
+
+
+def test_large_buffers_that_are_no_statistics_are_copied_once_they_change(monkeypatch):
+    monkeypatch.setattr(window_start, "_LARGE", 8)
+    model = Model(weights=torch.arange(8), mask_cache=torch.zeros(8), codebook=torch.zeros(8))
+    start = WindowStart(model)
+    start.note()
+    assert [each._copy for each in start._watched] == [None, None]  # the codebook, which may learn, is copied
+    model.weights += 1
+    start.note()
+    model.weights += 1
+    model.codebook.data.add_(1.0)
+    start.restore()
+    assert torch.equal(model.weights, torch.arange(8) + 1)
+    assert torch.equal(model.codebook, torch.zeros(8))
+    assert start._watched[1]._copy is None
+
+
+def test_memory_that_runs_out_while_noting_passes_and_nothing_is_put_back(monkeypatch):
+    model = Model(mean=torch.full((2,), 3.0))
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("no")
+
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(window_start.torch, "empty_like", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                run.train_step(run.window(torch.randn(4, 3)), lambda m, x: m(x).sum())
+        assert torch.equal(model.mean, torch.full((2,), 3.0))
+        run.train_step(run.window(torch.randn(4, 3)), lambda m, x: m(x).sum())
+        assert run.applied_steps == 1
+
+
+def test_a_loop_that_cannot_be_run_again_pays_for_nothing(monkeypatch):
+    notes = []
+    monkeypatch.setattr(WindowStart, "note", lambda self: notes.append(1))
+    model = Model(mean=torch.zeros(2))
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), 0.1), Plan.fixed(4)) as run:
+        for micro in (window := run.window(torch.randn(4, 3))):
+            run.backward(run.model(micro).sum())
+        run.step()
+        assert len(window) == 1
+    assert notes == []
