@@ -89,8 +89,8 @@ class Case:
 
 
 CASES = (
-    Case("digits_resnet", digits, 16, 0.01, 0.2, 256, 40_000),
-    Case("source_gpt", small_gpt, 4, 1e-3, 2.0, 128, 20_000),
+    Case("digits_resnet", digits, 8, 0.01, 0.07, 256, 40_000),
+    Case("source_gpt", small_gpt, 4, 1e-3, 2.1, 128, 20_000),
 )
 
 
