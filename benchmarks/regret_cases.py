@@ -231,7 +231,7 @@ def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(case.make().make_model().train())
 
-    def late(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def late(_, bucket):  # type: ignore[no-untyped-def]
         if bucket.is_last():
             time.sleep(latency_s)
         reduction = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
