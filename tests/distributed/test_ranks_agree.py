@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from two_ranks import run_ranks
 
 RANK = """
     import itertools, json, os, sys, time
@@ -72,14 +70,7 @@ def found(tmp_path_factory):
 
 
 def ranks(folder: Path, slow: float):
-    code = textwrap.dedent(RANK)
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(folder), str(slow)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for each in running:
-        _, error = each.communicate(timeout=300)
-        assert each.returncode == 0, error.decode()[-3000:]
+    run_ranks(RANK, folder, slow)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from two_ranks import run_ranks
 
 COMMON = """
     import itertools, json, sys
@@ -109,14 +107,7 @@ REPORT = """
 
 
 def report(code: str, k: int, folder: Path):
-    text = textwrap.dedent(code + REPORT)
-    running = [
-        subprocess.Popen([sys.executable, "-c", text, str(rank), str(folder), str(k)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for each in running:
-        _, error = each.communicate(timeout=300)
-        assert each.returncode == 0, error.decode()[-3000:]
+    run_ranks(code + REPORT, folder, k)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from two_ranks import run_ranks
 
 RANK = """
     import json, sys
+    from dataclasses import astuple
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -62,7 +61,7 @@ RANK = """
             so_far.append(float(partial.take()))
         norms.off()
         norm2 = float(partial.take())
-        mine = NoiseSums(sum(seen) * K**2 * ROWS, K * ROWS, K, K * ROWS, K, norm2).as_list()
+        mine = astuple(NoiseSums(sum(seen) * K**2 * ROWS, K * ROWS, K, K * ROWS, K, norm2))
         every = [None, None]
         dist.all_gather_object(every, (mine, seen, so_far))
         found.append(vars(NoiseSums.of_ranks([e[0] for e in every], sharded=True).noise()))
@@ -87,14 +86,7 @@ RANK = """
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    code = textwrap.dedent(RANK)
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(folder)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for each in running:
-        _, error = each.communicate(timeout=300)
-        assert each.returncode == 0, error.decode()[-3000:]
+    run_ranks(RANK, folder)
     return json.loads((Path(folder) / "found.json").read_text())
 
 

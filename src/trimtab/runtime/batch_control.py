@@ -29,6 +29,7 @@ from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.noise_monitor import NoiseMonitor, NoiseSums
+from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.schedule import RateFollower
 from trimtab.runtime.splitting import keeps_maths
 
@@ -270,14 +271,7 @@ class BatchControl:
         if not isinstance(state, Mapping) or set(state) != expected:
             raise FormatError("state.batch", given=f"{state!r:.80}", expected="the keys " + ", ".join(sorted(expected)))
         k, base_k = (self._checked_k(f"state.batch.{name}", state[name]) for name in ("k", "base_k"))
-        before = self.state_dict()
-        try:
-            for name, part in self._parts():
-                part.load_state_dict(state[name])
-        except BaseException:
-            for name, part in self._parts():
-                part.load_state_dict(before[name])
-            raise
+        load_parts(dict(self._parts()), {name: state[name] for name, _ in self._parts()})
         self.k, self._base_k = k, base_k
 
     def _checked_k(self, field: str, value: Any) -> int:

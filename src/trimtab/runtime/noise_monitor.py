@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +48,6 @@ class NoiseSums:
             return cls(norms, terms, per_row, squares, num, each[0][-1])
         ranks = len(each)
         return cls(norms * ranks, terms, per_row / ranks, squares, num / ranks, norm2)
-
-    def as_list(self) -> list[float]:
-        """Return the figures in order."""
-        return list(astuple(self))
 
     def noise(self) -> WindowNoise | None:
         """Return what the window says, or None."""

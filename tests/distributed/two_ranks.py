@@ -1,0 +1,20 @@
+"""Runs a program on two ranks, each a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+
+def run_ranks(code: str, folder: Path, *arguments: object) -> None:
+    """Run `code` as rank 0 and 1, with the rank, the folder to meet in and what else it needs as arguments."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    running = [
+        subprocess.Popen([*command, str(rank), str(folder), *map(str, arguments)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for each in running:
+        _, error = each.communicate(timeout=300)
+        assert each.returncode == 0, error.decode()[-3000:]
