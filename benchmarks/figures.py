@@ -1,6 +1,6 @@
-"""Rebuild the figures in README.md and docs/RESULTS.md from the files in benchmarks/results.
+"""Rebuild the figures in README.md, docs/RESULTS.md and docs/accumulation.md from the files in benchmarks/results.
 
-    python benchmarks/figures.py            # write both
+    python benchmarks/figures.py            # write them
     python benchmarks/figures.py --check    # change nothing; fail where they are not what the results give
 
 Ratios of time and memory are ours over theirs in the results; here time is shown as a speed (above 1 is faster).
@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trimtab.decide.accumulation import Times, relative_time
+
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- figures: made by `make figures` -->", "<!-- end of figures -->"
+BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
 
 Row = dict[str, Any]
@@ -46,24 +48,31 @@ def main() -> None:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return what README.md and docs/RESULTS.md should hold."""
+    """Return what README.md and the pages in docs should hold."""
     results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
     comparisons = [found for found in results if found["name"] == "compare"]
-    readme, page = root / "README.md", root / "docs" / "RESULTS.md"
-    return {
-        readme: _between(readme.read_text(encoding="utf-8"), "\n".join(_claims(comparisons))),
-        page: _between(page.read_text(encoding="utf-8"), "\n".join(_sections(results))),
+    adaptive = [found for found in results if found["name"] in ("monitor", "regret")]
+    made = {
+        root / "README.md": {"figures": _claims(comparisons)},
+        root / "docs" / "RESULTS.md": {"figures": _sections(results)},
+        root / "docs" / "accumulation.md": {"model": _savings(), "figures": _sections(adaptive)},
     }
+    texts = {path: path.read_text(encoding="utf-8") for path in made}
+    for path, parts in made.items():
+        for name, lines in parts.items():
+            texts[path] = _between(texts[path], name, "\n".join(lines))
+    return texts
 
 
 def _files(root: Path) -> list[Path]:
     return sorted((root / "benchmarks" / "results").glob("*.json"))
 
 
-def _between(text: str, figures: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+def _between(text: str, name: str, figures: str) -> str:
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
 # README: one line per task and machine.
@@ -81,7 +90,7 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
         task = f"[{same['task']}](benchmarks/results/{found['file']})"
         cpu, threads = found["environment"]["cpu"], found["environment"]["threads"]
         machine = f"{cpu.replace('(R)', '').replace(' Processor', '')} ({threads})"
-        yield f"| {task} | {machine} | {_ratio(same)} | {_ratio(control)} | {_pairs(same)} |"
+        yield f"| {task} | {machine} | {_ratio(same)} | {_ratio(control)} | {same['n']} |"
 
 
 def _is(row: Row, metric: str, arm: str, against: str) -> bool:
@@ -217,8 +226,22 @@ def _regret(rows: list[Row]) -> Iterator[str]:
             yield where + f"| not reached | | | | {row['n']} |"
             continue
         paired = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if "mean" in row else ""
-        over = f"{row['regret']:+.1%} (k={row['best_k']})"
+        over = f"{row['regret']:+.1%} ({row['best']})"
         yield where + f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} | {row['n']} |"
+
+
+def _savings() -> Iterator[str]:
+    """Yield what the best k saves of k = 1 by the model of docs/math.md, section 4, up to k = 64."""
+    scales = (1, 10, 100, 1000)
+    yield "| fixed part of a window, in micro-batches | " + " | ".join(f"N/(b R) = {scale}" for scale in scales) + " |"
+    yield "|---|" + "---|" * len(scales)
+    for fixed in (0.02, 0.1, 0.3, 1.0, 3.0, 10.0):
+        cells = []
+        for scale in scales:
+            costs = {k: relative_time(k, scale, 1, 1, Times(1.0, fixed)) for k in range(1, 65)}
+            best = min(costs, key=costs.__getitem__)
+            cells.append(f"{1 - costs[best] / costs[1]:.0%} (k={best})")
+        yield f"| {fixed:g} | " + " | ".join(cells) + " |"
 
 
 KINDS = {

@@ -1,7 +1,9 @@
-"""What measuring gradient noise costs: steps of a run that does alternated with steps of one that does not.
+"""What measuring gradient noise costs: a run's steps with its monitor, alternated with its steps without.
 
 `python benchmarks/monitor.py [--quick] [--json]` prints `monitor_overhead_ratio` rows (with over without, in seconds:
 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
+One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
+fixed batch for the steps without.
 `--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
 and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
 micro-batch (no hooks; not exact), and a copy of the gradient after each.
@@ -21,27 +23,38 @@ import torch
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.decide.accounts import Account
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
+from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
-CASES = (("digits_resnet", 4, 900, 90), ("source_gpt", 4, 180, 12))
+CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 150, 12))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 
 
-def run_step(task: Task, k: int, *, measures: bool) -> tuple[Step, Any]:
-    """Return the step of a run with or without a monitor, and the run."""
+def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
+    """Return a run's step with its monitor, which decides too, and without; and the monitor's account."""
     torch.manual_seed(0)
     model = task.make_model().to(DEVICE).train()
-    rule = trimtab.BatchRule("fixed", k=k, k_max=k, learning_rate="none") if measures else None
+    rule = trimtab.BatchRule("norm_test", k=k, k_max=k, theta=1e-6, learning_rate="none")
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule)
     run = trimtab.start(model, task.make_optimizer(model), plan)
-    return lambda batch: run.train_step(run.window(batch), task.loss_fn), run
+    watching, plain = run._control, FixedBatch()
+    assert isinstance(watching, BatchControl)
+
+    def step(batch: Any, control: BatchControl | FixedBatch) -> None:
+        run._control = control
+        run.train_step(run.window(batch), task.loss_fn)
+
+    account = watching._account
+    return lambda batch: step(batch, watching), lambda batch: step(batch, plain), account
 
 
 def alternate(task: Task, arms: list[Step], pairs: int, skip: int) -> list[list[float]]:
@@ -70,12 +83,9 @@ def ratio(ours: list[float], theirs: list[float]) -> Interval:
 def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
     """Measure one task; the first thirty rounds, in which the monitor finds its own price, are not counted."""
     task = load_task(name)
-    plain, _ = run_step(task, k, measures=False)
-    watched, run = run_step(task, k, measures=True)
-    again, _ = run_step(task, k, measures=False)
-    theirs, ours, control = alternate(task, [plain, watched, again], pairs, skip=30)
+    watched, plain, account = steps_of(task, k)
+    theirs, ours, control = alternate(task, [plain, watched, plain], pairs, skip=30)
     found, same = ratio(ours, theirs), ratio(control, theirs)
-    account = run._control._account
     return {
         "metric": "monitor_overhead_ratio",
         "task": name,

@@ -1,14 +1,18 @@
 """What following the noise costs against the best fixed k, which nobody knows beforehand.
 
-`python benchmarks/regret.py [--quick] [--json] [--tasks digits_resnet] [--seeds 5]` trains each case from several seeds
-with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss, and prints
-`regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed.
+`python benchmarks/regret.py [--quick] [--json] [--tasks digits_resnet] [--seeds 5] [--jobs 2]` trains each case from
+several seeds with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss, and
+prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed. Arms
+train side by side, each in one thread, for nothing of them is timed.
 
 Time is samples to the loss, as trained, by one table of `t_micro` and `t_fixed` for all arms, measured first: in one
-process ("local"), and over two gloo ranks of one thread whose reductions a sleep makes slow ("slow"). Two ranks are
-trained as one process of twice the micro-batches, which is the same maths, and the control is told the table's times in
-place of its own, so that a busy machine changes no decision. The learning rate follows the batch by the optimizer's
-rule in every arm, from the one that is best at k = 1 (`--sweep` shows what others give).
+process ("local"), and over two gloo ranks of one thread whose reductions a sleep makes slow ("slow"). What measuring
+took, by its account, is added. Two ranks are trained as one process of twice the micro-batches, the same gradients
+(batch statistics are updated by both), and the control is told the table's times in place of its own, by which it knows
+from the start what a run has to measure. The learning rate follows the batch by the optimizer's rule in every arm, from
+the one that is best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start, or "ramped", as
+a policy raises it; the best of both is compared with. "goodput, held" holds k where the noise is not known well.
+"again" is the best fixed arm from other seeds: what a figure here is worth.
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from regret_cases import CASES, Case, Course, local_times, rank_times, train
+import torch
+from regret_cases import CASES, Case, Course, local_times, rank_times, train, train_fixed, train_held
 
 import trimtab
 from trimtab.decide.accumulation import Times
@@ -30,7 +39,8 @@ from trimtab.decide.statistics import ratio_interval
 from trimtab.measure.machine import environment
 
 FIXED = (1, 2, 4, 8, 16)
-POLICIES = ("goodput", "norm_test", "paper")
+HELD = "goodput, held"
+POLICIES = ("goodput", HELD, "norm_test", "paper")
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
 SEEDS, QUICK_SEEDS = 5, 1
@@ -46,59 +56,102 @@ def rule_of(policy: str, case: Case, ranks: int) -> trimtab.BatchRule:
     """
     if policy == "paper":
         rule = trimtab.BatchRule("fixed", k=4, learning_rate="none", min_windows=10**6)
-        noise = train(case, 0, rule, most_samples=48 * case.rows).noise
+        noise = train(case, 0, rule, most=48 * case.rows).noise
         assert noise is not None
         target = noise.trace / case.rows / 4 / ranks  # its k is of one rank
         allowed = 4 * ranks, 8 * ranks
         return trimtab.BatchRule("paper", k=4 * ranks, k_max=16 * ranks, sigma2_target=target, allowed=allowed)
-    return trimtab.BatchRule(policy, k=ranks, k_max=16 * ranks)
+    return trimtab.BatchRule(policy.partition(",")[0], k=ranks, k_max=16 * ranks)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An arm of fixed k; `ramped`: its learning rate rises to what follows from k."""
+
+    k: int
+    ramped: bool
+
+    def __str__(self) -> str:
+        return f"k={self.k}{', ramped' if self.ramped else ''}"
+
+
+FIXED_ARMS = tuple(Fixed(k, ramped) for k in FIXED for ramped in (False, True) if k > 1 or not ramped)
 
 
 class Trained:
-    """Courses that were trained: one of fixed k is the same whatever the ranks that share its micro-batches."""
+    """Courses that are trained: one of fixed k is the same whatever the ranks that share its micro-batches."""
 
-    def __init__(self, case: Case, seeds: int) -> None:
-        self._case, self._seeds = case, seeds
-        self._fixed: dict[int, list[Course]] = {}
+    def __init__(self, case: Case, seeds: int, pool: Executor) -> None:
+        self._case, self._seeds, self._pool = case, seeds, pool
+        self._fixed: dict[tuple[int, bool], list[Future[Course]]] = {}
 
-    def fixed(self, total: int) -> list[Course]:
-        """Return a course a seed of so many micro-batches a window, on all ranks."""
-        if total not in self._fixed:
-            rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
-            self._fixed[total] = [train(self._case, seed, rule) for seed in range(self._seeds)]
-        return self._fixed[total]
+    def fixed(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
+        """Begin a course a seed of so many micro-batches a window and rank."""
+        key = arm.k * ranks, arm.ramped
+        if key not in self._fixed:
+            self._fixed[key] = self._begun(*key, first=0)
+        return self._fixed[key]
 
-    def policy(self, name: str, ranks: int, times: Times) -> list[Course]:
-        """Return a course a seed by a policy."""
-        rule = rule_of(name, self._case, ranks)
-        return [train(self._case, seed, rule, ranks, times) for seed in range(self._seeds)]
+    def again(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
+        """Begin such courses from other seeds."""
+        return self._begun(arm.k * ranks, arm.ramped, first=self._seeds)
+
+    def _begun(self, total: int, ramped: bool, *, first: int) -> list[Future[Course]]:
+        seeds = range(first, first + self._seeds)
+        if not ramped:
+            return [self._pool.submit(train_fixed, self._case, seed, total) for seed in seeds]
+        rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
+        return [self._pool.submit(train, self._case, seed, rule) for seed in seeds]
+
+    def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
+        """Begin a course a seed by a policy."""
+        rule, run = rule_of(name, self._case, ranks), train_held if name == HELD else train
+        return [self._pool.submit(run, self._case, seed, rule, ranks, times) for seed in range(self._seeds)]
 
 
-def case_rows(case: Case, seeds: int, latency: float) -> Iterator[dict[str, Any]]:
+def case_rows(case: Case, seeds: int, latency: float, jobs: int) -> Iterator[dict[str, Any]]:
     """Train every arm, and yield its row on every link."""
     local = local_times(case)
     tables = {"local": local, "slow": rank_times(case, latency * local.micro_s)}
-    trained = Trained(case, seeds)
-    for link, ranks in RANKS.items():
-        times = tables[link]
-        courses = {f"k={k}": trained.fixed(k * ranks) for k in FIXED}
-        courses |= {policy: trained.policy(policy, ranks, times) for policy in POLICIES}
-        arms = {name: [each.arrival(case.target, times, ranks) for each in found] for name, found in courses.items()}
-        medians = {name: statistics.median(seconds for _, seconds in found) for name, found in arms.items()}
-        for name, found in arms.items():
-            print(f"{case.name} {link} {name}: {[f'{seconds:.3g}' for _, seconds in found]} s", file=sys.stderr)
-        best = min((f"k={k}" for k in FIXED), key=lambda name: medians[name])
-        for name, found in arms.items():
-            mean_k = statistics.fmean(course.mean_k for course in courses[name]) / ranks
-            yield _row(case, link, name, found, arms[best]) | {
-                "best_k": int(best.removeprefix("k=")),
-                "mean_k": mean_k,
-                "median_s": _finite(medians[name]),
-                "regret": _finite(medians[name] / medians[best] - 1),
-                "ranks": ranks,
-                "micro_s": times.micro_s,
-                "fixed_s": times.fixed_s,
-            }
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        trained, begun = Trained(case, seeds, pool), {}
+        for link, ranks in RANKS.items():
+            begun[link] = {str(arm): trained.fixed(arm, ranks) for arm in FIXED_ARMS}
+            begun[link] |= {policy: trained.policy(policy, ranks, tables[link]) for policy in POLICIES}
+        for link, arms in begun.items():
+            courses = {name: [each.result() for each in found] for name, found in arms.items()}
+            yield from _link_rows(case, link, courses, tables[link], trained)
+
+
+def _link_rows(
+    case: Case, link: str, courses: dict[str, list[Course]], times: Times, trained: Trained
+) -> Iterator[dict[str, Any]]:
+    ranks = RANKS[link]
+
+    def arrivals(found: list[Course]) -> Arrivals:
+        return [each.arrival(case.target, times, ranks) for each in found]
+
+    best = min(FIXED_ARMS, key=lambda arm: _median_s(arrivals(courses[str(arm)])))
+    best_arm = arrivals(courses[str(best)])
+    courses["again"] = [each.result() for each in trained.again(best, ranks)]
+    for name, found in courses.items():
+        arm = arrivals(found)
+        print(f"{case.name} {link} {name}: {[f'{seconds:.3g}' for _, seconds in arm]} s", file=sys.stderr)
+        yield _row(case, link, name, arm, best_arm) | {
+            "best_k": best.k,
+            "best": str(best),
+            "mean_k": statistics.fmean(course.mean_k for course in found) / ranks,
+            "median_s": _finite(_median_s(arm)),
+            "regret": _finite(_median_s(arm) / _median_s(best_arm) - 1),
+            "ranks": ranks,
+            "micro_s": times.micro_s,
+            "fixed_s": times.fixed_s,
+        }
+
+
+def _median_s(arm: Arrivals) -> float:
+    return statistics.median(seconds for _, seconds in arm)
 
 
 def _row(case: Case, link: str, name: str, arm: Arrivals, best: Arrivals) -> dict[str, Any]:
@@ -117,9 +170,8 @@ def _finite(value: float) -> float | None:
 
 def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
     """Train at k = 1 with other learning rates than the case's."""
-    rule = trimtab.BatchRule("fixed", k=1, k_max=1, min_windows=10**6)
     for factor, seed in itertools.product((0.25, 0.5, 1.0, 2.0, 4.0), range(3)):
-        course = train(case, seed, rule, rate=factor * case.rate)
+        course = train_fixed(case, seed, 1, factor * case.rate)
         samples = _finite(course.arrival(case.target, Times(1.0, 0.0), 1)[0])
         yield {"metric": "samples_to_target", "task": case.name, "rate": factor * case.rate, "seed": seed, "n": 1} | {
             "samples": samples
@@ -133,6 +185,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tasks", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="arms side by side")
     parser.add_argument("--latency", type=float, default=LATENCY, help="of a slow reduction, in micro-batches")
     parser.add_argument("--sweep", action="store_true", help="learning rates at k = 1")
     options = parser.parse_args()
@@ -140,7 +193,7 @@ def main() -> None:
     seeds = QUICK_SEEDS if options.quick else options.seeds
     rows: list[dict[str, Any]] = []
     for case in cases[:1] if options.quick else cases:
-        rows += sweep_rows(case) if options.sweep else case_rows(case, seeds, options.latency)
+        rows += sweep_rows(case) if options.sweep else case_rows(case, seeds, options.latency, options.jobs)
     if options.json:
         print(json.dumps({"schema": 1, "name": "regret", "environment": environment(), "rows": rows}, allow_nan=False))
         return
@@ -154,13 +207,13 @@ def _sweep_line(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    where = f"{row['task']:<14} {row['link']:<6} {row['policy']:<10} mean k {row['mean_k']:5.1f}"
+    where = f"{row['task']:<14} {row['link']:<6} {row['policy']:<13} mean k {row['mean_k']:5.1f}"
     if row["median_s"] is None:
         return f"{where}  not reached"
     ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if "mean" in row else "not measured"
     return (
         f"{where}  {row['median_samples']:8.0f} samples {row['median_s']:8.1f} s  "
-        f"regret {100 * row['regret']:6.1f}% against k={row['best_k']}: {ratio}"
+        f"regret {100 * row['regret']:6.1f}% against {row['best']}: {ratio}, n={row['n']}"
     )
 
 

@@ -23,7 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.core.plan import Plan
+from trimtab.decide import accumulation
 from trimtab.decide.accumulation import Noise, Times
+from trimtab.runtime.engine import Run
+from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
 from trimtab.tasks.embedded import python_topics
 from trimtab.tasks.evaluation import evaluating
@@ -90,16 +93,20 @@ class Case:
 
 CASES = (
     Case("digits_resnet", digits, 8, 0.01, 0.07, 256, 40_000),
-    Case("source_gpt", small_gpt, 4, 1e-3, 2.1, 128, 20_000),
+    Case("source_gpt_small", small_gpt, 4, 1e-3, 2.1, 128, 20_000),
 )
 
 
 @dataclass
 class Course:
-    """How an arm went. Points: (samples, windows, micro-batches of all ranks, held-out loss)."""
+    """How an arm went. Points: (samples, windows, micro-batches of all ranks, held-out loss).
+
+    A micro-batch that was split is two, which is more than it takes. `price`: share of the time that measuring took.
+    """
 
     points: list[tuple[float, float, float, float]] = field(default_factory=list)
     noise: Noise | None = None
+    price: float = 0.0
 
     @property
     def mean_k(self) -> float:
@@ -129,11 +136,13 @@ class Course:
             samples, num_windows, micro = (
                 a + share * (b - a) for a, b in zip(before[:3], (samples, num_windows, micro), strict=True)
             )
-        return samples, micro / ranks * times.micro_s + num_windows * times.fixed_s
+        return samples, (micro / ranks * times.micro_s + num_windows * times.fixed_s) * (1 + self.price)
 
 
 class Told:
     """Times that are known beforehand, in place of those a run measures."""
+
+    is_known = True
 
     def __init__(self, times: Times) -> None:
         self._times = times
@@ -150,38 +159,80 @@ class Told:
         return {}
 
 
+def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) -> Course:
+    """Train to the target with so many micro-batches in every window, from the start at the rate that follows.
+
+    By a plain plan, which measures nothing. The data is in the policies' order, but for an epoch's last few rows.
+    """
+    task, plan = case.make(), Plan.fixed(case.rows * total, micro_batch=case.rows)
+
+    def window(run: Run, batches: Iterator[Any]) -> Window:
+        columns = zip(*itertools.islice(batches, total), strict=True)
+        return run.window(tuple(torch.cat(column) for column in columns))
+
+    return _train(case, seed, plan, (rate or case.rate) * _follows(task, total), case.rows, window)
+
+
+def train_held(*arguments: Any) -> Course:
+    """Train as `train` does, by a rule that holds k where the noise is not known well, whatever agrees with it."""
+    sure, accumulation.SURE = accumulation.SURE, math.inf
+    try:
+        return train(*arguments)
+    finally:
+        accumulation.SURE = sure
+
+
 def train(
+    case: Case, seed: int, rule: trimtab.BatchRule, ranks: int = 1, times: Times | None = None, most: int | None = None
+) -> Course:
+    """Train to the target by a rule, whose k counts micro-batches of all ranks, or on so many samples at the most.
+
+    A loader batch is one micro-batch of each rank: they are the micro-batches of one process.
+    """
+    task, rows = case.make(), case.rows * ranks
+    plan = Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)
+
+    # told of a micro-batch as if all ranks' were one rank's
+    told = None if times is None else Told(Times(times.micro_s / ranks, times.fixed_s))
+
+    def window(run: Run, batches: Iterator[Any]) -> Window:
+        return run.window(*itertools.islice(batches, run.num_batches))
+
+    return _train(case, seed, plan, case.rate * _follows(task, ranks), rows, window, told, most)
+
+
+def _train(
     case: Case,
     seed: int,
-    rule: trimtab.BatchRule,
-    ranks: int = 1,
-    times: Times | None = None,
-    *,
-    rate: float | None = None,
-    most_samples: int | None = None,
+    plan: Plan,
+    rate: float,
+    rows: int,
+    next_window: Callable[[Run, Iterator[Any]], Window],
+    told: Told | None = None,
+    most: int | None = None,
 ) -> Course:
-    """Train to the target by a rule whose k counts the micro-batches of all ranks; a loader batch is one of each."""
     task = case.make()
     data = task.load_data()
     torch.manual_seed(seed)
     model = task.make_model().train()
-    scaled = (rate or case.rate) * _follows(task, ranks)
-    optimizer = task.make_optimizer(model, rate=scaled)  # type: ignore[call-arg]
-    rows, course, due = case.rows * ranks, Course(), 0
-    batches, micro, num_windows = data.batches(seed, rows), 0, 0
-    with trimtab.start(model, optimizer, Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)) as run:
-        if times is not None:  # told of a micro-batch as if all ranks' were one rank's
-            run._control._times = Told(Times(times.micro_s / ranks, times.fixed_s))  # type: ignore[union-attr, assignment]
-        while run.consumed_rows < (most_samples or case.most_samples):
-            window = run.window(*itertools.islice(batches, run.num_batches))
+    optimizer = task.make_optimizer(model, rate=rate)  # type: ignore[call-arg]
+    batches, course, due = data.batches(seed, rows), Course(), 0
+    micro, num_windows = 0, 0
+    with trimtab.start(model, optimizer, plan) as run:
+        if told is not None:
+            run._control._times = told  # type: ignore[union-attr, assignment]
+        while run.consumed_rows < (most or case.most_samples):
+            window = next_window(run, batches)
             run.train_step(window, task.loss_fn)
-            micro, num_windows = micro + window.num_batches * ranks, num_windows + 1
+            micro, num_windows = micro + window.num_micro_batches, num_windows + 1
             if run.consumed_rows >= due:
-                due = run.consumed_rows + case.eval_every
+                due = (run.consumed_rows // case.eval_every + 1) * case.eval_every
                 course.points.append((run.consumed_rows, num_windows, micro, held_out_loss(task, model, data)))
                 if course.reached(case.target):
                     break
         course.noise = run.noise
+        account = getattr(run._control, "_account", None)
+        course.price = 0.0 if account is None else account.share
     return course
 
 

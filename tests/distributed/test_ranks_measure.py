@@ -97,6 +97,33 @@ FSDP = (
 """
 )
 
+PARTIAL = (
+    COMMON
+    + """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from trimtab.decide.noise import from_partial_sums
+    from trimtab.measure.sharded_norms import shows_reductions
+    from trimtab.runtime import noise_monitor
+
+    model, mesh = build(), init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert shows_reductions(model)
+    half = fully_shard(build(), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    assert not shows_reductions(half)
+    noise_monitor.shows_reductions = lambda model: False
+    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
+    expected = []
+    for window in range(WINDOWS):
+        both = [torch.cat([part[window * K + j] for part in parts]) for j in range(K)]
+        sums = torch.cumsum(torch.stack([2 * ROWS * gradient_of(rows) for rows in both]), 0)
+        one = from_partial_sums([float(each.square().sum()) for each in sums], [2 * ROWS] * K)
+        expected.append((one.trace, one.norm2))
+    report = {"seen": seen, "expected": expected}
+"""
+)
+
 REPORT = """
     if rank == 0:
         with open(f"{folder}/report.json", "w") as file:
@@ -111,7 +138,11 @@ def report(code: str, k: int, folder: Path):
     return json.loads((folder / "report.json").read_text())
 
 
-@pytest.mark.parametrize(("code", "k"), [(DDP, 1), (DDP, 3), (FSDP, 3)], ids=["ddp-1", "ddp-3", "fsdp2-3"])
+@pytest.mark.parametrize(
+    ("code", "k"),
+    [(DDP, 1), (DDP, 3), (FSDP, 3), (PARTIAL, 3)],
+    ids=["ddp-1", "ddp-3", "fsdp2-3", "fsdp2-partial-sums"],
+)
 def test_each_window_says_what_the_gradients_of_both_ranks_do(code, k, tmp_path):
     """Under DDP also where a window's only micro-batch is the one that is reduced, in place."""
     found = report(code, k, tmp_path)

@@ -49,7 +49,7 @@ RANK = """
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert is_sharded(model)
-    norms, partial = ShardedNorms(model), PartialNorms(model.parameters())
+    norms, partial = ShardedNorms(model), PartialNorms(list(model.parameters()))
     own, found, sums = batches(rank), [], []
     for window in range(WINDOWS):
         model.zero_grad()

@@ -36,14 +36,21 @@ class FailsInBackward(torch.autograd.Function):
 class Loop:
     """A model with dropout and batch statistics whose loss fails once, at a micro-batch of one window."""
 
-    def __init__(self, *, micro: int, place: str = "", optimizer: type = torch.optim.AdamW):
+    def __init__(
+        self,
+        *,
+        micro: int,
+        place: str = "",
+        optimizer: type = torch.optim.AdamW,
+        dtype: torch.dtype = torch.float64,
+    ):
         torch.manual_seed(0)
         layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 4)
-        self.model = nn.Sequential(*layers).double()
+        self.model = nn.Sequential(*layers).to(dtype)
         self.optimizer = optimizer(self.model.parameters(), lr=0.05)
         generator = torch.Generator().manual_seed(1)
         self.batches = [
-            (torch.randn(ROWS, 6, generator=generator).double(), torch.randint(0, 4, (ROWS,), generator=generator))
+            (torch.randn(ROWS, 6, generator=generator).to(dtype), torch.randint(0, 4, (ROWS,), generator=generator))
             for _ in range(WINDOWS)
         ]
         torch.manual_seed(2)
@@ -71,30 +78,71 @@ def state_of(loop):
     return tensors
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("micro", [0, 1])
-def test_the_window_is_what_it_had_been_in_smaller_micro_batches(micro, place, optimizer):
-    """Against a run that was started anew with the smaller micro-batch at that window: no difference at all."""
-    ours = Loop(micro=micro, place=place, optimizer=optimizer)
+def assert_as_if_begun_smaller(ours, clean, plans, num_batches=FAILING):
+    """Against a run that was started anew with the smaller micro-batch at that window: no difference at all.
+
+    Args:
+        plans: the run's, and one in micro-batches half as large. num_batches: loader batches before the window.
+    """
+    rows, half = (plan.micro_batch_of(ROWS) for plan in plans)
+    torch.manual_seed(2)
     with (
-        trimtab.start(ours.model, ours.optimizer, Plan.fixed(ROWS, 8), out_of_memory="split") as run,
-        pytest.warns(RuntimeWarning, match="8 becomes 4"),
+        trimtab.start(ours.model, ours.optimizer, plans[0], out_of_memory="split") as run,
+        pytest.warns(RuntimeWarning, match=f"{rows} becomes {half}"),
     ):
         ours.train(run, ours.batches)
-    clean = Loop(micro=micro, optimizer=optimizer)
-    for part, rows in ((clean.batches[:FAILING], 8), (clean.batches[FAILING:], 4)):
-        with trimtab.start(clean.model, clean.optimizer, Plan.fixed(ROWS, rows)) as run:
+    torch.manual_seed(2)
+    for part, plan in zip((clean.batches[:num_batches], clean.batches[num_batches:]), plans, strict=True):
+        with trimtab.start(clean.model, clean.optimizer, plan) as run:
             clean.train(run, part)
     for left, right in zip(state_of(ours), state_of(clean), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(("rows", "micro"), [(8, 0), (8, 1), (4, 2), (4, 3)])
+def test_the_window_is_what_it_had_been_in_smaller_micro_batches(rows, micro, place, optimizer):
+    ours, clean = (Loop(micro=micro, place=where, optimizer=optimizer) for where in (place, ""))
+    assert_as_if_begun_smaller(ours, clean, (Plan.fixed(ROWS, rows), Plan.fixed(ROWS, rows // 2)))
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_it_is_so_under_a_loss_scale_too(place):
+    ours, clean = (Loop(micro=1, place=where, dtype=torch.float32) for where in (place, ""))
+    plans = tuple(Plan.fixed(ROWS, rows, precision="fp16") for rows in (8, 4))
+    assert_as_if_begun_smaller(ours, clean, plans)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_it_is_so_of_windows_of_several_batches_that_are_measured_too(place, micro):
+    """Two loader batches a window, and a monitor's hooks on the gradients; memory runs out in either batch."""
+    ours, clean = (Loop(micro=micro, place=where) for where in (place, ""))
+    rules = (trimtab.BatchRule("fixed", k=k, k_max=k, learning_rate="none") for k in (4, 8))
+    plans = tuple(Plan.fixed(ROWS, rows, batch_rule=rule) for rows, rule in zip((8, 4), rules, strict=True))
+    assert_as_if_begun_smaller(ours, clean, plans, num_batches=2 * FAILING)
+
+
+def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_GROW_AFTER", 2)
+    loop = without_statistics()
+    loop.loss = failing(MemoryError("no"))
+    with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
+        run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), record=writer)
+        with run, pytest.warns(RuntimeWarning, match="16 becomes 8"):
+            loop.train(run, loop.batches)
+    record = trimtab.read_record(tmp_path / "run.jsonl")
+    assert [step.num_micro_batches for step in record.steps] == [2, 2, 1, 1, 1, 1]
+    grown = next(event for event in record.events if event.name == "grown")
+    assert (grown.detail["from"], grown.detail["to"]) == (8, 16)
 
 
 def test_without_putting_buffers_and_random_numbers_back_it_would_differ(monkeypatch):
     """So that the test above can fail."""
     monkeypatch.setattr("trimtab.runtime.window_start.WindowStart.restore", lambda self: None)
     with pytest.raises(AssertionError):
-        test_the_window_is_what_it_had_been_in_smaller_micro_batches(1, "backward", torch.optim.AdamW)
+        test_the_window_is_what_it_had_been_in_smaller_micro_batches(8, 1, "backward", torch.optim.AdamW)
 
 
 def test_it_is_recorded(tmp_path):

@@ -50,12 +50,13 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     assert found["accuracy"] > task.targets[0]
 
 
-def test_the_readme_python_block_runs() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/accumulation.md"])
+def test_python_blocks_run(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(block, page, "exec"), {"__name__": "page"})
 
 
 def test_the_readme_is_short() -> None:
@@ -63,8 +64,8 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_figures_shown_are_those_measured() -> None:
-    """README.md and docs/RESULTS.md hold what benchmarks/figures.py makes of benchmarks/results."""
+    """README.md and pages in docs hold what benchmarks/figures.py makes of benchmarks/results."""
     figures = load("figures", "benchmarks")
     for path, text in figures.pages(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
-        assert "x (" in text
+        assert re.search(r"\dx? \(\d[.\d]* to \d", text), f"{path.name} shows no interval"

@@ -2,9 +2,8 @@
 
 A block is a few whole optimizer steps of one candidate through the run that would train. Blocks are paired by index, so
 that a machine whose speed drifts moves all candidates alike, and every block begins alike: from one state, in which the
-optimizer has its moments. Where a step takes a large part of a second planning
-must not take minutes: what is known from an earlier stage is not measured again, and a candidate that lost every one of
-its first blocks is not run further.
+optimizer has its moments. Where a step takes a large part of a second planning must not take minutes: what is known
+from an earlier stage is not measured again, and a candidate that lost every one of its first blocks is not run further.
 
 The number of blocks does not depend on who is winning, or an equal candidate would win by patience: the first blocks
 may only drop losers, and a likely gain inside the noise is looked at once more, at a number fixed in advance.

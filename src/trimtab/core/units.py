@@ -64,11 +64,6 @@ def format_count(value: float | None) -> str:
     return _digits(value)
 
 
-def format_ratio(value: float | None) -> str:
-    """Return `1.42x`; `unknown` for None."""
-    return "unknown" if value is None or not math.isfinite(value) else f"{_digits(value)}x"
-
-
 def _digits(value: float) -> str:
     """Return three significant digits, and whole numbers rather than `1e+03` from a thousand up."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

@@ -19,6 +19,8 @@ LIMIT = 0.005
 # Windows between two looks at an account, and of the first pause.
 REVIEW, PAUSE = 100, 200
 MOST_PAUSE = 100 * PAUSE
+# Uses after which a yield that could not be told is taken for none.
+PATIENCE = 50
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Review:
 class Account:
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
-    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed", "began")
+    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed", "began", "untold")
 
     def __init__(self, technique: str, limit: float = LIMIT) -> None:
         self.technique, self._limit = technique, limit
-        self.windows = self.uses = self.pause_left = self.reviewed = self.began = 0
+        self.windows = self.uses = self.pause_left = self.reviewed = self.began = self.untold = 0
         self.spent_s = self.used_s = 0.0
         self.every, self.pause = 1, PAUSE
 
@@ -68,6 +70,7 @@ class Account:
         if self.is_paused:
             self.pause_left -= 1
             self.reviewed = self.began = self.windows
+            self.untold = 0
 
     @property
     def share(self) -> float:
@@ -77,6 +80,7 @@ class Account:
     def charge(self, window_s: float, spent_s: float) -> None:
         """Note what one use took, of a window of so many seconds; from the price so far, in how many to use it once."""
         self.uses += 1
+        self.untold += 1
         self.used_s += window_s
         self.spent_s += spent_s
         self.every = max(1, math.ceil(self.price / self._limit))
@@ -85,8 +89,12 @@ class Account:
         """Return what a look at the account finds; None before it is time for one, or while the gain is unknown.
 
         Args:
-            gain: share of time that the technique saves, by the best that is known of it.
+            gain: share of time that the technique saves, by the best that is known of it; None while that is nothing.
         """
+        if gain is not None:
+            self.untold = 0
+        elif self.untold >= PATIENCE:
+            gain = 0.0
         if gain is None or self.is_paused or self.windows - self.reviewed < REVIEW:
             return None
         self.reviewed = self.windows

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
 
 # A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
 HYSTERESIS = 0.01
 MOST = 2
-# With a larger relative standard error of the squared gradient norm, nothing is decided.
+# With a larger relative standard error of the squared gradient norm, k moves only as far as every noise scale asks that
+# lies within so many standard errors.
 MOST_ERROR = 0.25
+SURE = 2.0
 EPSILON = 1e-12  # paper eq. 6
 
 
@@ -26,26 +28,43 @@ class Noise:
 
     Args:
         trace: S, the trace of the per-row gradient covariance. norm2: G2, the squared norm of the true gradient.
-        relative_error: standard error of `norm2` over itself. num_windows: how many were averaged.
+        norm2_error: standard error of `norm2`. num_windows: how many were averaged.
     """
 
     trace: float
     norm2: float
-    relative_error: float
+    norm2_error: float
     num_windows: int
 
     @property
     def scale(self) -> float:
         """N = S / G2 in rows (McCandlish et al. 2018, "simple"); infinite where G2 is not above zero.
 
-        0 where S, which is unbiased, is below zero: among batches that are all alike it is rounding.
+        0 where S, which is unbiased, is not above zero: among batches that are all alike it is rounding.
         """
-        return max(0.0, self.trace) / self.norm2 if self.norm2 > 0 else math.inf
+        if not self.trace > 0:
+            return 0.0
+        return self.trace / self.norm2 if self.norm2 > 0 else math.inf
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of `norm2` over itself; infinite where that is not above zero."""
+        return self.norm2_error / self.norm2 if self.norm2 > 0 else math.inf
+
+    def at_least(self) -> Noise:
+        """Return the least noise that agrees with the windows, whose scale is 0 where they say nothing."""
+        norm2 = max(0.0, self.norm2) + SURE * self.norm2_error
+        return replace(self, norm2=norm2 if 0 < norm2 < math.inf else math.inf, norm2_error=0.0)
+
+    def at_most(self) -> Noise:
+        """Return the most noise that agrees with the windows, whose scale is infinite where they say nothing."""
+        norm2 = self.norm2 - SURE * self.norm2_error
+        return replace(self, norm2=norm2 if norm2 > 0 else 0.0, norm2_error=0.0)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a micro-batch, and of what a window has besides its micro-batches; the most of all ranks."""
+    """Seconds of a micro-batch, the most of all ranks, and of what a window has besides them, the least of all."""
 
     micro_s: float
     fixed_s: float
@@ -86,11 +105,30 @@ def decide(rule: BatchRule, standing: Standing) -> Decision:
         return Decision(standing.k, "fixed")
     if rule.policy == "throughput_per_memory":
         return _best_trial(rule, standing)
+    missing = _missing(rule, standing)
+    if missing is not None:
+        return Decision(standing.k, f"held: {missing}")
     doubt = _doubt(rule, standing)
     if doubt is not None:
-        return Decision(standing.k, f"held: {doubt}")
+        return _decide_in_doubt(rule, standing, doubt)
     k, wanted, reason = _POLICIES[rule.policy](rule, standing)
     return Decision(k, reason if k != standing.k else f"held: {reason}", wanted)
+
+
+def _decide_in_doubt(rule: BatchRule, standing: Standing, doubt: str) -> Decision:
+    """Move as far as all noise asks that there can be.
+
+    A gradient lost in its noise is what many micro-batches are for: that nobody knows how lost it is must not hold k.
+    """
+    assert standing.noise is not None
+    policy = _POLICIES[rule.policy]
+    k, wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_least()))
+    if k > standing.k:
+        return Decision(k, f"by the least noise there can be, {reason}; {doubt}", wanted)
+    k, most_wanted, reason = policy(rule, replace(standing, noise=standing.noise.at_most()))
+    if k < standing.k:
+        return Decision(k, f"by the most noise there can be, {reason}; {doubt}", most_wanted)
+    return Decision(standing.k, f"held: {doubt}", wanted)
 
 
 def most(rule: BatchRule, unit: int) -> int:
@@ -100,15 +138,21 @@ def most(rule: BatchRule, unit: int) -> int:
 
 def goodput_k(noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
     """Return k* = sqrt(N / (b R) * t_fixed / t_micro), where time to a loss is least (math: section 4)."""
+    if times.fixed_s == 0:
+        return 0.0
     return math.sqrt(noise_scale / (micro_rows * num_ranks) * times.fixed_s / times.micro_s)
 
 
 def relative_time(k: float, noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
     """Return time to a loss up to a constant: (1 + N / (k b R)) * (k t_micro + t_fixed).
 
-    The inverse of goodput (Qiao et al., OSDI 2021): windows needed times seconds of one.
+    The inverse of goodput (Qiao et al., OSDI 2021): windows needed times seconds of one. Where N is infinite, of them
+    in proportion to 1 / k.
     """
-    return (1 + noise_scale / (k * micro_rows * num_ranks)) * (k * times.micro_s + times.fixed_s)
+    per_window = k * times.micro_s + times.fixed_s
+    if math.isinf(noise_scale):
+        return per_window / k
+    return (1 + noise_scale / (k * micro_rows * num_ranks)) * per_window
 
 
 def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
@@ -131,12 +175,50 @@ def is_known_well(rule: BatchRule, noise: Noise | None) -> bool:
     return noise is not None and noise.num_windows >= rule.min_windows and noise.relative_error <= MOST_ERROR
 
 
-def _doubt(rule: BatchRule, standing: Standing) -> str | None:
-    """Return why nothing can be decided yet, or None."""
+def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
+    """Return the share of time to a loss that the best k saves of another's, by goodput's model; None while unknown.
+
+    Where the noise is not known well it is what is saved at the least, if that is worth a change.
+    """
+    if rule.policy != "goodput" or _missing(rule, standing) is not None:
+        return None
     noise = standing.noise
-    seen = 0 if noise is None else noise.num_windows
-    if noise is None or seen < rule.min_windows:
+    assert noise is not None
+    if is_known_well(rule, noise):
+        return _saved(rule, standing, noise.scale, base_k)[1]
+    more, saved = _saved(rule, standing, noise.at_least().scale, base_k)
+    if more > base_k and saved >= HYSTERESIS:
+        return saved
+    less, saved = _saved(rule, standing, noise.at_most().scale, base_k)
+    return saved if less < base_k and saved >= HYSTERESIS else None
+
+
+def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
+    """Return the best k at a noise scale, and the share of time to a loss that it saves of another's."""
+    times, unit = standing.times, standing.unit
+    assert times is not None
+
+    def cost(k: int) -> float:
+        return relative_time(k, scale, standing.micro_rows, standing.num_ranks, times)
+
+    best = min(range(unit, most(rule, unit) + 1, unit), key=cost)
+    return best, 1 - cost(best) / cost(base_k)
+
+
+def _missing(rule: BatchRule, standing: Standing) -> str | None:
+    """Return what nothing can be decided without, or None."""
+    seen = 0 if standing.noise is None else standing.noise.num_windows
+    if seen < rule.min_windows:
         return f"{seen} of {rule.min_windows} windows seen"
+    if rule.policy == "goodput" and standing.times is None:
+        return "the time of a micro-batch is not known"
+    return None
+
+
+def _doubt(rule: BatchRule, standing: Standing) -> str | None:
+    """Return why the noise is not known well, or None."""
+    noise = standing.noise
+    assert noise is not None
     if rule.policy in ("paper", "variance"):  # they need no gradient norm
         return None
     if not noise.norm2 > 0:
@@ -145,8 +227,6 @@ def _doubt(rule: BatchRule, standing: Standing) -> str | None:
         return (
             f"the gradient's squared norm is known to {100 * noise.relative_error:.0f}%, {100 * MOST_ERROR:.0f}% needed"
         )
-    if rule.policy == "goodput" and standing.times is None:
-        return "the time of a micro-batch is not known"
     return None
 
 
@@ -207,9 +287,15 @@ def _sigma2(standing: Standing) -> float:
 
 
 def _rounded(rule: BatchRule, standing: Standing, wanted: float) -> int:
-    """Return a k of at least what is wanted, within the bounds."""
-    bounded = min(max(wanted, 1.0), float(most(rule, standing.unit)))
-    return _stepped(min(most(rule, standing.unit), math.ceil(bounded / standing.unit) * standing.unit), standing)
+    """Return a k of at least what is wanted, within the bounds; the present one while a hundredth decides."""
+    highest, unit = most(rule, standing.unit), standing.unit
+
+    def whole(value: float) -> int:
+        return min(highest, math.ceil(min(max(value, 1.0), float(highest)) / unit) * unit)
+
+    if standing.k in (whole(wanted * (1 - HYSTERESIS)), whole(wanted * (1 + HYSTERESIS))):
+        return standing.k
+    return _stepped(whole(wanted), standing)
 
 
 def _stepped(k: int, standing: Standing) -> int:

@@ -5,6 +5,7 @@ Micro-batch j of a window has `n_j` terms of the loss in `m_j` independent rows,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,30 +44,45 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
     if num < 2 or not spread > 0:
         return None
     trace = (mean_norm2 - norm2) / spread
-    found = WindowNoise(trace, norm2 - trace * squares, num - 1)
-    return found if math.isfinite(found.trace) and math.isfinite(found.norm2) else None
+    return found_by(trace, norm2 - trace * squares, num)
 
 
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
     """Return a window's estimates from `||S_j||^2`, `S_j = m_1 g_1 + ... + m_j g_j`, where no `||g_j||^2` can be seen.
 
-    `E ||S_j||^2 / M_j = M_j ||G||^2 + tr(Sigma)` with `M_j = m_1 + ... + m_j`: a line through them has slope G2 and
-    intercept S. Two to thirteen times the standard deviation of the exact one.
+    Two to thirteen times the standard deviation of the exact ones.
 
     Args:
         norms2: after each micro-batch. rows: of each.
     """
-    sums = [sum(rows[: j + 1]) for j in range(len(rows))]
+    weights = partial_sum_weights(rows)
+    if weights is None or not all(map(math.isfinite, norms2)):
+        return None
+    trace, norm2 = (math.fsum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
+    return found_by(trace, norm2, len(rows))
+
+
+def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]] | None:
+    """Return what each `||S_j||^2` weighs in S, and in G2; None where a window says nothing.
+
+    `E ||S_j||^2 / M_j = M_j ||G||^2 + tr(Sigma)` with `M_j = m_1 + ... + m_j`: a line through them has slope G2 and
+    intercept S, both linear in the norms, so that those of shards add up.
+    """
+    sums = list(itertools.accumulate(rows))
     if len(sums) < 2 or not sums[0] > 0:
         return None
-    values = [norm2 / total for norm2, total in zip(norms2, sums, strict=True)]
-    mean_x, mean_y = math.fsum(sums) / len(sums), math.fsum(values) / len(values)
-    spread = math.fsum((x - mean_x) ** 2 for x in sums)
+    mean = math.fsum(sums) / len(sums)
+    spread = math.fsum((x - mean) ** 2 for x in sums)
     if not spread > 0:
         return None
-    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(sums, values, strict=True)) / spread
-    found = WindowNoise(mean_y - slope * mean_x, slope, len(sums) - 1)
-    return found if math.isfinite(found.trace) and math.isfinite(found.norm2) else None
+    slope = [(x - mean) / spread for x in sums]
+    intercept = [1 / len(sums) - mean * each for each in slope]
+    return [w / x for w, x in zip(intercept, sums, strict=True)], [w / x for w, x in zip(slope, sums, strict=True)]
+
+
+def found_by(trace: float, norm2: float, num: float) -> WindowNoise | None:
+    """Return the estimates of so many micro-batches, or None where they are no numbers."""
+    return WindowNoise(trace, norm2, num - 1) if math.isfinite(trace) and math.isfinite(norm2) else None
 
 
 class NoiseAverage:
@@ -98,13 +114,11 @@ class NoiseAverage:
         """The averages, and how sure the squared norm is; None before the first window."""
         if self.num_windows == 0:
             return None
-        return Noise(self.trace, self.norm2, self._relative_error(), self.num_windows)
+        return Noise(self.trace, self.norm2, self._norm2_error(), self.num_windows)
 
-    def _relative_error(self) -> float:
+    def _norm2_error(self) -> float:
         left = self.weight - self.weight2 / self.weight
-        if not left > 0 or not self.norm2 > 0:
-            return math.inf
-        return math.sqrt(self.spread / left * self.weight2) / self.weight / self.norm2
+        return math.sqrt(self.spread / left * self.weight2) / self.weight if left > 0 else math.inf
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs."""

@@ -36,9 +36,14 @@ class WindowTimes:
             self._row_s.append(row_s)
             self._fixed_s.append(max(0.0, fixed_s))
 
+    @property
+    def is_known(self) -> bool:
+        """Whether enough windows were seen."""
+        return len(self._row_s) >= MIN_WINDOWS
+
     def times(self, micro_rows: float) -> Times | None:
         """Return the times of micro-batches of so many rows; None while too few windows were seen."""
-        if len(self._row_s) < MIN_WINDOWS:
+        if not self.is_known:
             return None
         return Times(statistics.median(self._row_s) * micro_rows, statistics.median(self._fixed_s))
 

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.core.errors import DataMissingError
 from trimtab.core.units import format_bytes, format_count
 from trimtab.decide.search import precision_refusal
 from trimtab.measure.machine import device_spec, environment
+from trimtab.tasks.datasets import CIFAR10, GPT2_BPE, WIKITEXT2
+from trimtab.tasks.sources import DataSet, at_hand
 
 _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks", "tokenizers": "tasks"}
 
@@ -31,6 +34,17 @@ def examine() -> tuple[Finding, ...]:
     return tuple(_findings())
 
 
+def _data(data_set: DataSet) -> Finding:
+    """Return where a public data set is; nothing is fetched."""
+    name = f"data {data_set.folder}"
+    try:
+        found = at_hand(data_set)
+    except DataMissingError as error:
+        return Finding(name, False, str(error))
+    way_out = f"not here: fetched when a task needs it, or TRIMTAB_DATA names a folder that has {data_set.folder}/"
+    return Finding(name, found is not None, way_out if found is None else f"in {found}")
+
+
 def _findings() -> Iterator[Finding]:
     found = environment()
     yield Finding("python", True, found["python"])
@@ -39,7 +53,7 @@ def _findings() -> Iterator[Finding]:
     spec = device_spec(device)
     yield Finding("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
     if device.type == "cpu":
-        yield Finding("cuda", False, "no CUDA device: tf32, fp16 and GPU memory figures are not measured here")
+        yield Finding("cuda", False, "no CUDA device: tf32 and GPU memory are not measured here")
         yield Finding("threads", True, f"{spec.num_threads} of {os.cpu_count()} cores")
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         refusal = precision_refusal(spec, precision)
@@ -51,8 +65,5 @@ def _findings() -> Iterator[Finding]:
     for package, extra in _EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
         yield Finding(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
-    folder = os.environ.get("TRIMTAB_DATA")
-    yield Finding(
-        "TRIMTAB_DATA", folder is not None, "set" if folder else "not set: public data is looked for elsewhere"
-    )
+    yield from map(_data, (CIFAR10, WIKITEXT2, GPT2_BPE))
     yield Finding("compiler", shutil.which("g++") is not None, "for torch.compile, which this version does not choose")

@@ -45,18 +45,22 @@ class GradientNorms:
         Args:
             at_once: keep no references: the gradient's own memory is about to be written, as a reduction does.
         """
+        start = time.perf_counter()
         self._total, self.spent = None, Spent()
         self._most_bytes = 0 if at_once else CHUNK_BYTES
         if not self._remove:
             self._remove = [p.register_hook(self._keep).remove for p in self._parameters if p.requires_grad]
+        self.spent.host_s += time.perf_counter() - start
 
     def off(self) -> None:
         """Take the hooks off; what was seen is dropped."""
+        start = time.perf_counter()
         for remove in self._remove:
             remove()
         self._remove.clear()
         self._held.clear()
         self._bytes, self._total = 0, None
+        self.spent.host_s += time.perf_counter() - start
 
     def close(self) -> None:
         """Take the hooks off for good."""

@@ -1,8 +1,8 @@
 """Squared norms where gradients are sharded as they are reduced (FSDP2): hooks on parameters never fire there.
 
 Each reduction hands its output, a shard of the mean over ranks, to a hook of the module; squares of the shards of all
-ranks add up to those of a micro-batch over all ranks. It takes a reduction in every micro-batch. Norms of the sums so
-far need no hook, and less is learned from them.
+ranks add up to those of a micro-batch over all ranks. It takes a reduction in every micro-batch. Where there is no such
+hook, norms of the sums so far are taken, from which less is learned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.core.errors import ValueGivenError
 from trimtab.measure.gradient_norms import squared_norm
 from trimtab.measure.spent import Spent
 
@@ -22,7 +21,7 @@ _HOOK = "set_all_reduce_hook"
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP2 holds some of a model's modules."""
-    return any(hasattr(module, _HOOK) or hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+    return any(map(is_sharded_itself, model.modules()))
 
 
 def is_flat_sharded(model: nn.Module) -> bool:
@@ -30,26 +29,33 @@ def is_flat_sharded(model: nn.Module) -> bool:
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
 
 
-class ShardedNorms:
-    """`||g||^2` of this rank's shards of each reduced gradient; to be summed over ranks.
+def shows_reductions(model: nn.Module) -> bool:
+    """Return whether each reduction of a sharded model can be seen as it is.
 
-    Raises:
-        ValueGivenError: this torch has no hook on reductions.
+    Not under a torch without the hook; nor where they are in half precision, which torch divides by the ranks after it.
     """
+    sharded = [module for module in model.modules() if is_sharded_itself(module)]
+    return all(hasattr(module, _HOOK) and _reduce_dtype(module) is not torch.float16 for module in sharded)
+
+
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Return whether FSDP2 holds a module."""
+    return hasattr(module, _HOOK) or hasattr(module, "set_requires_gradient_sync")
+
+
+def _reduce_dtype(module: Any) -> torch.dtype | None:
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    return getattr(getattr(state, "_mp_policy", None), "reduce_dtype", None)
+
+
+class ShardedNorms:
+    """`||g||^2` of this rank's shards of each reduced gradient, where they show; to be summed over ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._total: Tensor | None = None
         self.is_on = False
         self.spent = Spent()
-        sharded = [module for module in model.modules() if hasattr(module, _HOOK)]
-        if not sharded:
-            raise ValueGivenError(
-                "plan.batch_rule",
-                given="a sharded model, under a torch whose reductions cannot be seen",
-                expected=f"FSDP2 with {_HOOK}",
-                way_out="A newer torch, or a plan of a fixed batch.",
-            )
-        self._undo = [_hooked(module, self._see) for module in sharded]
+        self._undo = [_hooked(module, self._see) for module in model.modules() if is_sharded_itself(module)]
 
     def on(self, *, at_once: bool = False) -> None:
         """Begin to see reductions."""
@@ -79,14 +85,8 @@ class ShardedNorms:
 
 
 def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Let a module's reductions be seen, after a hook of the user's own; returns what puts that one back alone.
-
-    Raises:
-        ValueGivenError: they are in half precision, where torch divides by the ranks after the hook.
-    """
+    """Let a module's reductions be seen, after a hook of the user's own; returns what puts that one back alone."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-    if getattr(getattr(state, "_mp_policy", None), "reduce_dtype", None) is torch.float16:
-        raise ValueGivenError("plan.batch_rule", given="FSDP2 that reduces in fp16", expected="bf16 or fp32 reductions")
     own = getattr(getattr(state, "_fsdp_param_group", None), "_all_reduce_hook", None)
 
     def both(reduced: Tensor) -> None:
@@ -99,14 +99,36 @@ def _hooked(module: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
 
 
 class PartialNorms:
-    """`||S_j||^2` of the gradients as they have added up after each backward: of this rank's shards, or whole."""
+    """`||S_j||^2` of the gradients as they have added up after each backward: of this rank's shards, or whole.
+
+    Args:
+        parameters: gone through again each time.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._parameters = parameters
+        self.is_on = False
+        self.spent = Spent()
+
+    def on(self, *, at_once: bool = False) -> None:
+        """Begin a window."""
+        self.is_on, self.spent = True, Spent()
+
+    def off(self) -> None:
+        """The window is over."""
+        self.is_on = False
+
+    def close(self) -> None:
+        """The last one is."""
+        self.is_on = False
 
     def take(self) -> Tensor:
         """Return the squared norm of what the gradients are now: a scalar."""
-        return squared_norm([local(p.grad) for p in self._parameters if p.grad is not None])
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        with self.spent.span(gradients[0].device):
+            return squared_norm(gradients)
 
 
 def local(gradient: Any) -> Tensor:

@@ -19,7 +19,7 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, Standing, decide, is_known_well, most, relative_time
+from trimtab.decide.accumulation import Noise, Standing, decide, gain, is_known_well, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import WindowTimes
 from trimtab.measure.late import Late
@@ -28,16 +28,16 @@ from trimtab.measure.window_clock import Stamped, WindowClock
 from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
-from trimtab.runtime.noise_monitor import NoiseMonitor, NoiseSums
+from trimtab.runtime.noise_monitor import NUM_FIGURES, NoiseMonitor
 from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.schedule import RateFollower
 from trimtab.runtime.splitting import keeps_maths
 
 Note = Callable[[str, Mapping[str, Any]], None]
-_SUMS = 6  # figures of NoiseSums, before those of time
 # Where windows of the present k show too little, one in so many is made to show it: while nothing is known, in the
 # first windows of a run or after a pause; and from then on.
 _EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
+_FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BatchControl:
         k: micro-batches per window and rank, a multiple of a loader batch's own.
 
     Raises:
-        ValueGivenError: a sharded model under a torch that shows nothing of its reductions.
+        ValueGivenError: a model under FSDP1.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
@@ -95,7 +95,7 @@ class BatchControl:
         self._sums: tuple[Late, Spent] | None = None
         self._rows: list[int] = []
         self._deciding_s = 0.0
-        self._absorbed_at = self._told_at = 0
+        self._absorbed_at = 0
         self._measures = self._rule.policy != "throughput_per_memory"  # which is given all it needs
         self._pays: bool | None = None
         if not self._measures:
@@ -126,15 +126,17 @@ class BatchControl:
     @property
     def _probes(self) -> bool:
         """Whether the next window is to have two micro-batches at the least: for the noise, or the time of one."""
-        if self.k > 1 or not self._measures or (self._rule.policy == "fixed" and self._seen_apart > 1):
+        if self.k > 1 or not self._measures or self._account.windows < _FRESH:
             return False
-        is_known = is_known_well(self._rule, self.noise) and self._times.times(self._micro_rows) is not None
+        if self._rule.policy == "fixed" and self._seen_apart > 1:
+            return False
+        is_known = is_known_well(self._rule, self.noise) and self._times.is_known
         explores = not is_known and self._account.windows - self._account.began < _EXPLORED
         return self._account.is_due(sparse=_EXPLORING if explores else _SPARSE)
 
     def rate_factor(self, num_batches: int) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
-        return self._follower.factor(num_batches)
+        return self._follower.factor(num_batches, self._decided)
 
     # What happens in it.
 
@@ -193,9 +195,8 @@ class BatchControl:
 
     def _absorb(self, shared: list[list[float]]) -> None:
         """Take the figures of all ranks in, and decide."""
-        sums = [figures[:_SUMS] for figures in shared]
-        window = NoiseSums.of_ranks(sums, sharded=self._monitor.is_sharded).noise()
-        row_s, fixed_s, window_s, spent_s = zip(*(figures[_SUMS:] for figures in shared), strict=True)
+        window = self._monitor.noise_of([figures[:NUM_FIGURES] for figures in shared])
+        row_s, fixed_s, window_s, spent_s = zip(*(figures[NUM_FIGURES:] for figures in shared), strict=True)
         if window is not None:
             self._average.add(window, age=self._account.windows - self._absorbed_at)
             self._absorbed_at = self._account.windows
@@ -221,17 +222,17 @@ class BatchControl:
         self.k = decision.k
 
     def _review(self) -> None:
-        gain, now = self._gain(), self._account.windows
-        if gain is not None:
-            self._told_at = now
-        elif self._rule.policy == "goodput" and now - max(self._told_at, self._account.began) >= _EXPLORED:
-            gain = 0.0  # it has not been told for so long: nothing is gained by it
-        review = self._account.review(gain)
+        if self._rule.policy != "goodput":
+            return
+        review = self._account.review(self._gain())
         if review is not None and review.pays != self._pays:
             self._pays = review.pays
             self._note("account", asdict(review))
         if review is not None and not review.pays:
             self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
+
+    def _gain(self) -> float | None:
+        return gain(self._rule, self._standing(), self._base_k)
 
     def close(self) -> dict[str, Any] | None:
         """Share nothing more; return what measuring took, as a share of the windows' time, and what it could bring."""
@@ -241,19 +242,6 @@ class BatchControl:
             return None
         figures = {"technique": self._account.technique, "price": self._account.share, "gain": self._gain()}
         return figures | {"windows": self._account.windows, "measured": self._account.uses}
-
-    def _gain(self) -> float | None:
-        """Return the share of time to a loss that the best k would save of the first one's; None while unknown."""
-        standing = self._standing()
-        noise, times = standing.noise, standing.times
-        if self._rule.policy != "goodput" or times is None or noise is None or not is_known_well(self._rule, noise):
-            return None
-
-        def cost(k: int) -> float:
-            return relative_time(k, noise.scale, self._micro_rows, self._exchange.num_ranks, times)
-
-        best = min(map(cost, range(self._unit, most(self._rule, self._unit) + 1, self._unit)))
-        return 1 - best / cost(self._base_k)
 
     # What a resumed run needs.
 
@@ -273,6 +261,7 @@ class BatchControl:
         k, base_k = (self._checked_k(f"state.batch.{name}", state[name]) for name in ("k", "base_k"))
         load_parts(dict(self._parts()), {name: state[name] for name, _ in self._parts()})
         self.k, self._base_k = k, base_k
+        self._absorbed_at = self._account.windows
 
     def _checked_k(self, field: str, value: Any) -> int:
         k = checks.integer(field, value, high=most(self._rule, self._unit))

@@ -35,6 +35,7 @@ from trimtab.runtime.recovery import Recovery, recovers_from
 from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.schedule import rate_factor, scaled_rates
+from trimtab.runtime.splitting import for_model
 from trimtab.runtime.stopping import StopTest
 from trimtab.runtime.voids import Voids
 from trimtab.runtime.window import Window, check_call
@@ -75,7 +76,7 @@ class Run(RunView):
         self._num_ranks = exchange.num_ranks
         self._voids, self._stopping = Voids(nonfinite, is_alone=self._num_ranks == 1), StopTest(stop)
         require_free(model)
-        self.model, self.plan = model, plan
+        self.model, self.plan = model, for_model(plan, model)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
         self._optimizer = optimizer

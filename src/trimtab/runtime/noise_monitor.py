@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide.noise import WindowNoise, window_noise
+from trimtab.decide.noise import WindowNoise, found_by, partial_sum_weights, window_noise
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.late import Late
-from trimtab.measure.sharded_norms import ShardedNorms, is_flat_sharded, is_sharded, local
+from trimtab.measure.sharded_norms import (
+    PartialNorms,
+    ShardedNorms,
+    is_flat_sharded,
+    is_sharded,
+    local,
+    shows_reductions,
+)
 from trimtab.measure.spent import Spent
 from trimtab.runtime.accumulation import Count
+
+NUM_FIGURES = 6  # of a window, from each rank
 
 
 @dataclass(frozen=True)
@@ -59,10 +69,10 @@ class NoiseSums:
 
 
 class NoiseMonitor:
-    """Watches the backwards of a window.
+    """Watches the backwards of a window: each one's gradient, or sums of them where single ones do not show.
 
     Raises:
-        ValueGivenError: a sharded model whose reductions cannot be seen.
+        ValueGivenError: a model under FSDP1.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -72,7 +82,7 @@ class NoiseMonitor:
             )
         self._optimizer = optimizer
         self.is_sharded = is_sharded(model)
-        self._norms = ShardedNorms(model) if self.is_sharded else GradientNorms(_Stepped(optimizer))
+        self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []
 
     @property
@@ -100,7 +110,7 @@ class NoiseMonitor:
         self._norms.close()
 
     def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> tuple[Late, Spent]:
-        """Stop watching; return the window's `NoiseSums`, to be read later, and what they took.
+        """Stop watching; return the window's figures, which `noise_of` reads, and what they took.
 
         Args:
             divisor: D, where micro-batch j's mean loss was weighted by `n_j / D`. correction: factor still to be
@@ -108,9 +118,29 @@ class NoiseMonitor:
         """
         spent = self._norms.spent
         with spent.span(self._seen[0][0].device):
-            late = Late(self._sums(divisor, correction, scale))
+            partial = isinstance(self._norms, PartialNorms)
+            late = Late(self._partial(divisor, scale) if partial else self._sums(divisor, correction, scale))
         self.drop()
         return late, spent
+
+    def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
+        """Return what a window says, by the figures of all ranks; None where that is nothing."""
+        if not isinstance(self._norms, PartialNorms):
+            return NoiseSums.of_ranks(ranks, sharded=self.is_sharded).noise()
+        trace, norm2 = sum(figures[0] for figures in ranks), sum(figures[1] for figures in ranks)
+        return found_by(trace * len(ranks), norm2, ranks[0][2])  # a row of the mean over ranks is one of each
+
+    def _partial(self, divisor: float | Tensor, scale: float | Tensor) -> Tensor:
+        """Return S and G2 as this rank's shards have them, of rows of one rank; no numbers where terms are not rows."""
+        device, rows = self._seen[0][0].device, [rows for _, rows, _ in self._seen]
+        weights = partial_sum_weights(rows)
+        figures = torch.full((NUM_FIGURES,), math.nan, dtype=torch.float64, device=device)
+        are_rows = all(not isinstance(terms, Tensor) and terms == rows for _, rows, terms in self._seen)
+        if weights is not None and are_rows:
+            seen = torch.stack([each for each, _, _ in self._seen]).double() * (divisor / scale) ** 2
+            parts = [(seen * _on(device, each)).sum() for each in weights]
+            figures[:3] = torch.stack([*parts, torch.full_like(parts[0], len(rows))])
+        return figures
 
     def _sums(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
         # ||g_j||^2 n_j = ||h_j||^2 D^2 / (n_j scale^2), h_j = n_j / D * scale * g_j being what the leaves received
@@ -124,6 +154,12 @@ class NoiseMonitor:
         whole = norm2 * (correction / scale) ** 2
         parts = [each.sum(), terms.sum(), (terms / rows).sum(), (terms**2 / rows).sum(), counts.sum(), whole]
         return torch.stack([part.double() for part in parts])
+
+
+def _norms_of(model: nn.Module, optimizer: Optimizer) -> GradientNorms | ShardedNorms | PartialNorms:
+    if not is_sharded(model):
+        return GradientNorms(_Stepped(optimizer))
+    return ShardedNorms(model) if shows_reductions(model) else PartialNorms(_Stepped(optimizer))
 
 
 class _Stepped:

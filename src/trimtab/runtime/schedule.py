@@ -54,8 +54,9 @@ class RateFollower:
     """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
 
     "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
-    betas and epsilon, which this does not). A rise is taken over ten applied windows a doubling, a fall at once; a
-    window smaller than was decided, as a loader's last, has less and costs no level.
+    betas and epsilon, which this does not). A rise is taken over ten applied windows a doubling, a fall at once. A
+    window smaller than was decided, as a loader's last, has less and costs no level; one up to twice as large, as one
+    that is to be measured, has as much more and leaves none.
     """
 
     RAMP = 10
@@ -71,13 +72,17 @@ class RateFollower:
             rule = "linear" if isinstance(optimizer, torch.optim.SGD) else "sqrt"
         return cls(rule)
 
-    def factor(self, ratio: float) -> float:
-        """Return the factor for a window, which is `ratio` times the user's batch."""
-        return min(self._wanted(ratio), max(1.0, self._level) * 2 ** (1 / self.RAMP))
+    def factor(self, ratio: float, decided: float) -> float:
+        """Return the factor for a window that is `ratio` times the user's batch, where the rule is `decided` times."""
+        level = min(self._wanted(decided), max(1.0, self._level) * 2 ** (1 / self.RAMP))
+        if ratio > decided:
+            return level * self._wanted(min(ratio, 2 * decided)) / self._wanted(decided)
+        return min(level, self._wanted(ratio))
 
     def applied(self, ratio: float, decided: float) -> None:
         """A window of `ratio` was applied, where one of `decided` is the rule."""
-        self._level = min(max(self._level, self.factor(ratio)), self._wanted(decided))
+        level = max(self._level, self.factor(min(ratio, decided), decided))
+        self._level = min(level, self._wanted(decided))
 
     def _wanted(self, ratio: float) -> float:
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]

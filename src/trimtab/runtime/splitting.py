@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
-from trimtab.core.plan import Plan
+from trimtab.core.plan import Mark, Plan
 
 
 def keeps_maths(plan: Plan, model: nn.Module) -> bool:
@@ -14,3 +16,12 @@ def keeps_maths(plan: Plan, model: nn.Module) -> bool:
     """
     refused = plan.check is not None and not plan.check.splittable
     return not refused and not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
+
+
+def for_model(plan: Plan, model: nn.Module) -> Plan:
+    """Return a plan as it is for a model: splitting batch statistics unproved is other dynamics (tier F)."""
+    if not plan.splits or plan.check is not None or keeps_maths(plan, model):
+        return plan
+    split = plan.micro_batch
+    reason = f"{split.reason}; batch statistics are those of micro-batches"
+    return replace(plan, micro_batch=replace(split, mark=Mark.DYNAMICS, reason=reason))

@@ -99,6 +99,22 @@ def find(data_set: DataSet) -> Found:
     )
 
 
+def at_hand(data_set: DataSet) -> str | None:
+    """Return where a data set is, without going online or reading it; None where it is nowhere.
+
+    Raises:
+        DataMissingError: TRIMTAB_DATA names no folder.
+    """
+    named = _in_named_folder(data_set)
+    if isinstance(named, Found):
+        return named.origin
+    cached = (cache_folder() / data_set.folder / file.name for file in data_set.public)
+    if all(path.is_file() for path in cached):
+        return str(cache_folder())
+    beside = _beside_checkout(data_set)
+    return beside.origin if isinstance(beside, Found) else None
+
+
 def cache_folder() -> Path:
     """Return the folder for downloads and derived files; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -137,7 +153,8 @@ def _in_named_folder(data_set: DataSet) -> Found | str:
 
 def _beside_checkout(data_set: DataSet) -> Found | str:
     found: Found | str = ""
-    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+    checkout = Path(__file__).resolve().parents[3]
+    for root in (Path.cwd(), *([checkout] if (checkout / "pyproject.toml").is_file() else [])):
         found = _in_folder(root.parent / "shared" / "data", data_set, "../shared/data")
         if isinstance(found, Found):
             break

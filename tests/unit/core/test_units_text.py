@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.units import format_bytes, format_count, format_ratio, format_seconds, parse_bytes
+from trimtab.core.units import format_bytes, format_count, format_seconds, parse_bytes
 
 FACTORS = {
     "": 1,
@@ -157,14 +157,7 @@ def test_counts_as_shown(value, shown):
     assert format_count(value) == shown
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(1.416, "1.42x"), (0.5, "0.5x"), (12345.0, "12345x"), (None, "unknown"), (math.inf, "unknown")]
-)
-def test_ratios_as_shown(value, shown):
-    assert format_ratio(value) == shown
-
-
 @given(st.floats(1e-3, 1e17))
 def test_large_figures_carry_no_exponent(value):
-    for shown in (format_count(value), format_ratio(value), format_bytes(value), format_seconds(value)):
-        assert re.fullmatch(r"\d+(\.\d+)?(x| ?[A-Za-zµ]+)?( \d+ s)?", shown), shown
+    for shown in (format_count(value), format_bytes(value), format_seconds(value)):
+        assert re.fullmatch(r"\d+(\.\d+)?( ?[A-Za-zµ]+)?( \d+ s)?", shown), shown

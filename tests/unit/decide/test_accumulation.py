@@ -6,17 +6,19 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from trimtab.core.batch_rule import POLICIES, BatchRule
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.decide.accumulation import (
+    MOST_ERROR,
     Noise,
     Standing,
     Times,
     decide,
+    gain,
     goodput_k,
     most,
     relative_time,
@@ -25,8 +27,9 @@ from trimtab.decide.accumulation import (
 
 positive = st.floats(1e-6, 1e6)
 rounding = st.floats(-1e-6, 0.0)  # of estimates that are unbiased, where nothing is there
+errors = st.just(0.0) | st.floats(1e-9, 0.5)
 units = st.integers(1, 5)
-KNOWN = Noise(trace=640.0, norm2=1.0, relative_error=0.1, num_windows=100)
+KNOWN = Noise(trace=640.0, norm2=1.0, norm2_error=0.1, num_windows=100)
 STANDING = Standing(k=4, unit=1, micro_rows=8.0, noise=KNOWN, times=Times(0.1, 0.05))
 
 
@@ -44,9 +47,7 @@ def standings(draw):
         unit=unit,
         micro_rows=draw(st.floats(1, 512)),
         num_ranks=draw(st.integers(1, 64)),
-        noise=Noise(
-            draw(positive | rounding), draw(positive | rounding), draw(st.floats(0, 0.5)), draw(st.integers(0, 200))
-        ),
+        noise=Noise(draw(positive | rounding), draw(positive | rounding), draw(errors), draw(st.integers(0, 200))),
         times=Times(draw(positive), draw(st.floats(0, 1e6))),
     )
 
@@ -66,9 +67,10 @@ def test_k_stays_in_its_bounds(standing, policy, k_max):
 @given(standings(), positive, positive)
 def test_no_unit_of_loss_or_time_changes_goodput_or_the_norm_test(standing, loss, time):
     noise, times = standing.noise, standing.times
+    assume(abs(noise.relative_error - MOST_ERROR) > 1e-9)  # where rounding would decide
     scaled = replace(
         standing,
-        noise=replace(noise, trace=noise.trace * loss, norm2=noise.norm2 * loss),
+        noise=Noise(noise.trace * loss, noise.norm2 * loss, noise.norm2_error * loss, noise.num_windows),
         times=Times(times.micro_s * time, times.fixed_s * time),
     )
     for policy in ("goodput", "norm_test"):
@@ -127,19 +129,94 @@ def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s):
     [
         ({"noise": None}, "0 of 10 windows seen"),
         ({"noise": replace(KNOWN, num_windows=9)}, "9 of 10 windows seen"),
-        ({"noise": replace(KNOWN, norm2=-1.0)}, "not to be told from its noise"),
-        ({"noise": replace(KNOWN, norm2=0.0)}, "not to be told from its noise"),
-        ({"noise": replace(KNOWN, relative_error=0.26)}, "known to 26%, 25% needed"),
-        ({"noise": replace(KNOWN, relative_error=math.inf)}, "25% needed"),
-        ({"noise": replace(KNOWN, relative_error=math.nan)}, "25% needed"),
+        ({"noise": replace(KNOWN, norm2=-1.0, norm2_error=5.0)}, "not to be told from its noise"),
+        ({"noise": replace(KNOWN, norm2=0.0, norm2_error=5.0)}, "not to be told from its noise"),
+        ({"noise": replace(KNOWN, norm2_error=0.26)}, "known to 26%, 25% needed"),
+        ({"noise": replace(KNOWN, norm2_error=math.inf)}, "25% needed"),
+        ({"noise": replace(KNOWN, norm2_error=math.nan)}, "25% needed"),
         ({"times": None}, "the time of a micro-batch is not known"),
     ],
 )
-def test_goodput_holds_while_it_is_uncertain(changes, why):
-    decision = decide(rule_of("goodput"), replace(STANDING, **changes))
-    assert decision.k == 4
+@pytest.mark.parametrize("k", [6, 9])
+def test_goodput_holds_while_it_is_uncertain(changes, why, k):
+    """Also where k is other than what the likeliest noise asks for."""
+    decision = decide(rule_of("goodput"), replace(STANDING, k=k, **changes))
+    assert decision.k == k
     assert why in decision.reason
     assert decision.reason.startswith("held: ")
+
+
+@pytest.mark.parametrize("norm2", [1.0, 0.0, -1.0])
+def test_a_gradient_lost_in_its_noise_is_given_more_micro_batches(norm2):
+    """The noise scale is not known, but that it is 640,000 / (max(norm2, 0) + 2 * 4.5) rows at the least."""
+    lost = Noise(trace=640_000.0, norm2=norm2, norm2_error=4.5, num_windows=100)
+    standing = replace(STANDING, noise=lost)
+    least = 640_000.0 / (max(norm2, 0.0) + 9.0)
+    wanted = {"goodput": math.sqrt(least / 8 * 0.5), "norm_test": least / (8 * 0.9**2)}
+    for policy, k in wanted.items():
+        decision = decide(rule_of(policy), standing)
+        assert decision.k == 8
+        assert decision.wanted == pytest.approx(k)
+        assert decision.reason.startswith("by the least noise there can be, ")
+        assert decide(rule_of(policy), replace(standing, noise=replace(lost, norm2_error=math.inf))).k == 4
+
+
+def test_micro_batches_that_no_noise_asks_for_are_given_up():
+    """At the most the scale is 640 / (1 - 2 * 0.3) rows: k* = 10; and with nothing fixed about a window it is one."""
+    standing = replace(STANDING, k=32, noise=replace(KNOWN, norm2_error=0.3))
+    decision = decide(rule_of("goodput"), standing)
+    assert (decision.k, decision.wanted) == (16, pytest.approx(10.0))
+    assert decision.reason.startswith("by the most noise there can be, ")
+    assert decide(rule_of("goodput"), replace(standing, k=20)).k == 10
+    lost = replace(standing, noise=replace(KNOWN, norm2=-1.0))
+    assert decide(rule_of("goodput"), lost).k == 32
+    free = replace(lost, times=Times(0.1, 0.0))  # as good as any other k, should the noise be infinite
+    assert decide(rule_of("goodput"), free).k == 32
+
+
+@given(standings(), st.sampled_from(["goodput", "norm_test"]), st.integers(1, 128), positive)
+def test_uncertain_figures_move_k_less_than_certain_ones(standing, policy, k_max, error):
+    rule = rule_of(policy, k_max)
+    standing = replace(standing, k=min(standing.k, most(rule, standing.unit)))
+    unsure = replace(standing, noise=replace(standing.noise, norm2_error=error))
+    assume(unsure.noise.relative_error > MOST_ERROR)
+    k = decide(rule, unsure).k
+    if standing.noise.norm2 > 0:
+        certain = decide(rule, replace(standing, noise=replace(standing.noise, norm2_error=0.0))).k
+        assert min(standing.k, certain) <= k <= max(standing.k, certain)
+    elif standing.noise.trace > 0:  # it may be infinite, which asks for all there is
+        assert k >= standing.k
+
+
+@pytest.mark.parametrize("noise", [Noise(0.0, 0.0, 0.0, 20), Noise(1.0, 0.0, 0.0, 20), Noise(0.0, -1.0, math.nan, 20)])
+@pytest.mark.parametrize("fixed_s", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["goodput", "norm_test"])
+def test_gradients_of_zero_decide_nothing_or_one(noise, fixed_s, policy):
+    standing = replace(STANDING, noise=noise, times=Times(1.0, fixed_s))
+    rule = rule_of(policy)
+    assert decide(rule, standing).k in ((2,) if noise.trace == 0 else (4,))  # down by two at a time
+    found = gain(rule, standing, 4)
+    assert found is None or found >= 0
+
+
+def test_the_gain_is_the_best_ks_over_another():
+    rule, times = rule_of("goodput", k_max=16), STANDING.times
+    found = gain(rule, STANDING, 1)
+    best = min(relative_time(k, 640.0, 8.0, 1, times) for k in range(1, 17))
+    assert found == pytest.approx(1 - best / relative_time(1, 640.0, 8.0, 1, times))
+    assert gain(rule, STANDING, 6) == pytest.approx(0.0, abs=1e-3)
+    assert gain(rule_of("norm_test"), STANDING, 1) is None
+    assert gain(rule, replace(STANDING, times=None), 1) is None
+
+
+def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_nothing():
+    rule = rule_of("goodput", k_max=16)
+    unsure = replace(STANDING, noise=replace(KNOWN, norm2_error=1.0))
+    assert 0.01 < gain(rule, unsure, 1) < gain(rule, STANDING, 1)
+    assert gain(rule, unsure, 4) is None  # the best is less or more, nobody knows
+    surer = replace(STANDING, noise=replace(KNOWN, norm2_error=0.3))
+    assert 0.01 < gain(rule, surer, 16) < gain(rule, STANDING, 16)
+    assert gain(rule, replace(STANDING, noise=replace(KNOWN, norm2_error=math.inf)), 1) is None
 
 
 def test_a_change_not_worth_a_hundredth_is_not_made():

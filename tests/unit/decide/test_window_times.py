@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trimtab.core.errors import UsageError
-from trimtab.decide.accounts import LIMIT, PAUSE, REVIEW, Account
+from trimtab.decide.accounts import LIMIT, PATIENCE, PAUSE, REVIEW, Account
 from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, WindowTimes
 
 
@@ -113,6 +113,17 @@ def test_what_pays_goes_on():
 def test_nothing_is_said_of_an_unknown_gain():
     assert used(0.02, REVIEW).review(gain=None) is None
     assert used(0.02, REVIEW - 1).review(gain=0.0) is None
+
+
+def test_a_gain_unknown_for_too_many_uses_is_none():
+    """By uses, not windows: what is dear is used in few of them."""
+    dear, cheap = used(0.05, 2 * REVIEW), used(0.0005, 2 * REVIEW)
+    assert dear.uses < PATIENCE < cheap.uses
+    assert dear.review(gain=None) is None
+    assert (cheap.review(gain=None).gain, cheap.is_paused) == (0.0, True)
+    told = used(0.0005, REVIEW)
+    told.review(gain=0.1)
+    assert told.untold == 0
 
 
 def test_an_account_is_saved():

@@ -26,7 +26,7 @@ from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_report
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_report
-from trimtab.experiments.report.outline import Picture
+from trimtab.experiments.report.outline import Picture, sections
 from trimtab.experiments.report.planning_figures import memory_time
 from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.rows import benchmark_object
@@ -565,7 +565,20 @@ def test_a_diverged_arm_leaves_the_other_curves_drawn() -> None:
     lost = (ArmCurve(0, ((0, 0.0, math.nan), (10, 1.0, math.inf))),)
     case = CASES["gpt"]
     arms = (case.arms[0], replace(case.arms[2], curves=lost))
-    assert [key.text for key in curves(replace(case, arms=arms)).legend] == ["reference loop, fp32", "target"]
+    assert [key.text for key in curves(replace(case, arms=arms), "S").legend] == ["reference loop, fp32", "target"]
+
+
+def test_each_tier_has_its_own_figure_of_curves() -> None:
+    case = CASES["gpt"]
+    by_tier = {tier: {key.text for key in curves(case, tier).legend} for tier in ("S", "F")}
+    plans = {tier: {wording.arm_name(a, 80) for a in case.arms if a.tier == tier and a.curves} for tier in ("S", "F")}
+    recipes = {wording.arm_name(a, 80) for a in case.arms if not a.tier and a.curves}
+    assert plans["S"]
+    assert plans["F"]
+    for tier, drawn in by_tier.items():
+        assert drawn == recipes | plans[tier] | {"target"}
+    pictures = [block for part in sections(case) for block in part.blocks if block == Picture("curves", "S")]
+    assert len(pictures) == 1
 
 
 def test_trials_name_the_reference_and_what_was_chosen() -> None:

@@ -12,13 +12,17 @@ from trimtab.runtime.schedule import RateFollower
 def level_after(follower, ratio, windows, decided=None):
     for _ in range(windows):
         follower.applied(ratio, ratio if decided is None else decided)
-    return follower.factor(ratio if decided is None else decided)
+    return factor(follower, ratio if decided is None else decided)
+
+
+def factor(follower, ratio):
+    return follower.factor(ratio, ratio)
 
 
 @pytest.mark.parametrize(("rule", "most"), [("linear", 16.0), ("sqrt", 4.0), ("none", 1.0)])
 def test_a_rise_takes_ten_windows_a_doubling(rule, most):
     follower = RateFollower(rule)
-    assert follower.factor(16.0) == pytest.approx(min(most, 2**0.1))
+    assert factor(follower, 16.0) == pytest.approx(min(most, 2**0.1))
     assert level_after(follower, 16.0, 9) == pytest.approx(min(most, 2.0))
     assert level_after(follower, 16.0, 40) == most
 
@@ -27,30 +31,32 @@ def test_a_fall_is_taken_at_once():
     follower = RateFollower("linear")
     level_after(follower, 16.0, 60)
     follower.applied(16.0, 8.0)
-    assert follower.factor(8.0) == 8.0
-    assert follower.factor(16.0) == pytest.approx(8.0 * 2**0.1)
+    assert factor(follower, 8.0) == 8.0
+    assert factor(follower, 16.0) == pytest.approx(8.0 * 2**0.1)
 
 
 def test_a_loaders_short_last_window_costs_no_level():
     follower = RateFollower("linear")
     level_after(follower, 16.0, 60)
-    assert follower.factor(1.0) == 1.0
+    assert follower.factor(1.0, 16.0) == 1.0
     follower.applied(1.0, 16.0)
-    assert follower.factor(16.0) == 16.0
+    assert factor(follower, 16.0) == 16.0
 
 
 def test_asking_changes_nothing():
     follower = RateFollower("linear")
-    assert [follower.factor(8.0) for _ in range(5)] == [pytest.approx(2**0.1)] * 5
+    assert [factor(follower, 8.0) for _ in range(5)] == [pytest.approx(2**0.1)] * 5
 
 
-def test_a_window_larger_than_decided_leaves_no_level():
-    """As one that is made so to be measured."""
-    follower = RateFollower("linear")
+@pytest.mark.parametrize(("rule", "more"), [("linear", 2.0), ("sqrt", 2**0.5), ("none", 1.0)])
+def test_a_window_larger_than_decided_has_more_and_leaves_no_level(rule, more):
+    """As one that is made so to be measured: two batches make the progress of two."""
+    follower = RateFollower(rule)
     for _ in range(20):
+        assert follower.factor(2.0, 1.0) == pytest.approx(more)
         follower.applied(2.0, 1.0)
-    assert follower.factor(2.0) == pytest.approx(2**0.1)
-    assert follower.factor(1.0) == 1.0
+    assert factor(follower, 1.0) == 1.0
+    assert follower.factor(16.0, 1.0) == pytest.approx(more)  # no more than that without a decision
 
 
 def test_the_optimizer_chooses():

@@ -313,6 +313,19 @@ def test_neither_model_nor_copy_nor_optimizer_keep_a_closed_run_alive():
     loss_fn(ema, batch())
 
 
+def test_splitting_batch_statistics_unproved_is_other_dynamics():
+    """The model is known only when a run is started: a plan that was set by hand says then what it is."""
+    plan = Plan.fixed(8, micro_batch=4)
+    for norm, tier in ((nn.BatchNorm1d(3), "F"), (nn.LayerNorm(3), "S")):
+        model = nn.Sequential(nn.Linear(3, 3), norm)
+        with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
+            assert run.plan.tier == tier
+            assert ("batch statistics" in run.plan.micro_batch.reason) == (tier == "F")
+    model = nn.BatchNorm1d(3)
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
+        assert run.plan == Plan.fixed(8)  # which splits nothing
+
+
 def test_a_left_over_gradient_does_not_enter_the_first_window():
     """A plain loop begins with zero_grad; so does a run."""
     model, made = loop(OPTIMIZERS["sgd"])

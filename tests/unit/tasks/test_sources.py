@@ -14,7 +14,7 @@ import pytest
 
 from trimtab.core.errors import DataMissingError, FormatError
 from trimtab.tasks import sources
-from trimtab.tasks.sources import DataSet, PublicFile, find
+from trimtab.tasks.sources import DataSet, PublicFile, at_hand, find
 
 BODY = bytes(range(256)) * 5000
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -98,9 +98,28 @@ def test_order_is_named_folder_then_public_source_then_shared(server, elsewhere,
     assert found.files == {"packed.gz": named / "the-set" / "packed.gz"}
 
 
-def test_the_checkout_is_looked_beside_as_well(elsewhere, tmp_path):
+def test_a_checkout_is_looked_beside_as_well_but_not_an_installed_package(elsewhere, tmp_path):
     lay_out(tmp_path / "a" / "shared" / "data")
+    with pytest.raises(DataMissingError):
+        find(data_set())
+    (tmp_path / "a" / "checkout").mkdir()
+    (tmp_path / "a" / "checkout" / "pyproject.toml").touch()
     assert find(data_set()).files["packed.gz"] == tmp_path / "a" / "shared" / "data" / "the-set" / "packed.gz"
+
+
+def test_what_is_at_hand_is_said_without_asking_anybody(server, elsewhere, monkeypatch, tmp_path):
+    server.answers["/set/one.bin"] = BODY
+    asked = data_set(server.base)
+    assert at_hand(asked) is None
+    lay_out(elsewhere.parent / "shared" / "data")
+    assert at_hand(asked) == "../shared/data"
+    find(asked)  # fetches
+    assert at_hand(asked) == str(sources.cache_folder())
+    monkeypatch.setenv("TRIMTAB_DATA", str(lay_out(tmp_path / "named")))
+    assert at_hand(asked) == "TRIMTAB_DATA"
+    monkeypatch.setenv("TRIMTAB_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(DataMissingError, match="TRIMTAB_DATA"):
+        at_hand(asked)
 
 
 def test_offline_asks_nobody_and_says_how_to_get_the_data(server, elsewhere, monkeypatch):

@@ -31,10 +31,9 @@ class Band:
 
 def draw(picture: Picture, comparison: Comparison) -> Drawing:
     """Return the drawing of a picture."""
-    if picture.name == "forest":
-        return forest(comparison, picture.tier)
+    if picture.name in ("forest", "curves"):
+        return (forest if picture.name == "forest" else curves)(comparison, picture.tier)
     return {
-        "curves": curves,
         "phases": phases,
         "memory_time": planning_figures.memory_time,
         "predictions": planning_figures.predictions,
@@ -63,9 +62,10 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
     return rows, seconds, np.where(np.isfinite(metric), metric, np.nan)
 
 
-def curves(comparison: Comparison) -> Drawing:
-    """Held-out metric against training seconds, a line per arm with the range over seeds."""
-    bands = [(arm, band) for arm in comparison.arms if (band := curve_band(arm)) is not None]
+def curves(comparison: Comparison, tier: str) -> Drawing:
+    """Held-out metric against training seconds of the recipes and a tier's plan, with the range over seeds."""
+    arms = [arm for arm in comparison.arms if arm.tier in ("", tier)]
+    bands = [(arm, band) for arm in arms if (band := curve_band(arm)) is not None]
     if not bands:
         return Drawing("", "No figure: no held-out curve was recorded.")
     factor, unit = time_unit(max(float(band.seconds[-1]) for _, band in bands))
@@ -86,7 +86,12 @@ def curves(comparison: Comparison) -> Drawing:
     keys = [Key(series(comparison, arm), say.arm_name(arm, 80), border(arm)) for arm, _ in bands]
     keys += [Key("ink", "target", "dashed")] if comparison.targets else []
     caption = "Line: median over seeds at equal rows. Band: lowest to highest seed. Ends where the first seed ended."
-    return Drawing(svg.render(paint, name="curves", title=title, height=250), caption, tuple(keys))
+    return Drawing(svg.render(paint, name=_name("curves", tier), title=title, height=250), caption, tuple(keys))
+
+
+def _name(picture: str, tier: str) -> str:
+    """Return an element's name that no other figure has."""
+    return f"{picture}-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
 
 
 def _paint_band(ax: Any, band: Band, factor: float, colour: str, style: str) -> None:
@@ -134,11 +139,11 @@ def forest(comparison: Comparison, tier: str) -> Drawing:
         svg.plain_log(ax, "x")
 
     title = f"Throughput ratios with 95% intervals, {tables.tier_title(tier)}"
-    name = f"forest-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
     keys = [Key("s4", "mean and 95% interval"), Key("ink", "raw pair", "dotted")]
     keys += [Key("s0", "A/A control: not told from noise")] if resolved else []
     caption = "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs."
-    return Drawing(svg.render(paint, name=name, title=title, height=70 + 34 * len(rows)), caption, tuple(keys))
+    height = 70 + 34 * len(rows)
+    return Drawing(svg.render(paint, name=_name("forest", tier), title=title, height=height), caption, tuple(keys))
 
 
 def _forest_label(row: RatioRow, comparison: Comparison) -> str:

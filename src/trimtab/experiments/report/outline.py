@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trimtab.experiments.report import plan_tables, tables
@@ -12,11 +12,11 @@ from trimtab.experiments.result import Comparison, Verdict
 
 TIER_NOTE = (
     "Tier S keeps the same maths (same batch, learning rate, schedule and optimizer; at most rounding differs). "
-    "Tier F may change the training dynamics that were freed. The two are never put in one table of ratios."
+    "Tier F may change the training dynamics that were freed. The two never share a table of ratios or their curves."
 )
 CURVE_NOTE = (
     "Held-out metric against seconds of training; evaluation, planning and search are not in the seconds. "
-    "All arms together, so mind the tier of each."
+    "Each tier's plan beside the recipes."
 )
 
 
@@ -50,7 +50,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure by name (a function of `figures`), of one tier where it shows ratios."""
+    """A figure by name (a function of `figures`), of one tier where plans are compared."""
 
     name: str
     tier: str = ""
@@ -90,7 +90,7 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("What the plans change", _plans(comparison), brief=True),
         Section("Throughput, memory and quality", _ratios(comparison), brief=True),
         Section("Time to target", _targets(comparison), brief=True),
-        Section("Learning curves", (Paragraph(CURVE_NOTE), Picture("curves"))),
+        Section("Learning curves", (Paragraph(CURVE_NOTE), *_curves(comparison))),
         Section("Every arm as it ran", _arms(comparison), brief=True),
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
@@ -143,6 +143,15 @@ def _targets(comparison: Comparison) -> tuple[Block, ...]:
         return (Paragraph("No target was set, or none was tried."),)
     builders = (tables.target_table, tables.target_pairs_table)
     return tuple(build(comparison, tier) for tier in found for build in builders)
+
+
+def _curves(comparison: Comparison) -> Iterator[Block]:
+    found = tables.tiers(arm.tier for arm in comparison.arms if arm.tier)
+    for tier in found:
+        yield Heading(tables.tier_title(tier))
+        yield Picture("curves", tier)
+    if not found:
+        yield Picture("curves")
 
 
 def _arms(comparison: Comparison) -> tuple[Block, ...]:

@@ -1,0 +1,93 @@
+"""What a regret is counted by: when a curve met a loss, by a table of times, and what two ranks are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from trimtab.decide.accumulation import Noise, Times
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def regret(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import regret
+
+    return regret
+
+
+@pytest.fixture
+def cases(regret):
+    import regret_cases
+
+    return regret_cases
+
+
+def test_a_curve_meets_a_loss_between_two_points_of_the_mean_of_three(cases):
+    points = [(0, 0, 0, 4.0), (100, 50, 100, 3.0), (200, 100, 200, 1.0)]  # means 4, 3.5, 8/3
+    share = (3.5 - 3.0) / (3.5 - 8 / 3)
+    samples, seconds = cases.Course(points).arrival(3.0, Times(0.1, 0.05), ranks=2)
+    assert samples == pytest.approx(100 + share * 100)
+    micro, windows = 100 + share * 100, 50 + share * 50
+    assert seconds == pytest.approx(micro / 2 * 0.1 + windows * 0.05)
+    dearer = cases.Course(points, price=0.02).arrival(3.0, Times(0.1, 0.05), ranks=2)
+    assert dearer == (samples, pytest.approx(1.02 * seconds))
+
+
+def test_a_loss_that_is_not_met_is_never_met(cases):
+    assert cases.Course([(0, 0, 0, 4.0)]).arrival(3.0, Times(0.1, 0.05), 1) == (float("inf"), float("inf"))
+
+
+@pytest.fixture
+def trained(monkeypatch, cases):
+    """Note what an arm would be trained with."""
+    seen = {}
+
+    def train(case, seed, plan, rate, rows, next_window, told=None, most=None):
+        seen.update(plan=plan, rate=rate, rows=rows, told=told)
+        return cases.Course()
+
+    monkeypatch.setattr(cases, "_train", train)
+    return seen
+
+
+def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
+    case = next(case for case in cases.CASES if case.name == "digits_resnet")
+    rule = trimtab.BatchRule(k=2, k_max=32)
+    cases.train(case, 0, rule, 2, Times(0.2, 0.3))
+    assert (trained["plan"].batch_rows, trained["rows"]) == (2 * case.rows, 2 * case.rows)
+    assert trained["plan"].num_micro_batches == 2
+    assert trained["told"].times(case.rows) == Times(0.1, 0.3)  # 2 of them are one rank's
+    assert trained["rate"] == 2 * case.rate  # of SGD
+
+
+def test_a_fixed_arm_has_its_rate_from_the_start_and_measures_nothing(cases, trained):
+    digits, gpt = cases.CASES
+    for case, factor in ((digits, 4.0), (gpt, 2.0)):
+        cases.train_fixed(case, 0, 4)
+        assert trained["rate"] == pytest.approx(factor * case.rate)
+        assert trained["plan"].num_micro_batches == 4
+        assert trained["plan"].batch_rule is None
+
+
+def test_a_held_rule_is_one_to_which_nothing_is_certain_but_what_is_known_well(cases, monkeypatch):
+    from trimtab.decide.accumulation import Standing, decide
+
+    lost = Standing(1, 1, 8.0, noise=Noise(1e6, 0.0, 1.0, 100), times=Times(0.1, 1.0))
+    decided = []
+    monkeypatch.setattr(cases, "train", lambda: decided.append(decide(trimtab.BatchRule(), lost).k))
+    cases.train_held()
+    cases.train()
+    assert decided == [1, 2]
+
+
+def test_the_papers_target_is_a_quarter_of_a_micro_batchs_variance(regret, monkeypatch):
+    case = regret.CASES[0]
+    monkeypatch.setattr(regret, "train", lambda *_, **__: regret.Course(noise=Noise(64.0, 1.0, 0.1, 12)))
+    rule = regret.rule_of("paper", case, 2)
+    assert rule.sigma2_target == pytest.approx(64.0 / case.rows / 4 / 2)
+    assert (rule.k, rule.k_max, rule.allowed) == (8, 32, (8, 16))
