@@ -6,12 +6,13 @@ One run makes them all, for two runs differ by more than that in where their mem
 fixed batch for the steps without.
 `--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
 and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
-micro-batch (no hooks; not exact), and a copy of the gradient after each.
+micro-batch (no hooks; not exact), a copy of the gradient after each (of which no norm is taken yet), and nothing again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import sys
@@ -106,48 +107,60 @@ def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
 # Ways to see the norms.
 
 
-def by_hand(task: Task, k: int, mechanism: str) -> Step:
-    """Return a hand-written step that finds each micro-batch's squared norm."""
-    torch.manual_seed(0)
-    model = task.make_model().to(DEVICE).train()
-    optimizer = task.make_optimizer(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    norms, found = GradientNorms(parameters), []
-    if mechanism == "norm in each hook":
-        for parameter in parameters:
-            parameter.register_hook(lambda gradient: found.append(gradient.norm().square()))
-    if mechanism == "chunks of references":
-        norms.on()
+class ByHand:
+    """A hand-written step that finds each micro-batch's squared norm by a mechanism: one model for all of them."""
 
-    def step(batch: Any) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        found.clear()
-        columns = [column.to(DEVICE).chunk(k) for column in batch]
+    def __init__(self, task: Task, k: int) -> None:
+        torch.manual_seed(0)
+        self._task, self._k = task, k
+        self._model = task.make_model().to(DEVICE).train()
+        self._optimizer = task.make_optimizer(self._model)
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._norms = GradientNorms(self._parameters)
+        self._found: list[torch.Tensor] = []
+
+    def step(self, mechanism: str, batch: Any) -> None:
+        """Run one; what a mechanism puts up for a window it takes down again."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._found.clear()
+        hooks = []
+        if mechanism == "chunks of references":
+            self._norms.on()
+        elif mechanism == "norm in each hook":
+            hooks = [p.register_hook(lambda g: self._found.append(g.norm().square())) for p in self._parameters]
+        columns = [column.to(DEVICE).chunk(self._k) for column in batch]
         for micro in zip(*columns, strict=True):
-            result = task.loss_fn(model, micro)
+            result = self._task.loss_fn(self._model, micro)
             loss = result[0] / result[1] if isinstance(result, tuple) else result
-            (loss / k).backward()
-            if mechanism == "chunks of references":
-                found.append(norms.take())
-            elif mechanism == "norms of the sum":
-                found.append(squared_norm([p.grad for p in parameters]))
-            elif mechanism == "copies":
-                found.append(torch.cat([p.grad.flatten() for p in parameters]))
-        optimizer.step()
+            (loss / self._k).backward()
+            self._look(mechanism)
+        self._norms.off()
+        for hook in hooks:
+            hook.remove()
+        self._optimizer.step()
 
-    return step
+    def _look(self, mechanism: str) -> None:
+        if mechanism == "chunks of references":
+            self._found.append(self._norms.take())
+        elif mechanism == "norms of the sum":
+            self._found.append(squared_norm([p.grad for p in self._parameters if p.grad is not None]))
+        elif mechanism == "copies alone":
+            self._found.append(torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None]))
 
 
-MECHANISMS = ("nothing", "chunks of references", "norm in each hook", "norms of the sum", "copies")
+NOTHING = "nothing"
+MECHANISMS = ("chunks of references", "norm in each hook", "norms of the sum", "copies alone", NOTHING)
 
 
 def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
-    """Measure each mechanism against none."""
+    """Measure each mechanism against none, and none against itself."""
     task = load_task(name)
-    seconds = alternate(task, [by_hand(task, k, mechanism) for mechanism in MECHANISMS], pairs, skip=5)
+    by_hand = ByHand(task, k)
+    arms = [functools.partial(by_hand.step, mechanism) for mechanism in (NOTHING, *MECHANISMS)]
+    theirs, *seconds = alternate(task, arms, pairs, skip=5)
     rows = []
-    for mechanism, ours in zip(MECHANISMS[1:], seconds[1:], strict=True):
-        found = ratio(ours, seconds[0])
+    for mechanism, ours in zip(MECHANISMS, seconds, strict=True):
+        found = ratio(ours, theirs)
         row = {"metric": "monitor_overhead_ratio", "task": name, "estimator": mechanism, "num_micro_batches": k}
         rows.append(row | {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n})
     return rows

@@ -568,15 +568,27 @@ def test_a_diverged_arm_leaves_the_other_curves_drawn() -> None:
     assert [key.text for key in curves(replace(case, arms=arms), "S").legend] == ["reference loop, fp32", "target"]
 
 
+def test_the_headline_is_one_sentence_and_the_others_follow() -> None:
+    both = Verdict("gain", "Same maths, 1.50x (95% 1.4 to 1.6, n=8) the speed. With the rate freed, 2.1x. And more.")
+    page = html_report(replace(CASES["gpt"], headline=both))
+    assert "<h1>Same maths, 1.50x (95% 1.4 to 1.6, n=8) the speed.</h1>" in page
+    assert '<p class="lead">With the rate freed, 2.1x. And more.</p>' in page
+    one = html_report(replace(CASES["gpt"], headline=Verdict("no gain", "Nothing was measured.")))
+    assert "<h1>Nothing was measured.</h1>" in one
+    assert '<p class="lead">' not in one
+
+
 def test_each_tier_has_its_own_figure_of_curves() -> None:
     case = CASES["gpt"]
     by_tier = {tier: {key.text for key in curves(case, tier).legend} for tier in ("S", "F")}
     plans = {tier: {wording.arm_name(a, 80) for a in case.arms if a.tier == tier and a.curves} for tier in ("S", "F")}
-    recipes = {wording.arm_name(a, 80) for a in case.arms if not a.tier and a.curves}
+    others = {tier: [a for a in case.arms if not a.tier and a.curves] for tier in ("S", "F")}
+    others["S"] = [a for a in others["S"] if a.name in ("reference", "self")]
+    assert len(others["S"]) < len(others["F"])
     assert plans["S"]
     assert plans["F"]
     for tier, drawn in by_tier.items():
-        assert drawn == recipes | plans[tier] | {"target"}
+        assert drawn == {wording.arm_name(a, 80) for a in others[tier]} | plans[tier] | {"target"}
     pictures = [block for part in sections(case) for block in part.blocks if block == Picture("curves", "S")]
     assert len(pictures) == 1
 

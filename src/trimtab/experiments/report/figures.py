@@ -63,8 +63,11 @@ def _columns(curve: ArmCurve) -> tuple[NDArray[np.float64], ...]:
 
 
 def curves(comparison: Comparison, tier: str) -> Drawing:
-    """Held-out metric against training seconds of the recipes and a tier's plan, with the range over seeds."""
-    arms = [arm for arm in comparison.arms if arm.tier in ("", tier)]
+    """Held-out metric against training seconds of a tier's plan and what it may be held against, with seeds' range.
+
+    The other recipes train otherwise: tier S meets them in throughput and memory alone.
+    """
+    arms = [arm for arm in comparison.arms if arm.tier == tier or (not arm.tier and _may_meet(tier, arm))]
     bands = [(arm, band) for arm in arms if (band := curve_band(arm)) is not None]
     if not bands:
         return Drawing("", "No figure: no held-out curve was recorded.")
@@ -92,6 +95,10 @@ def curves(comparison: Comparison, tier: str) -> Drawing:
 def _name(picture: str, tier: str) -> str:
     """Return an element's name that no other figure has."""
     return f"{picture}-{''.join(c for c in tier if c.isalnum()) or 'recipes'}"
+
+
+def _may_meet(tier: str, arm: Arm) -> bool:
+    return tier != "S" or arm.name in ("reference", "self")
 
 
 def _paint_band(ax: Any, band: Band, factor: float, colour: str, style: str) -> None:

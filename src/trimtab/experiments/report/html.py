@@ -21,6 +21,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MAX_ASIDE = 12
 _TIGHT = 26  # characters of a cell that stays on one line
 _LONG_WORD = 22
+_SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 _PIECE = re.compile(r"[^/_.,;:=-]{1,22}[/_.,;:=-]?|[/_.,;:=-]{1,22}")
 
 
@@ -46,9 +47,11 @@ def escape(text: object, limit: int = say.MAX_TEXT) -> str:
 
 def _header(comparison: Comparison) -> str:
     verdict = outline.headline(comparison)
+    title, *more = _SENTENCE_END.split(verdict.sentence, maxsplit=1)
+    lead = "".join(f'<p class="lead">{escape(text)}</p>' for text in more)
     return (
         f'<header><p class="over">trimtab comparison · {escape(comparison.task)}</p>{_badge(verdict.kind)}'
-        f"<h1>{escape(verdict.sentence)}</h1><p>{escape(comparison.description)}</p>"
+        f"<h1>{escape(title)}</h1>{lead}<p>{escape(comparison.description)}</p>"
         f'<p class="muted">{escape(outline.byline(comparison))}</p>{_tiles(key_figures(comparison))}</header>'
     )
 

@@ -31,6 +31,7 @@ h2{font-size:1.22rem;font-weight:650;margin:3.2rem 0 .5rem;padding-top:1.1rem;bo
 h3{font-size:1rem;font-weight:650;margin:1.8rem 0 .4rem;overflow-wrap:anywhere}
 a{color:var(--accent);text-decoration:none}
 a:hover{text-decoration:underline}
+.lead{font-size:1.1rem}
 .over{color:var(--muted);font-size:.875rem;margin:0 0 1.1rem;overflow-wrap:anywhere}
 .note{max-width:62em}
 .muted,.note,figcaption{color:var(--muted);font-size:.875rem;overflow-wrap:anywhere}
