@@ -218,10 +218,11 @@ def _monitor(rows: list[Row]) -> Iterator[str]:
 
 
 def _regret(rows: list[Row]) -> Iterator[str]:
-    yield "| task, loss | link | arm | mean k | samples, median | seconds | over the best fixed k | paired (95%) | n |"
+    yield "| task, losses | link | arm | mean k | samples | seconds | over the best fixed k | paired (95%) | n |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
-        where = f"| {row['task']}, {row['target']:g} | {row['link']} | {row['policy']} | {row['mean_k']:.1f} "
+        losses = f"{row['easiest']:g} to {row['target']:g}"
+        where = f"| {row['task']}, {losses} | {row['link']} | {row['policy']} | {row['mean_k']:.1f} "
         if row["median_s"] is None:
             yield where + f"| not reached | | | | {row['n']} |"
             continue

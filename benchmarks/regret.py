@@ -2,8 +2,8 @@
 
 `python benchmarks/regret.py [--quick] [--json] [--tasks digits_resnet] [--seeds 5] [--jobs 2]` trains each case from
 several seeds with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss, and
-prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed. Arms
-train side by side, each in one thread, for nothing of them is timed.
+prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed, the mean
+over a few losses. Arms train side by side, each in one thread, for nothing of them is timed.
 
 Time is samples to the loss, as trained, by one table of `t_micro` and `t_fixed` for all arms, measured first: in one
 process ("local"), and over two gloo ranks of one thread whose reductions a sleep makes slow ("slow"). What measuring
@@ -130,7 +130,7 @@ def _link_rows(
     ranks = RANKS[link]
 
     def arrivals(found: list[Course]) -> Arrivals:
-        return [each.arrival(case.target, times, ranks) for each in found]
+        return [each.arrival(case.targets, times, ranks) for each in found]
 
     best = min(FIXED_ARMS, key=lambda arm: _median_s(arrivals(courses[str(arm)])))
     best_arm = arrivals(courses[str(best)])
@@ -157,7 +157,7 @@ def _median_s(arm: Arrivals) -> float:
 def _row(case: Case, link: str, name: str, arm: Arrivals, best: Arrivals) -> dict[str, Any]:
     both = [(ours, theirs) for (_, ours), (_, theirs) in zip(arm, best, strict=True) if math.isfinite(ours + theirs)]
     row: dict[str, Any] = {"metric": "regret_ratio", "task": case.name, "link": link, "policy": name}
-    row |= {"target": case.target, "n": len(both), "seeds": len(arm)}
+    row |= {"target": case.targets[-1], "easiest": case.targets[0], "n": len(both), "seeds": len(arm)}
     if len(both) > 1:
         found = ratio_interval([ours / theirs for ours, theirs in both])
         row |= {"mean": found.mean, "low": found.low, "high": found.high}
@@ -172,7 +172,7 @@ def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
     """Train at k = 1 with other learning rates than the case's."""
     for factor, seed in itertools.product((0.25, 0.5, 1.0, 2.0, 4.0), range(3)):
         course = train_fixed(case, seed, 1, factor * case.rate)
-        samples = _finite(course.arrival(case.target, Times(1.0, 0.0), 1)[0])
+        samples = _finite(course.arrival(case.targets, Times(1.0, 0.0), 1)[0])
         yield {"metric": "samples_to_target", "task": case.name, "rate": factor * case.rate, "seed": seed, "n": 1} | {
             "samples": samples
         }

@@ -30,16 +30,19 @@ def cases(regret):
 def test_a_curve_meets_a_loss_between_two_points_of_the_mean_of_three(cases):
     points = [(0, 0, 0, 4.0), (100, 50, 100, 3.0), (200, 100, 200, 1.0)]  # means 4, 3.5, 8/3
     share = (3.5 - 3.0) / (3.5 - 8 / 3)
-    samples, seconds = cases.Course(points).arrival(3.0, Times(0.1, 0.05), ranks=2)
+    samples, seconds = cases.Course(points).arrival([3.0], Times(0.1, 0.05), ranks=2)
     assert samples == pytest.approx(100 + share * 100)
     micro, windows = 100 + share * 100, 50 + share * 50
     assert seconds == pytest.approx(micro / 2 * 0.1 + windows * 0.05)
-    dearer = cases.Course(points, price=0.02).arrival(3.0, Times(0.1, 0.05), ranks=2)
+    dearer = cases.Course(points, price=0.02).arrival([3.0], Times(0.1, 0.05), ranks=2)
     assert dearer == (samples, pytest.approx(1.02 * seconds))
+    first = cases.Course(points).arrival([3.5], Times(0.1, 0.05), ranks=2)
+    both = cases.Course(points).arrival([3.5, 3.0], Times(0.1, 0.05), ranks=2)
+    assert both == pytest.approx([(a * b) ** 0.5 for a, b in zip(first, (samples, seconds), strict=True)])
 
 
 def test_a_loss_that_is_not_met_is_never_met(cases):
-    assert cases.Course([(0, 0, 0, 4.0)]).arrival(3.0, Times(0.1, 0.05), 1) == (float("inf"), float("inf"))
+    assert cases.Course([(0, 0, 0, 4.0)]).arrival([5.0, 3.0], Times(0.1, 0.05), 1) == (float("inf"), float("inf"))
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def trained(monkeypatch, cases):
 
 
 def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
-    case = next(case for case in cases.CASES if case.name == "digits_resnet")
+    case = cases.CASES[0]
     rule = trimtab.BatchRule(k=2, k_max=32)
     cases.train(case, 0, rule, 2, Times(0.2, 0.3))
     assert (trained["plan"].batch_rows, trained["rows"]) == (2 * case.rows, 2 * case.rows)
@@ -66,8 +69,8 @@ def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
 
 
 def test_a_fixed_arm_has_its_rate_from_the_start_and_measures_nothing(cases, trained):
-    digits, gpt = cases.CASES
-    for case, factor in ((digits, 4.0), (gpt, 2.0)):
+    resnet, gpt = cases.CASES
+    for case, factor in ((resnet, 4.0), (gpt, 2.0)):
         cases.train_fixed(case, 0, 4)
         assert trained["rate"] == pytest.approx(factor * case.rate)
         assert trained["plan"].num_micro_batches == 4
