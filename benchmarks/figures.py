@@ -221,7 +221,7 @@ def _regret(rows: list[Row]) -> Iterator[str]:
     yield "| task, losses | link | arm | mean k | samples | seconds | over the best fixed k | paired (95%) | n |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
-        losses = f"{row['easiest']:g} to {row['target']:g}"
+        losses = f"{row['easiest']:g}" + (f" to {row['target']:g}" if row["easiest"] != row["target"] else "")
         where = f"| {row['task']}, {losses} | {row['link']} | {row['policy']} | {row['mean_k']:.1f} "
         if row["median_s"] is None:
             yield where + f"| not reached | | | | {row['n']} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +27,8 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide import accumulation
 from trimtab.decide.accumulation import Noise, Times
+from trimtab.decide.window_times import WindowTimes
+from trimtab.runtime import batch_control
 from trimtab.runtime.engine import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
@@ -120,8 +124,8 @@ class Case:
 
 
 CASES = (
-    Case("cifar10_resnet_small", small_resnet, 8, 0.01, (1.8, 1.75, 1.7, 1.65), 512, 60_000),
-    Case("source_gpt_small", small_gpt, 4, 1e-3, (2.4, 2.3, 2.2, 2.1), 256, 20_000),
+    Case("cifar10_resnet_small", small_resnet, 8, 0.01, (1.65, 1.6, 1.55, 1.5), 1_024, 80_000),
+    Case("source_gpt_small", small_gpt, 4, 1e-3, (2.0, 1.9, 1.8, 1.7), 512, 40_000),
 )
 
 
@@ -181,24 +185,16 @@ class Course:
         return samples, num_windows, micro
 
 
-class Told:
-    """Times that are known beforehand, in place of those a run measures."""
+class Told(WindowTimes):
+    """Times of a table, in place of those a run measures, from when it measured enough."""
 
-    is_known = True
+    def __init__(self, told: Times) -> None:
+        super().__init__()
+        self._told = told
 
-    def __init__(self, times: Times) -> None:
-        self._times = times
-
-    def add(self, row_s: float, fixed_s: float) -> None:
-        """Take nothing in."""
-
-    def times(self, micro_rows: float) -> Times:
-        """Return them."""
-        return self._times
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: they do not change."""
-        return {}
+    def times(self, micro_rows: float) -> Times | None:
+        """Return them, or None."""
+        return self._told if self.is_known else None
 
 
 def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) -> Course:
@@ -235,7 +231,7 @@ def train(
     plan = Plan.fixed(rows, micro_batch=case.rows, batch_rule=rule)
 
     # told of a micro-batch as if all ranks' were one rank's
-    told = None if times is None else Told(Times(times.micro_s / ranks, times.fixed_s))
+    told = None if times is None else Times(times.micro_s / ranks, times.fixed_s)
 
     def window(run: Run, batches: Iterator[Any]) -> Window:
         return run.window(*itertools.islice(batches, run.num_batches))
@@ -250,7 +246,7 @@ def _train(
     rate: float,
     rows: int,
     next_window: Callable[[Run, Iterator[Any]], Window],
-    told: Told | None = None,
+    told: Times | None = None,
     most: int | None = None,
 ) -> Course:
     task = case.make()
@@ -260,9 +256,9 @@ def _train(
     optimizer = task.make_optimizer(model, rate=rate)  # type: ignore[call-arg]
     batches, course, due = data.batches(seed, rows), Course(), 0
     micro, num_windows = 0, 0
-    with trimtab.start(model, optimizer, plan) as run:
+    with _telling(told), trimtab.start(model, optimizer, plan) as run:
         if told is not None:
-            _tell(run, told)
+            _charge_by(told, run)
         while run.consumed_rows < (most or case.most_samples):
             window = next_window(run, batches)
             run.train_step(window, task.loss_fn)
@@ -273,20 +269,26 @@ def _train(
                 if course.reached(case.targets[-1]):
                     break
         course.noise = run.noise
-        account = getattr(run._control, "_account", None)
-        course.price = 0.0 if account is None else account.share
+        if plan.batch_rule is not None and plan.batch_rule.policy != "fixed":
+            course.price = run._control._account.share  # type: ignore[union-attr]
     return course
 
 
-def _tell(run: Run, told: Told) -> None:
-    """Hand a run's control the times of a table, of windows too, by which it accounts for what measuring takes."""
+def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
+    """Let the control of a run that is started inside read the times of a table."""
+    if told is None:
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(batch_control, "WindowTimes", functools.partial(Told, told))
+
+
+def _charge_by(told: Times, run: Run) -> None:
+    """Let a run account for what measuring takes by windows of the table's times."""
     control = run._control
-    control._times = told  # type: ignore[union-attr, assignment]
     account = control._account  # type: ignore[union-attr]
-    charge, micro = account.charge, told.times(0)
+    charge = account.charge
 
     def charged(window_s: float, spent_s: float) -> None:
-        charge(control.k * micro.micro_s + micro.fixed_s, spent_s)  # type: ignore[union-attr]
+        charge(control.k * told.micro_s + told.fixed_s, spent_s)  # type: ignore[union-attr]
 
     account.charge = charged  # type: ignore[method-assign]
 
@@ -311,7 +313,8 @@ def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
 
 
 def local_times(case: Case) -> Times:
-    """Return the times of this process."""
+    """Return the times of this process, in one thread, as the arms have."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     return _measured(case, case.make().make_model().train())
 
@@ -358,15 +361,16 @@ def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
     return found[0] / found[1] if isinstance(found, tuple) else found
 
 
-def _measured(case: Case, model: nn.Module, num_windows: int = 60) -> Times:
-    """Return what a run's own clock says of windows of four micro-batches."""
+def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:
+    """Return the times by windows of one and of five micro-batches in turn, medians of their seconds, data included."""
     task = case.make()
-    rule = trimtab.BatchRule("fixed", k=4, learning_rate="none", min_windows=10**6)
     batches: Iterator[Any] = task.load_data().batches(0, case.rows)
     optimizer = task.make_optimizer(model, rate=1e-4)  # type: ignore[call-arg]
-    with trimtab.start(model, optimizer, Plan.fixed(case.rows, batch_rule=rule)) as run:
-        for _ in range(num_windows):
-            run.train_step(run.window(*itertools.islice(batches, run.num_batches)), functools.partial(_mean_loss, task))
-        found = run._control._times.times(case.rows)  # type: ignore[union-attr]
-    assert found is not None
-    return found
+    seconds: dict[int, list[float]] = {1: [], 5: []}
+    with trimtab.start(model, optimizer, Plan.fixed(case.rows)) as run:
+        for k in itertools.islice(itertools.cycle(seconds), 2 * num_windows):
+            start = time.perf_counter()
+            run.train_step(run.window(*itertools.islice(batches, k)), functools.partial(_mean_loss, task))
+            seconds[k].append(time.perf_counter() - start)
+    one, five = (statistics.median(seconds[k]) for k in (1, 5))
+    return Times((five - one) / 4, one - (five - one) / 4)

@@ -79,7 +79,7 @@ DDP = (
 """
 )
 
-FSDP = (
+SHARDED = (
     COMMON
     + """
     from torch.distributed.device_mesh import init_device_mesh
@@ -88,36 +88,38 @@ FSDP = (
     model, mesh = build(), init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
     expected = []
+
+    def of_both(window):
+        return [torch.cat([part[window * K + j] for part in parts]) for j in range(K)]
+"""
+)
+
+FSDP = (
+    SHARDED
+    + """
+    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
     for window in range(WINDOWS):
-        both = [torch.cat([part[window * K + j] for part in parts]) for j in range(K)]
-        expected.append(truth([gradient_of(rows) for rows in both], 2 * ROWS))
+        expected.append(truth([gradient_of(rows) for rows in of_both(window)], 2 * ROWS))
     report = {"seen": seen, "expected": expected}
 """
 )
 
 PARTIAL = (
-    COMMON
+    SHARDED
     + """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from trimtab.decide.noise import from_partial_sums
     from trimtab.measure.sharded_norms import shows_reductions
     from trimtab.runtime import noise_monitor
 
-    model, mesh = build(), init_device_mesh("cpu", (2,))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
     assert shows_reductions(model)
     half = fully_shard(build(), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     assert not shows_reductions(half)
     noise_monitor.shows_reductions = lambda model: False
     run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
-    expected = []
     for window in range(WINDOWS):
-        both = [torch.cat([part[window * K + j] for part in parts]) for j in range(K)]
-        sums = torch.cumsum(torch.stack([2 * ROWS * gradient_of(rows) for rows in both]), 0)
+        sums = torch.cumsum(torch.stack([2 * ROWS * gradient_of(rows) for rows in of_both(window)]), 0)
         one = from_partial_sums([float(each.square().sum()) for each in sums], [2 * ROWS] * K)
         expected.append((one.trace, one.norm2))
     report = {"seen": seen, "expected": expected}

@@ -360,6 +360,48 @@ def test_a_larger_micro_batch_is_tried_less_and_less_often():
     assert gaps[-1] >= 2 * gaps[0]
 
 
+def test_a_batch_that_is_too_long_now_and_then_is_not_for_ever_waited_a_hundred_windows_for():
+    """It failed at its full size, which had fitted in between."""
+    limit, tries = out_of_memory.MicroBatchLimit(), []
+    for window in range(6000):
+        if window % 250 == 0 and limit.of(16) == 16:
+            tries.append(window)
+            limit.shrink(16, "no")
+        limit.passed(16)
+    gaps = [after - before for before, after in itertools.pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 4 * gaps[0]
+
+
+@pytest.mark.parametrize("batch_statistics", [False, True])
+def test_a_window_that_shows_more_and_does_not_fit_is_the_last_of_its_kind(tmp_path, batch_statistics):
+    """Gradients do not fit beside a forward of so many rows: the user's own windows go on as they were, and k stays."""
+    loop, sizes, too_many = without_statistics(), [], 16 if batch_statistics else 8
+    if batch_statistics:
+        loop.model[0].extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
+
+    def loss(model, batch):
+        if len(batch[0]) >= too_many and any(p.grad is not None for p in model.parameters()):
+            raise MemoryError("no")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    plan = Plan.fixed(ROWS, batch_rule=trimtab.BatchRule("norm_test", k_max=4, min_windows=2))
+    path = tmp_path / "run.jsonl"
+
+    def train(run):
+        for window in itertools.islice(run.windows(itertools.cycle(loop.batches)), 30):
+            run.train_step(window, loss)
+            sizes.append(window.num_micro_batches)
+
+    with trimtab.RecordWriter(path, trimtab.Header("test")) as writer:
+        run = trimtab.start(loop.model, loop.optimizer, plan, out_of_memory="split", record=writer)
+        with run, pytest.warns(RuntimeWarning, match="becomes"):
+            train(run)
+    assert sizes == 10 * [1] + [4] + 19 * [1]
+    held = next(event for event in trimtab.read_record(path).events if event.name == "k")
+    assert (held.detail["from"], held.detail["to"]) == (1, 1)
+
+
 def test_the_limit_is_saved():
     limit, other = out_of_memory.MicroBatchLimit(), out_of_memory.MicroBatchLimit()
     limit.shrink(16, "no")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import trimtab
+from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, Times
+from trimtab.decide.window_times import WindowTimes
+from trimtab.tasks.datasets import Images
+from trimtab.tasks.task import DataSource
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +70,7 @@ def test_two_ranks_are_one_process_of_twice_the_micro_batches(cases, trained):
     cases.train(case, 0, rule, 2, Times(0.2, 0.3))
     assert (trained["plan"].batch_rows, trained["rows"]) == (2 * case.rows, 2 * case.rows)
     assert trained["plan"].num_micro_batches == 2
-    assert trained["told"].times(case.rows) == Times(0.1, 0.3)  # 2 of them are one rank's
+    assert trained["told"] == Times(0.1, 0.3)  # 2 of them are one rank's
     assert trained["rate"] == 2 * case.rate  # of SGD
 
 
@@ -75,6 +81,31 @@ def test_a_fixed_arm_has_its_rate_from_the_start_and_measures_nothing(cases, tra
         assert trained["rate"] == pytest.approx(factor * case.rate)
         assert trained["plan"].num_micro_batches == 4
         assert trained["plan"].batch_rule is None
+
+
+def test_times_are_told_when_a_run_had_measured_as_many(cases):
+    told, measured = cases.Told(Times(0.1, 0.3)), WindowTimes()
+    for _ in range(10):
+        assert told.times(8) == (Times(0.1, 0.3) if measured.is_known else None)
+        told.add(1.0, 1.0)
+        measured.add(1.0, 1.0)
+    assert told.is_known
+
+
+@pytest.mark.parametrize("policy", ["fixed", "goodput"])
+def test_only_what_decides_by_what_it_measures_pays_for_it(cases, monkeypatch, policy):
+    """A fixed arm with a ramped rate is measured in every window, which a user of it would not be."""
+    monkeypatch.setattr(Account, "share", 0.07)
+    monkeypatch.setattr(cases, "cifar10", little_cifar10)
+    case = dataclasses.replace(cases.CASES[0], most_samples=40, eval_every=16)
+    course = cases.train(case, 0, trimtab.BatchRule(policy))
+    assert course.price == (0.07 if policy == "goodput" else 0.0)
+    assert course.points[-1][0] >= 32
+
+
+def little_cifar10():
+    images, labels = np.zeros((1000, 3, 32, 32), np.uint8), np.arange(1000, dtype=np.uint8) % 10
+    return Images(images, labels, images, labels, DataSource("zeros", "made here", ""))
 
 
 def test_a_held_rule_is_one_to_which_nothing_is_certain_but_what_is_known_well(cases, monkeypatch):

@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError
 LIMIT = 0.005
 # Windows between two looks at an account, and of the first pause.
 REVIEW, PAUSE = 100, 200
-MOST_PAUSE = 100 * PAUSE
+MOST_PAUSE = 10 * PAUSE  # noise grows by an order of magnitude while a model is trained
 # Uses after which a yield that could not be told is taken for none.
 PATIENCE = 50
 
@@ -59,9 +59,8 @@ class Account:
         """Return whether the next window is one to use it in.
 
         Args:
-            free: uses at first that are not thinned out. sparse: at most one window in so many, the first ones too.
+            free: uses at first that are not thinned out. sparse: at most one window in so many after them.
         """
-        free = free if sparse == 1 else 0
         return not self.is_paused and (self.uses < free or self.windows % max(self.every, sparse) == 0)
 
     def pass_window(self) -> None:

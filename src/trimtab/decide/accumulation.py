@@ -104,7 +104,7 @@ def decide(rule: BatchRule, standing: Standing) -> Decision:
     if rule.policy == "fixed":
         return Decision(standing.k, "fixed")
     if rule.policy == "throughput_per_memory":
-        return _best_trial(rule, standing)
+        return _best_trial(rule)
     missing = _missing(rule, standing)
     if missing is not None:
         return Decision(standing.k, f"held: {missing}")
@@ -164,10 +164,9 @@ def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
     return max(sorted(trials), key=lambda k: trials[k][0] / trials[k][1])
 
 
-def _best_trial(rule: BatchRule, standing: Standing) -> Decision:
+def _best_trial(rule: BatchRule) -> Decision:
     best = throughput_per_memory({k: (throughput, memory) for k, throughput, memory in rule.trials})
-    k = min(most(rule, standing.unit), -(-best // standing.unit) * standing.unit)
-    return Decision(k, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
+    return Decision(best, f"of {len(rule.trials)} trials, k = {best} has the most throughput per byte", best)
 
 
 def is_known_well(rule: BatchRule, noise: Noise | None) -> bool:
@@ -180,7 +179,11 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
 
     Where the noise is not known well it is what is saved at the least, if that is worth a change.
     """
-    if rule.policy != "goodput" or _missing(rule, standing) is not None:
+    if rule.policy != "goodput":
+        return None
+    if most(rule, standing.unit) == standing.unit:  # there is no other
+        return 0.0
+    if _missing(rule, standing) is not None:
         return None
     noise = standing.noise
     assert noise is not None

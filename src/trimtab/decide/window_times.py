@@ -28,7 +28,7 @@ class WindowTimes:
         """Take a window in.
 
         Args:
-            row_s: seconds of a row in the micro-batches before the last, which hold no reduction.
+            row_s: seconds of a row in the loader batches before the last, which hold no reduction, drawing included.
             fixed_s: what the window took beyond as much for each of its rows.
         """
         self._seen += 1

@@ -58,13 +58,17 @@ class GradientNorms:
         for remove in self._remove:
             remove()
         self._remove.clear()
-        self._held.clear()
-        self._bytes, self._total = 0, None
+        self.forget()
         self.spent.host_s += time.perf_counter() - start
 
     def close(self) -> None:
         """Take the hooks off for good."""
         self.off()
+
+    def forget(self) -> None:
+        """Drop what was seen since the last `take`."""
+        self._held.clear()
+        self._bytes, self._total = 0, None
 
     def take(self) -> Tensor:
         """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device."""
@@ -98,5 +102,6 @@ def squared_norm(gradients: list[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not dense:
         return torch.zeros(())
-    dtype = torch.float64 if dense[0].dtype is torch.float64 else torch.float32
+    dense = [torch.view_as_real(g) if g.is_complex() else g for g in dense]
+    dtype = torch.float64 if any(g.dtype is torch.float64 for g in dense) else torch.float32
     return torch.stack(torch._foreach_norm(dense, 2.0, dtype)).square().sum()

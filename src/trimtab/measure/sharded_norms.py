@@ -71,6 +71,10 @@ class ShardedNorms:
             undo()
         self._undo.clear()
 
+    def forget(self) -> None:
+        """Drop what was seen since the last `take`."""
+        self._total = None
+
     def take(self) -> Tensor:
         """Return what was seen since the last call: a scalar."""
         total, self._total = self._total, None
@@ -121,6 +125,9 @@ class PartialNorms:
     def close(self) -> None:
         """The last one is."""
         self.is_on = False
+
+    def forget(self) -> None:
+        """Nothing is seen before it is taken."""
 
     def take(self) -> Tensor:
         """Return the squared norm of what the gradients are now: a scalar."""

@@ -1,4 +1,7 @@
-"""When a window's micro-batches begin and when its step is done, on the device's own clock, without waiting for it."""
+"""When a window's loader batches are drawn and begin and when its step is done, on the device's own clock.
+
+Nothing waits for the device: between two stamps in its stream it may have waited for the host, as while data is drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ _Stamp = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class WindowSeconds:
-    """Seconds of each micro-batch but the last, and of the whole window, from its opening to its step."""
+    """Seconds of each loader batch but the last, of the whole window, from its opening to its step, and of drawing."""
 
-    micro_s: tuple[float, ...]
+    batch_s: tuple[float, ...]
     window_s: float
+    drawing_s: float
 
 
 class WindowClock:
@@ -30,13 +34,21 @@ class WindowClock:
         self._device = device
         self._stamps: list[_Stamp] = []
         self._aside: list[_Stamp] = []
+        self._drawing: list[_Stamp] = []
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """What runs inside draws the batches of the next window."""
+        self._drawing = [self._now()]
+        yield
+        self._drawing.append(self._now())
 
     def open(self) -> None:
         """The window begins."""
         self._stamps, self._aside = [self._now()], []
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """A loader batch begins."""
         self._stamps.append(self._now())
 
     @contextlib.contextmanager
@@ -47,15 +59,16 @@ class WindowClock:
         self._aside.append(self._now())
 
     def drop(self) -> None:
-        """The window was given up."""
-        self._stamps.clear()
-        self._aside.clear()
+        """The window was given up, or is not measured."""
+        for stamps in (self._stamps, self._aside, self._drawing):
+            stamps.clear()
 
     def end(self) -> Stamped:
         """The step is done; returns what can be read later."""
         stamps, self._stamps = [*self._stamps, self._now()], []
         aside, self._aside = self._aside, []
-        return Stamped(stamps, aside)
+        drawing, self._drawing = self._drawing, []
+        return Stamped(stamps, aside, drawing)
 
     def _now(self) -> _Stamp:
         event = stamp(self._device)
@@ -65,8 +78,8 @@ class WindowClock:
 class Stamped:
     """The stamps of a whole window."""
 
-    def __init__(self, stamps: list[_Stamp], aside: list[_Stamp]) -> None:
-        self._stamps, self._aside = stamps, aside
+    def __init__(self, stamps: list[_Stamp], *others: list[_Stamp]) -> None:
+        self._stamps, self._others = stamps, others
 
     def read(self) -> WindowSeconds:
         """Return the seconds; waits for the window's own end alone."""
@@ -74,7 +87,8 @@ class Stamped:
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
         each = [_between(before, after) for before, after in itertools.pairwise(self._stamps)]
-        return WindowSeconds(tuple(each[1:-1]), sum(each) - (_between(*self._aside) if self._aside else 0.0))
+        aside_s, drawing_s = (_between(*both) if both else 0.0 for both in self._others)
+        return WindowSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
 
 
 def _between(before: _Stamp, after: _Stamp) -> float:

@@ -6,6 +6,7 @@ decided upon then: always from figures that are the same on every rank. Windows 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, is_known_well, most
@@ -34,15 +35,15 @@ from trimtab.runtime.schedule import RateFollower
 from trimtab.runtime.splitting import keeps_maths
 
 Note = Callable[[str, Mapping[str, Any]], None]
-# Where windows of the present k show too little, one in so many is made to show it: while nothing is known, in the
-# first windows of a run or after a pause; and from then on.
+# Where the noise does not show in windows of the present k, one in so many is made to show it, after a few in a row:
+# while nothing is known, in the first windows of a run or after a pause; and from then on.
 _EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
 _FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A window whose figures are on their way. `rows` of its micro-batches; `spent` on measuring it."""
+    """A window whose figures are on their way. `rows` of its loader batches; `spent` on measuring it."""
 
     sums: Late
     stamps: Stamped
@@ -50,11 +51,15 @@ class _Measured:
     spent: Spent
 
     def figures(self, deciding_s: float) -> list[float]:
-        """Return sums, then seconds a row before the last micro-batch, fixed, whole, and spent; nan where unknown."""
-        seconds, before = self.stamps.read(), sum(self.rows[:-1])
-        row_s = sum(seconds.micro_s) / before if before else math.nan
-        fixed_s = seconds.window_s - row_s * sum(self.rows)
-        return [*self.sums.read(), row_s, fixed_s, seconds.window_s, self.spent.read() + deciding_s]
+        """Return sums, then seconds a row, fixed, whole, and spent; nan where a window of one batch does not show them.
+
+        A row's are those before the last loader batch, and of drawing the data.
+        """
+        seconds, rows, before = self.stamps.read(), sum(self.rows), sum(self.rows[:-1])
+        row_s = sum(seconds.batch_s) / before if before else math.nan
+        fixed_s, drawing_s = seconds.window_s - row_s * rows, seconds.drawing_s
+        whole_s = seconds.window_s + drawing_s
+        return [*self.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, self.spent.read() + deciding_s]
 
 
 def control_of(
@@ -71,10 +76,11 @@ class BatchControl:
         plan: has a batch rule. note: called with an event's name and figures.
 
     Attributes:
-        k: micro-batches per window and rank, a multiple of a loader batch's own.
+        k: micro-batches per window and rank, a multiple of a loader batch's own; by "throughput_per_memory", which
+            leaves the batch as it is, those that it is cut into.
 
     Raises:
-        ValueGivenError: a model under FSDP1.
+        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
@@ -83,6 +89,13 @@ class BatchControl:
         self._unit = plan.num_micro_batches
         self._micro_rows = plan.batch_rows / self._unit
         self._may_split = keeps_maths(plan, model)
+        self._cuts = self._rule.policy == "throughput_per_memory"
+        if self._cuts and not self._may_split:
+            raise ValueGivenError(
+                "plan.batch_rule",
+                given="throughput_per_memory, which cuts the batch, and a model that computes over it",
+                expected="a model whose batch can be cut",
+            )
         self.k = min(-(-self._rule.k // self._unit) * self._unit, most(self._rule, self._unit))
         self._base_k = self.k
         self._average, self._times = NoiseAverage(), WindowTimes()
@@ -93,11 +106,13 @@ class BatchControl:
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | None = None
         self._sums: tuple[Late, Spent] | None = None
-        self._rows: list[int] = []
+        self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
-        self._measures = self._rule.policy != "throughput_per_memory"  # which is given all it needs
+        self._measures = not self._cuts  # which is given all it needs
+        self._is_probe, self._accumulates = False, True
         self._pays: bool | None = None
+        self._last_gain: float | None = None
         if not self._measures:
             self._decide()
 
@@ -110,29 +125,45 @@ class BatchControl:
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window: as decided, or two where one alone shows nothing and cannot be split."""
-        doubles = self._rule.policy != "fixed" and not self._may_split and most(self._rule, self._unit) > 1
-        return 2 if doubles and self._probes else self._decided
+        """Loader batches of the next window: as decided, or two where one alone does not show what is needed."""
+        return 2 if self._doubles and self._probes else self._decided
 
     @property
     def _decided(self) -> int:
-        return -(-self.k // self._unit)
+        return 1 if self._cuts else -(-self.k // self._unit)
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
-        """Return rows per micro-batch: a window of one is split in two where it is to show what one does not."""
+        """Return rows per micro-batch: a window of one is split in two where that shows the noise."""
+        if self._cuts:
+            return -(-rows // self.k)
         is_one = num_batches * -(-rows // planned) == 1
         return -(-rows // 2) if is_one and self._may_split and rows > 1 and self._probes else planned
 
     @property
     def _probes(self) -> bool:
-        """Whether the next window is to have two micro-batches at the least: for the noise, or the time of one."""
-        if self.k > 1 or not self._measures or self._account.windows < _FRESH:
+        """Whether the next window is to show what one as decided does not: the noise, or the time of a loader batch."""
+        if not self._accumulates or self._account.windows < _FRESH:
             return False
-        if self._rule.policy == "fixed" and self._seen_apart > 1:
+        shows_noise = not self._measures or self.k * self._seen_apart > 1
+        if shows_noise and not self._lacks_times:
             return False
-        is_known = is_known_well(self._rule, self.noise) and self._times.is_known
+        is_known = is_known_well(self._rule, self.noise) and not self._lacks_times
         explores = not is_known and self._account.windows - self._account.began < _EXPLORED
-        return self._account.is_due(sparse=_EXPLORING if explores else _SPARSE)
+        free = 2 * self._rule.min_windows  # as many again as show the noise: some of them show the times alone
+        return self._account.is_due(free=free, sparse=_EXPLORING if explores else _SPARSE)
+
+    @property
+    def _lacks_times(self) -> bool:
+        """Whether only a window of two loader batches shows the time of one: half of one takes more than half of it."""
+        return self._rule.policy == "goodput" and self._may_double and self._decided == 1 and not self._times.is_known
+
+    @property
+    def _doubles(self) -> bool:
+        return self._lacks_times or (not self._may_split and self._may_double)
+
+    @property
+    def _may_double(self) -> bool:
+        return self._rule.policy != "fixed" and most(self._rule, self._unit) > self._unit
 
     def rate_factor(self, num_batches: int) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
@@ -140,19 +171,32 @@ class BatchControl:
 
     # What happens in it.
 
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Take the time of what runs inside: the next window's batches are drawn."""
+        return self._clock.drawing() if self._measures else contextlib.nullcontext()
+
     def opened(self, num_micro_batches: int) -> None:
-        """A window's first micro-batch is about to be handed out."""
+        """A window begins."""
         self._rows.clear()
+        self._is_probe = self._is_probe or self._probes
         shows = self._measures and num_micro_batches * self._seen_apart > 1
-        if shows and (self._account.is_due(free=self._rule.min_windows) or self._probes):
+        if shows and (self._is_probe or self._account.is_due(free=self._rule.min_windows)):
             self._monitor.open(at_once=num_micro_batches == 1)
             self._clock.open()
 
-    def begun(self, rows: int) -> None:
-        """A micro-batch is about to be handed out."""
-        if self._monitor.is_on:
-            self._rows.append(rows)
+    def begun(self, rows: int, *, of_next: bool) -> None:
+        """A micro-batch is about to be handed out, of the next loader batch or of the same."""
+        if not self._monitor.is_on:
+            return
+        if of_next:
+            self._rows.append(0)
             self._clock.begin()
+        self._rows[-1] += rows
+
+    def backward_begins(self) -> None:
+        """A micro-batch's loss was computed."""
+        if self._monitor.is_on:
+            self._monitor.backward_begins()
 
     def backward_done(self, rows: int, terms: Count) -> None:
         """A micro-batch had its backward."""
@@ -180,7 +224,7 @@ class BatchControl:
         if self._measured is not None:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
-        self._measured = measured
+        self._measured, self._is_probe = measured, False
         self.dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start
@@ -190,6 +234,16 @@ class BatchControl:
         self._monitor.drop()
         self._clock.drop()
         self._sums = None
+
+    def ran_out(self) -> bool:
+        """Memory ran out in the window; returns whether it was one that shows more than the user's would.
+
+        Then none is made again: gradients do not fit beside a forward, as they would have to if k rose.
+        """
+        if self._is_probe and self._accumulates:
+            self._accumulates = False
+            self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": "held: memory ran out at k = 2"})
+        return self._is_probe
 
     # What it is taken for.
 
@@ -232,7 +286,9 @@ class BatchControl:
             self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
 
     def _gain(self) -> float | None:
-        return gain(self._rule, self._standing(), self._base_k)
+        found = gain(self._rule, self._standing(), self._base_k)
+        self._last_gain = self._last_gain if found is None else found
+        return found
 
     def close(self) -> dict[str, Any] | None:
         """Share nothing more; return what measuring took, as a share of the windows' time, and what it could bring."""
@@ -240,14 +296,19 @@ class BatchControl:
         self._monitor.end()
         if not self._account.uses:
             return None
-        figures = {"technique": self._account.technique, "price": self._account.share, "gain": self._gain()}
+        self._gain()
+        figures = {"technique": self._account.technique, "price": self._account.share, "gain": self._last_gain}
         return figures | {"windows": self._account.windows, "measured": self._account.uses}
 
     # What a resumed run needs.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return k, averages, times, the account and the rate that follows; figures on their way are not in it."""
-        return {"k": self.k, "base_k": self._base_k} | {name: part.state_dict() for name, part in self._parts()}
+        """Return a window's loader batches, averages, times, the account and the rate that follows.
+
+        Figures on their way are not in it.
+        """
+        batches = {"batches": self._decided, "base_batches": self._base_k // self._unit}
+        return batches | {name: part.state_dict() for name, part in self._parts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`.
@@ -255,19 +316,17 @@ class BatchControl:
         Raises:
             FormatError, ValueGivenError: not such a state; nothing was changed.
         """
-        expected = {"k", "base_k", *(name for name, _ in self._parts())}
+        expected = {"batches", "base_batches", *(name for name, _ in self._parts())}
         if not isinstance(state, Mapping) or set(state) != expected:
             raise FormatError("state.batch", given=f"{state!r:.80}", expected="the keys " + ", ".join(sorted(expected)))
-        k, base_k = (self._checked_k(f"state.batch.{name}", state[name]) for name in ("k", "base_k"))
+        highest = most(self._rule, self._unit) // self._unit
+        batches, base = (
+            checks.integer(f"state.batch.{name}", state[name], high=highest) for name in ("batches", "base_batches")
+        )
         load_parts(dict(self._parts()), {name: state[name] for name, _ in self._parts()})
-        self.k, self._base_k = k, base_k
+        if not self._cuts:
+            self.k, self._base_k = batches * self._unit, base * self._unit
         self._absorbed_at = self._account.windows
-
-    def _checked_k(self, field: str, value: Any) -> int:
-        k = checks.integer(field, value, high=most(self._rule, self._unit))
-        if k % self._unit:
-            raise FormatError(field, given=str(k), expected=f"a multiple of {self._unit}, the micro-batches of a batch")
-        return k
 
     def _parts(self) -> tuple[tuple[str, Any], ...]:
         return (

@@ -102,7 +102,8 @@ class Run(RunView):
         while self.stop_reason is None:
             self._require_open()
             self._order.require_idle("run.windows")
-            drawn = list(itertools.islice(batches, self.num_batches))
+            with self._control.drawing():
+                drawn = list(itertools.islice(batches, self.num_batches))
             if not drawn:
                 break
             yield self.window(*drawn)
@@ -141,8 +142,9 @@ class Run(RunView):
         self._order.require_micro_batch()
         loss, count = as_loss(result, self._num_ranks)
         rows = self._order.micro_rows
-        weighted = self._weights.weigh(loss, count, rows)
-        self._precision.scaled(weighted).backward()
+        weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
+        self._control.backward_begins()
+        weighted.backward()
         self._order.backward_done()
         self._control.backward_done(rows, rows if count is None else count)
 
@@ -229,11 +231,8 @@ class Run(RunView):
 
     def _record_of(self, window: Window, factor: float, applied: bool) -> Step:
         rate = factor * self._optimizer.param_groups[0]["lr"]
-        k, terms, noise = (
-            window.num_micro_batches,
-            self._weights.terms,
-            None if self.noise is None else self.noise.scale,
-        )
+        noise = None if self.noise is None else self.noise.scale
+        k, terms = window.num_micro_batches, self._weights.terms
         return Step(window.rows, k, terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
     def discard(self) -> None:
@@ -261,7 +260,7 @@ class Run(RunView):
         self._order.require_idle("window")
         self._recovery.begin(noted=self._may_void)
         while (failure := self._attempt(window, loss_fn)) is not None:  # outside of `except`, whose frames hold tensors
-            self._recovery.split(window, failure)
+            self._recovery.split(window, failure, once=self._control.ran_out())
         return self.loss
 
     def _attempt(self, window: Window, loss_fn: LossFn) -> str | None:
@@ -359,21 +358,21 @@ class Run(RunView):
         if self._may_void:
             self._recovery.note_start()
         self._order.open(window)
+        self._control.opened(window.num_micro_batches)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)
-        self._control.opened(window.num_micro_batches)
 
     @property
     def _may_void(self) -> bool:
         return self._precision.scales or self._voids.wants_norm
 
-    def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
+    def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
         """Called by the window before each micro-batch."""
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
         self._sync.begin(last=last)
-        self._control.begun(rows)
+        self._control.begun(rows, of_next=of_next)
 
     def end_micro_batch(self, window: Window) -> None:
         """Called by the window after the loop's body for each micro-batch."""

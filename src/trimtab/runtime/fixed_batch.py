@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from trimtab.runtime.accumulation import Count
@@ -17,6 +18,10 @@ class FixedBatch:
         """Return what is planned."""
         return planned
 
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
     def rate_factor(self, num_batches: int) -> float:
         """Return 1."""
         return 1.0
@@ -24,7 +29,10 @@ class FixedBatch:
     def opened(self, num_micro_batches: int) -> None:
         """Do nothing."""
 
-    def begun(self, rows: int) -> None:
+    def begun(self, rows: int, *, of_next: bool) -> None:
+        """Do nothing."""
+
+    def backward_begins(self) -> None:
         """Do nothing."""
 
     def backward_done(self, rows: int, terms: Count) -> None:
@@ -38,6 +46,10 @@ class FixedBatch:
 
     def dropped(self) -> None:
         """Do nothing."""
+
+    def ran_out(self) -> bool:
+        """Return no: the window was the user's own."""
+        return False
 
     def close(self) -> None:
         """Return no account."""

@@ -31,15 +31,14 @@ NUM_FIGURES = 6  # of a window, from each rank
 
 @dataclass(frozen=True)
 class NoiseSums:
-    """Sums over micro-batches j of `n_j` terms in `m_j` rows; those of several ranks add up.
+    """Weighted sums over micro-batches j of `m_j` rows: weights `w_j` add up to 1.
 
     Args:
-        norms: sum ||g_j||^2 n_j. terms: n = sum n_j. per_row: sum n_j / m_j. squares: sum n_j^2 / m_j.
+        norms: sum w_j ||g_j||^2. per_row: sum w_j / m_j. squares: sum w_j^2 / m_j.
         num: micro-batches with terms. norm2: ||gbar||^2 of the whole window, the same on every rank.
     """
 
     norms: float
-    terms: float
     per_row: float
     squares: float
     num: float
@@ -47,25 +46,27 @@ class NoiseSums:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Sequence[float]], *, sharded: bool = False) -> NoiseSums:
-        """Return the sums over ranks.
+        """Return the sums over ranks, whose mean gradients weigh alike, as they do in a reduction.
 
         Args:
+            each: of a rank: sum ||g_j||^2 n_j, n = sum n_j, sum n_j / m_j, sum n_j^2 / m_j of `n_j` terms, number of
+                micro-batches with terms, ||gbar||^2.
             sharded: norms are of each rank's shards of gradients that are means over the ranks: a micro-batch is then
                 one of all ranks, of as many times the rows, and its norm the sum of theirs.
         """
-        norms, terms, per_row, squares, num, norm2 = (sum(column) for column in zip(*each, strict=True))
-        if not sharded:
-            return cls(norms, terms, per_row, squares, num, each[0][-1])
         ranks = len(each)
-        return cls(norms * ranks, terms, per_row / ranks, squares, num / ranks, norm2)
+        norms, per_row, squares = (
+            sum(rank[i] / (ranks * rank[1]) ** power if rank[1] > 0 else math.nan for rank in each)
+            for i, power in ((0, 1), (2, 1), (3, 2))
+        )
+        num, norm2 = sum(rank[4] for rank in each), each[0][5]
+        if not sharded:
+            return cls(norms, per_row, squares, num, norm2)
+        return cls(norms * ranks, per_row / ranks, squares, num / ranks, sum(rank[5] for rank in each))
 
     def noise(self) -> WindowNoise | None:
         """Return what the window says, or None."""
-        n = self.terms
-        if not n > 0:
-            return None
-        spread = self.per_row / n - self.squares / n**2
-        return window_noise(self.norms / n, self.norm2, spread, self.squares / n**2, self.num)
+        return window_noise(self.norms, self.norm2, self.per_row - self.squares, self.squares, self.num)
 
 
 class NoiseMonitor:
@@ -94,6 +95,10 @@ class NoiseMonitor:
         """Begin to watch; `at_once`: the first backward is the one that is reduced."""
         self._seen.clear()
         self._norms.on(at_once=at_once)
+
+    def backward_begins(self) -> None:
+        """A micro-batch is about to have its backward: gradients that its loss itself asked for are none of it."""
+        self._norms.forget()
 
     def backward_done(self, rows: int, terms: Count) -> None:
         """A micro-batch of so many rows and terms had its backward."""

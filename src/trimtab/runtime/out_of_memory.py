@@ -83,14 +83,17 @@ class MicroBatchLimit:
 
     def passed(self, planned: int) -> int | None:
         """A window fitted; returns the larger micro-batch that is tried from the next one on, or None."""
-        if self.rows is None:
+        if self.rows is None and not self._grew:
             return None
         self._good += 1
         if self._good < self._wait:
             return None
         self._good = 0
+        if self.rows is None:  # for twice as long as that: what did not fit was an exception
+            self._wait, self._grew = _GROW_AFTER, False
+            return None
         if self.rows >= planned:  # for as long as that: it fits
-            self.rows, self._grew = None, False
+            self.rows = None
             return None
         self.rows, self._grew = min(2 * self.rows, planned), True
         return self.rows

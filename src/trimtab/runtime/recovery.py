@@ -93,16 +93,20 @@ class Recovery:
             return None
         return failure
 
-    def split(self, window: Window, failure: str) -> None:
+    def split(self, window: Window, failure: str, *, once: bool) -> None:
         """Halve the micro-batch of a window that was given up, and put back what its forwards changed.
+
+        Args:
+            once: windows to come need less than this one.
 
         Raises:
             MemoryLimitError: it was one row; the next window is tried as this one was.
         """
         before = window.micro_batch
         self._start.restore()
+        limit = MicroBatchLimit() if once else self.limit
         try:
-            after = self.limit.shrink(before, failure)
+            after = limit.shrink(before, failure)
         except MemoryLimitError:
             self.limit.rows = self._rows_before
             raise

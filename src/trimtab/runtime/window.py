@@ -17,8 +17,11 @@ class Loop(Protocol):
     def open_window(self, window: Window) -> None:
         """The first micro-batch is about to be yielded."""
 
-    def begin_micro_batch(self, window: Window, rows: int, *, last: bool) -> None:
-        """A micro-batch of `rows` rows is about to be yielded; raises where the window is no longer the open one."""
+    def begin_micro_batch(self, window: Window, rows: int, *, of_next: bool, last: bool) -> None:
+        """A micro-batch of `rows` rows is about to be yielded, the first of the next loader batch or another of it.
+
+        Raises where the window is no longer the open one.
+        """
 
     def end_micro_batch(self, window: Window) -> None:
         """The loop's body for the last micro-batch has run; raises unless it called backward."""
@@ -74,15 +77,16 @@ class Window:
         self._loop.open_window(self)
         self._used = True
         left = self.num_micro_batches
-        for micro, rows in self._slices():
+        for micro, rows, of_next in self._slices():
             left -= 1
-            self._loop.begin_micro_batch(self, rows, last=left == 0)
+            self._loop.begin_micro_batch(self, rows, of_next=of_next, last=left == 0)
             yield to_device(micro, self._device)
             self._loop.end_micro_batch(self)
 
-    def _slices(self) -> Iterator[tuple[Any, int]]:
+    def _slices(self) -> Iterator[tuple[Any, int, bool]]:
         for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
-            yield from slices(batch, rows, micro_batch)
+            for i, (micro, micro_rows) in enumerate(slices(batch, rows, micro_batch)):
+                yield micro, micro_rows, i == 0
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:

@@ -95,7 +95,7 @@ def test_what_does_not_pay_is_paused_each_time_for_longer():
 def test_a_sparse_use_is_never_in_two_windows_close_by():
     account, used_in = Account("a technique"), []
     for window in range(200):
-        if account.is_due(free=100, sparse=20):
+        if account.is_due(sparse=20):
             used_in.append(window)
             account.charge(1.0, 0.001)
         account.pass_window()

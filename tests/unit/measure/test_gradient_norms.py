@@ -102,14 +102,36 @@ def test_late_scalars_are_read_as_they_were():
     assert Late(torch.tensor(3)).read() == [3.0]
 
 
-def test_a_windows_clock_tells_its_micro_batches_apart(monkeypatch):
-    ticks = iter([9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0])
+def test_gradients_of_several_dtypes_have_one_norm():
+    several = [torch.full((4,), 2.0), torch.full((9,), 1.0, dtype=torch.float64), torch.full((1,), 3.0 + 4.0j)]
+    assert float(squared_norm(several)) == 16 + 9 + 25
+    assert float(squared_norm([torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(1)])) == 17
+
+
+def test_what_was_seen_can_be_forgotten():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    norms = GradientNorms([parameter])
+    norms.on()
+    (parameter.sum() * 5).backward()
+    norms.forget()
+    (parameter.sum() * 2).backward()
+    assert float(norms.take()) == 12.0
+
+
+def test_a_windows_clock_tells_its_batches_and_their_drawing_apart(monkeypatch):
+    ticks = iter([9.0, 9.25, 9.5, 10.0, 11.0, 13.0, 15.0, 18.0, 20.0, 21.0, 22.0, 23.0])
     monkeypatch.setattr("trimtab.measure.window_clock.time.perf_counter", lambda: next(ticks))
     clock = WindowClock(torch.device("cpu"))
+    with clock.drawing():
+        pass
     clock.open()
     for _ in range(3):
         clock.begin()
     with clock.aside():  # 15 to 18 are not the window's
         pass
     found = clock.end().read()
-    assert (found.micro_s, found.window_s) == ((1.0, 2.0), 7.5)
+    assert (found.batch_s, found.window_s, found.drawing_s) == ((1.0, 2.0), 7.5, 0.25)
+    clock.open()  # nobody saw its batches being drawn
+    clock.begin()
+    found = clock.end().read()
+    assert (found.batch_s, found.window_s, found.drawing_s) == ((), 2.0, 0.0)

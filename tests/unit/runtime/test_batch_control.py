@@ -16,6 +16,7 @@ from trimtab.core.plan import Check, Plan
 from trimtab.decide.accounts import PAUSE, Account
 from trimtab.decide.accumulation import Times
 from trimtab.decide.noise import NoiseAverage
+from trimtab.measure.late import Late
 
 DIM, NOISE = 5, 0.7
 TRUE = torch.linspace(-1, 1, DIM, dtype=torch.float64)
@@ -218,24 +219,35 @@ def windows_of(problem, number, loss=None):
     return sizes, run
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(("policy", "batch_statistics"), [("goodput", False), ("goodput", True), ("fixed", False)])
-def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, policy, batch_statistics):
-    """Split in two, or of two batches where splitting is other maths: one in four until it is known, then one in 50.
+def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, policy, batch_statistics, is_lost):
+    """Split in two, or of two batches where splitting is other maths; for the time of a batch of two in any case.
 
-    None of the first ten: a run does not begin with a batch larger than its user's.
+    Twenty in a row, then one in four until the noise is known, then one in 50. None of the first ten: a run does not
+    begin with a batch larger than its user's.
     """
     monkeypatch.setattr(Account, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
     problem = Regression(64, BatchRule(policy, k_max=2))
     if batch_statistics:
         problem.model.extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
+    if is_lost:
+        with torch.no_grad():
+            problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
     monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)  # k stays 1
     sizes, run = windows_of(problem, 400)
-    odd, even = ((2, 2), (1, 1)) if batch_statistics else ((1, 2), (1, 1))
-    assert set(sizes) == {odd, even}
-    probes = [index for index, size in enumerate(sizes) if size == odd]
-    assert probes[:10] == list(range(12, 52, 4))
-    assert all(index % 50 == 0 for index in probes if index >= 200)
-    assert run.noise.num_windows >= 10
+    double, split, one = (2, 2), (1, 2), (1, 1)
+    expected = {one, double} if batch_statistics else {one, split} | ({double} if policy == "goodput" else set())
+    assert set(sizes) == expected
+    in_a_row = list(itertools.takewhile(lambda size: size != one, sizes[10:]))
+    assert sizes[:10] == 10 * [one]
+    assert len(in_a_row) == 22 + is_lost  # of the last two nothing is known yet; 32 is one in four
+    if not batch_statistics and policy == "goodput":  # five that show a batch's time
+        assert in_a_row[:22] == 7 * [double] + 15 * [split]
+    sparse = [index for index, size in enumerate(sizes) if size != one and index >= 32]
+    every = [index for index in range(32, 400) if index % (4 if is_lost and index < 200 else 50) == 0]
+    assert sparse == every
+    assert run.noise.num_windows >= 20
 
 
 def test_a_decision_for_one_micro_batch_is_carried_out():
@@ -286,10 +298,135 @@ def test_a_layer_frozen_or_unfrozen_on_the_way_is_followed(windows_seen):
     assert_unbiased(whole, "trace", problem.trace + problem.norm2 + NOISE**2)  # a row's bias gradient is its residual
 
 
-def test_trials_decide_by_throughput_per_byte():
-    rule = BatchRule("throughput_per_memory", k_max=8, trials=((1, 100.0, 100.0), (4, 80.0, 40.0), (8, 50.0, 35.0)))
-    sizes, _ = windows_of(Regression(8, rule), 12)
-    assert set(sizes) == {(4, 4)}
+TRIALS = BatchRule("throughput_per_memory", k_max=8, trials=((1, 100.0, 100.0), (4, 80.0, 40.0), (8, 50.0, 35.0)))
+
+
+def test_trials_decide_by_throughput_per_byte_at_one_batch():
+    """A batch stays what it is, and is cut into so many micro-batches: they are tried at one effective batch."""
+    problem = Regression(8, TRIALS)
+    sizes, run = windows_of(problem, 12)
+    assert set(sizes) == {(1, 4)}
+    assert run.consumed_rows == 96
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as other:
+        other.load_state_dict(run.state_dict())
+        assert other.window(next(problem.batches())).num_micro_batches == 4
+
+
+def test_a_batch_that_cannot_be_cut_is_not_decided_upon():
+    problem = Regression(8, TRIALS)
+    problem.model.extra = nn.BatchNorm1d(2)
+    with pytest.raises(UsageError, match=r"plan\.batch_rule.*cuts the batch"):
+        trimtab.start(problem.model, problem.optimizer, problem.plan)
+
+
+def times_of(problem, windows, loss, batches=None):
+    """Train so many windows; returns the seconds of a micro-batch and the fixed ones that the run decides by."""
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for window in itertools.islice(run.windows(batches or problem.batches()), windows):
+            run.train_step(window, loss)
+        standing = run._control._standing()
+    return standing.times
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only as a test says; returns what lets some pass."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def wait(seconds):
+        now[0] += seconds
+
+    return wait
+
+
+def test_a_small_rest_of_a_batch_is_no_fixed_time(always_measured, clock):
+    """100 rows in 32, 32, 32 and 4, all of which take as long: it is the batch's time, however many rows it has."""
+    problem = Regression(100, measuring(8), micro=32)
+    problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
+    times = times_of(problem, 10, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(7.0))
+
+
+def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(always_measured, monkeypatch, clock):
+    """At k = 1 the time of a micro-batch is that of whole ones, two to a window until it is known."""
+    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)
+    problem = Regression(8, BatchRule("goodput", k_max=4))
+    times = times_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
+
+
+def test_waiting_for_data_is_a_micro_batchs_time(always_measured, clock):
+    """Every further micro-batch waits for its own."""
+
+    def slowly(batches):
+        for batch in batches:
+            clock(3.0)
+            yield batch
+
+    problem = Regression(8, measuring(4))
+    loss = lambda model, batch: (clock(5.0), mean_loss(model, batch))[1]  # noqa: E731
+    times = times_of(problem, 10, loss, slowly(problem.batches()))
+    assert (times.micro_s, times.fixed_s) == (pytest.approx(8.0), pytest.approx(0.0))
+
+
+def test_gradients_that_a_loss_asks_for_are_no_micro_batchs(windows_seen):
+    """As a penalty on the gradient does: hooks on the leaves see those too."""
+
+    def loss(model, batch):
+        (found,) = torch.autograd.grad(mean_loss(model, batch), [model.weight], create_graph=True)
+        return mean_loss(model, batch) + 0.0 * found.square().sum()
+
+    problem = Regression(8, measuring(4))
+    problem.run(300, loss=loss)
+    assert_unbiased(windows_seen, "trace", problem.trace)
+    assert_unbiased(windows_seen, "norm2", problem.norm2)
+
+
+def test_rows_may_have_other_numbers_of_terms_in_each_micro_batch(windows_seen):
+    """One to four terms a row, all alike: rows are what is independent, terms what weighs."""
+    numbers = itertools.cycle((1, 4, 2, 3))
+
+    def loss(model, batch):
+        terms = next(numbers)
+        return terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square().sum(), torch.tensor(8 * terms)
+
+    problem = Regression(8, measuring(4))
+    problem.run(800, loss=loss)
+    assert_unbiased(windows_seen, "trace", problem.trace)
+    assert_unbiased(windows_seen, "norm2", problem.norm2)
+
+
+def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, always_measured):
+    """Read in their own, they would wait for the device."""
+    made, read, windows = [], [], []
+    begin, look = Late.__init__, Late.read
+    monkeypatch.setattr(Late, "__init__", lambda self, values: (made.append(len(windows)), begin(self, values))[1])
+    monkeypatch.setattr(Late, "read", lambda self: (read.append(len(windows)), look(self))[1])
+    problem = Regression(8, measuring(4))
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for window in itertools.islice(run.windows(problem.batches()), 20):
+            windows.append(window)
+            run.train_step(window, mean_loss)
+    assert len(read) == 19
+    assert all(later == before + 1 for before, later in zip(made, read, strict=False))
+
+
+def test_a_users_schedule_by_steps_can_follow_the_loader_batches(always_measured):
+    """It is stepped as often as there were loader batches, and is where it had been without accumulation."""
+    problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=64, learning_rate="linear"), lr=1e-12)
+    schedule = torch.optim.lr_scheduler.StepLR(problem.optimizer, 1, 0.999)
+    drawn = 0
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for window in itertools.islice(run.windows(problem.batches()), 60):
+            for micro in window:
+                run.backward(mean_loss(run.model, micro))
+            if run.step():
+                for _ in range(window.num_batches):
+                    schedule.step()
+            drawn += window.num_batches
+    assert drawn > 120
+    assert problem.optimizer.param_groups[0]["lr"] == pytest.approx(1e-12 * 0.999**drawn)
 
 
 def test_a_split_the_check_refused_is_not_made():
@@ -379,12 +516,26 @@ def test_a_resumed_run_goes_on_with_k_averages_and_rate(always_measured):
         run.load_state_dict(state)
         assert run.state_dict() == state
         assert run.num_batches == sizes
-        damaged = state | {"batch": state["batch"] | {"k": 0}}
-        with pytest.raises(UsageError, match=r"state\.batch\.k"):
+        damaged = state | {"batch": state["batch"] | {"batches": 0}}
+        with pytest.raises(UsageError, match=r"state\.batch\.batches"):
             run.load_state_dict(damaged)
         assert run.state_dict() == state
         for window in itertools.islice(run.windows(second.batches()), 5):
             run.train_step(window, mean_loss)
+
+
+def test_a_run_resumed_in_other_micro_batches_has_the_batch_it_had():
+    rule = BatchRule("norm_test", k=4)
+    with trimtab.start(*of(Regression(16, rule, micro=8))) as run:
+        assert run.num_batches == 2
+        state = run.state_dict()
+    with trimtab.start(*of(Regression(16, BatchRule("norm_test")))) as run:
+        run.load_state_dict(state)
+        assert run.num_batches == 2
+
+
+def of(problem):
+    return problem.model, problem.optimizer, problem.plan
 
 
 def test_a_run_without_a_rule_measures_nothing():

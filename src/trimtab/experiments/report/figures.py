@@ -31,8 +31,9 @@ class Band:
 
 def draw(picture: Picture, comparison: Comparison) -> Drawing:
     """Return the drawing of a picture."""
-    if picture.name in ("forest", "curves"):
-        return (forest if picture.name == "forest" else curves)(comparison, picture.tier)
+    of_a_tier = {"forest": forest, "curves": curves}
+    if picture.name in of_a_tier:
+        return of_a_tier[picture.name](comparison, picture.tier)
     return {
         "phases": phases,
         "memory_time": planning_figures.memory_time,
