@@ -42,7 +42,7 @@ def finish(
     total = norm(optimizer) * factor
     clip = 1.0 if clip_norm is None else torch.clamp(clip_norm / (total + 1e-6), max=1.0)
     multiply(optimizer, factor * clip)
-    return total
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # one of FSDP2's, the same on every rank
 
 
 def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
