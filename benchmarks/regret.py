@@ -25,13 +25,15 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from regret_cases import CASES, Case, Course, local_times, rank_times, train, train_fixed, train_held
+from regret_cases import CASES, Case, Course, kept, local_times, rank_times, train, train_fixed, train_held
 
 import trimtab
 from trimtab.decide.accumulation import Times
@@ -40,7 +42,8 @@ from trimtab.measure.machine import environment
 
 FIXED = (1, 2, 4, 8, 16)
 HELD = "goodput, held"
-POLICIES = ("goodput", HELD, "norm_test", "paper")
+POLICIES = ("goodput", HELD, "paper")
+RAMPED = (8,)  # fixed k whose rate is also tried as a policy raises it
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
 SEEDS, QUICK_SEEDS = 5, 1
@@ -79,14 +82,18 @@ class Fixed:
         return f"k={self.k}{', ramped' if self.ramped else ''}"
 
 
-FIXED_ARMS = tuple(Fixed(k, ramped) for k in FIXED for ramped in (False, True) if k > 1 or not ramped)
+FIXED_ARMS = (*(Fixed(k, False) for k in FIXED), *(Fixed(k, True) for k in RAMPED))
 
 
 class Trained:
-    """Courses that are trained: one of fixed k is the same whatever the ranks that share its micro-batches."""
+    """Courses that are trained: one of fixed k is the same whatever the ranks that share its micro-batches.
 
-    def __init__(self, case: Case, seeds: int, pool: Executor) -> None:
-        self._case, self._seeds, self._pool = case, seeds, pool
+    Args:
+        keep: folder of those that were trained before.
+    """
+
+    def __init__(self, case: Case, seeds: int, pool: Executor, keep: Path) -> None:
+        self._case, self._seeds, self._pool, self._keep = case, seeds, pool, keep
         self._fixed: dict[tuple[int, bool], list[Future[Course]]] = {}
 
     def fixed(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
@@ -103,24 +110,37 @@ class Trained:
     def _begun(self, total: int, ramped: bool, *, first: int) -> list[Future[Course]]:
         seeds = range(first, first + self._seeds)
         if not ramped:
-            return [self._pool.submit(train_fixed, self._case, seed, total) for seed in seeds]
+            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in seeds]
         rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
-        return [self._pool.submit(train, self._case, seed, rule) for seed in seeds]
+        return [self._submit(f"ramped {total}", train, seed, rule) for seed in seeds]
 
     def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
         """Begin a course a seed by a policy."""
         rule, run = rule_of(name, self._case, ranks), train_held if name == HELD else train
         seeds = range(FIRST_SEED, FIRST_SEED + self._seeds)
-        return [self._pool.submit(run, self._case, seed, rule, ranks, times) for seed in seeds]
+        return [self._submit(f"{name} on {ranks}", run, seed, rule, ranks, times) for seed in seeds]
+
+    def _submit(self, name: str, run: Callable[..., Course], seed: int, *arguments: Any) -> Future[Course]:
+        path = self._keep / f"{self._case.name}, {name}, seed {seed}.json"
+        return self._pool.submit(kept, path, run, self._case, seed, *arguments)
 
 
-def case_rows(case: Case, seeds: int, latency: float, jobs: int) -> Iterator[dict[str, Any]]:
+def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
+    """Return the table of times of each link, as it was measured first."""
+    path = keep / f"{case.name}, times.json"
+    if not path.is_file():
+        local = local_times(case)
+        tables = {"local": local, "slow": rank_times(case, latency * local.micro_s)}
+        path.write_text(json.dumps({link: [times.micro_s, times.fixed_s] for link, times in tables.items()}))
+    return {link: Times(*times) for link, times in json.loads(path.read_text()).items()}
+
+
+def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> Iterator[dict[str, Any]]:
     """Train every arm, and yield its row on every link."""
-    local = local_times(case)
-    tables = {"local": local, "slow": rank_times(case, latency * local.micro_s)}
+    tables = tables_of(case, latency, keep)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        trained, begun = Trained(case, seeds, pool), {}
+        trained, begun = Trained(case, seeds, pool, keep), {}
         for link, ranks in RANKS.items():
             begun[link] = {str(arm): trained.fixed(arm, ranks) for arm in FIXED_ARMS}
             begun[link] |= {policy: trained.policy(policy, ranks, tables[link]) for policy in POLICIES}
@@ -197,13 +217,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="arms side by side")
     parser.add_argument("--latency", type=float, default=LATENCY, help="of a slow reduction, in micro-batches")
+    parser.add_argument("--keep", type=Path, help="folder in which what is trained is kept, to go on another time")
     parser.add_argument("--sweep", action="store_true", help="learning rates at k = 1")
     options = parser.parse_args()
     cases = [case for case in CASES if case.name in (options.tasks or [each.name for each in CASES])]
     seeds = QUICK_SEEDS if options.quick else options.seeds
     rows: list[dict[str, Any]] = []
-    for case in cases[:1] if options.quick else cases:
-        rows += sweep_rows(case) if options.sweep else case_rows(case, seeds, options.latency, options.jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        keep = options.keep or Path(folder)
+        for case in cases[:1] if options.quick else cases:
+            rows += sweep_rows(case) if options.sweep else case_rows(case, seeds, options.latency, options.jobs, keep)
     if options.json:
         print(json.dumps({"schema": 1, "name": "regret", "environment": environment(), "rows": rows}, allow_nan=False))
         return

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
+from trimtab.core.codec import write_whole
 from trimtab.core.plan import Plan
 from trimtab.decide import accumulation
 from trimtab.decide.accumulation import Noise, Times
@@ -195,6 +196,15 @@ class Told(WindowTimes):
     def times(self, micro_rows: float) -> Times | None:
         """Return them, or None."""
         return self._told if self.is_known else None
+
+
+def kept(path: Path, run: Callable[..., Course], *arguments: Any) -> Course:
+    """Return the course that a file has; or train it, and let the file have it."""
+    if not path.is_file():
+        course = run(*arguments)
+        write_whole(path, json.dumps({"points": course.points, "price": course.price}))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return Course([tuple(point) for point in found["points"]], price=found["price"])
 
 
 def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) -> Course:

@@ -108,6 +108,19 @@ def little_cifar10():
     return Images(images, labels, images, labels, DataSource("zeros", "made here", ""))
 
 
+def test_a_course_is_trained_once(cases, tmp_path):
+    trained = []
+
+    def run(seed):
+        trained.append(seed)
+        return cases.Course([(0, 1, 2, 3.5), (8, 2, 4, 3.25)], price=0.25)
+
+    path = tmp_path / "course.json"
+    first, second = (cases.kept(path, run, 7) for _ in range(2))
+    assert trained == [7]
+    assert (first.points, first.price) == (second.points, second.price) == ([(0, 1, 2, 3.5), (8, 2, 4, 3.25)], 0.25)
+
+
 def test_a_held_rule_is_one_to_which_nothing_is_certain_but_what_is_known_well(cases, monkeypatch):
     from trimtab.decide.accumulation import Standing, decide
 

@@ -36,7 +36,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
         step()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_reserved(device))
-    return storage_bytes(live()) + _cpu_peak_growth(step)
+    return storage_bytes(live()) + peak_growth(step)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -45,7 +45,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _cpu_peak_growth(step: Callable[[], object]) -> int:
+def peak_growth(step: Callable[[], object]) -> int:
+    """Return the most bytes of CPU memory that a call held at once, beyond what was held before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     running = peak = 0

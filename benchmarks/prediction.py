@@ -1,0 +1,99 @@
+"""What a step is predicted to take, against what it took.
+
+`python benchmarks/prediction.py [--quick] [--json]` prints `prediction` rows: peak bytes of a step, traced on fake
+tensors, and counted while it ran, for each kind of model at two batch sizes, in each precision and with each optimizer
+in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from prediction_models import KINDS, OPTIMIZERS, Kind
+from torch import Tensor
+
+from trimtab.measure.machine import environment
+from trimtab.measure.memory import peak_bytes
+from trimtab.measure.step_trace import trace_step
+
+PRECISIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "fp32": contextlib.nullcontext,
+    "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def row_of(name: str, rows: int, precision: str, optimizer: str) -> dict[str, Any]:
+    """Trace a step and run it."""
+    torch.manual_seed(0)
+    kind, autocast = KINDS[name], PRECISIONS[precision]
+    model, batch = kind.make().train(), kind.batch(rows)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    start = time.perf_counter()
+    predicted = trace_step(model, made, kind.loss_fn, batch, autocast=autocast).peak_bytes
+    traced_s = time.perf_counter() - start
+    with_scratch = trace_step(model, made, kind.loss_fn, batch, autocast=autocast, counts_scratch=True).peak_bytes
+    measured = _counted(kind, model, made, batch, autocast)
+    row = {"metric": "prediction", "model": name, "batch": rows, "precision": precision, "optimizer": optimizer}
+    row |= {"schedule": "none", "predicted_bytes": predicted, "measured_bytes": measured, "traced_s": traced_s}
+    row |= {"calibrated_bytes": with_scratch}
+    return row | {"error": predicted / measured - 1, "calibrated_error": with_scratch / measured - 1}
+
+
+def _counted(kind: Kind, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, autocast: Any) -> int:
+    def step() -> None:
+        with autocast():
+            loss = kind.loss_fn(model, batch)
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def live() -> list[Tensor]:
+        states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
+        return [*model.parameters(), *model.buffers(), *batch, *(v for v in states if isinstance(v, Tensor))]
+
+    step()
+    return peak_bytes(step, torch.device("cpu"), live)
+
+
+def rows_of(names: list[str], *, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kind, batch and precision, the optimizers taking turns."""
+    optimizers = itertools.cycle(OPTIMIZERS)
+    for name in names:
+        for rows, precision in itertools.product(KINDS[name].sizes[:1] if quick else KINDS[name].sizes, PRECISIONS):
+            row = row_of(name, rows, precision, next(optimizers))
+            print(_line(row), file=sys.stderr, flush=True)
+            yield row
+
+
+def main() -> None:
+    """Predict, measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(KINDS))
+    options = parser.parse_args()
+    rows = list(rows_of(options.models, quick=options.quick))
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "prediction", "environment": environment(), "rows": rows}))
+        return
+    print(*map(_line, rows), sep="\n")
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = f"{row['model']:<9} batch {row['batch']:<4} {row['precision']} {row['optimizer']:<9}"
+    sizes = f"{row['predicted_bytes'] / 2**20:8.1f} MiB predicted {row['measured_bytes'] / 2**20:8.1f} measured"
+    errors = f"{100 * row['error']:+6.2f}%, with scratch {100 * row['calibrated_error']:+6.2f}%"
+    return f"{where} {sizes}  {errors}  traced in {row['traced_s']:.1f} s"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Tensors that have everything but memory. What torch offers for it is private, and is used here alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import DependencyError
+
+T = TypeVar("T")
+
+
+class Fakes:
+    """A world of fake tensors: operators have results of the right shape, dtype and aliasing, and compute nothing.
+
+    Raises:
+        DependencyError: this torch has no fake tensors where we look for them.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+        except ImportError:
+            raise DependencyError(
+                "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
+            ) from None
+        self._copies, self.mode = FakeCopyMode, FakeTensorMode()
+
+    def copy(self, values: T) -> T:
+        """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
+
+        What is fake already is of another world, and comes into this one too.
+        """
+        with self._copies(self.mode):
+            return copy.deepcopy(values)
+
+    def __enter__(self) -> Fakes:
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+def on_fakes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which models and optimizers are made without memory, to be handed to `trace_step`."""
+    return Fakes()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory."""
+    return type(tensor).__name__ == "FakeTensor"

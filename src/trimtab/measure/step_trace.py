@@ -1,0 +1,196 @@
+"""Memory of one optimizer step, traced on fake tensors: nothing is allocated, nothing of the user's is touched.
+
+The step runs as it would, operator by operator, on tensors without memory, and storages are seen to come and go. That
+is exact but for scratch inside operators, which convolutions take on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trimtab.core.errors import ModelError
+from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.scratch import Call, Taken, measured
+from trimtab.measure.storages import Storages
+
+LossFn = Callable[[nn.Module, Any], Any]
+_MOMENTS = 200
+_CUDA_GRANULE = 512  # of torch's caching allocator
+
+
+def trace_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    num_micro_batches: int = 1,
+    blocks: Sequence[str] = (),
+    granule: int | None = None,
+    counts_scratch: bool = False,
+) -> StepMemory:
+    """Return the memory of a step of so many micro-batches, each of which is `batch`.
+
+    Args:
+        model, optimizer: with memory, or made on fakes. loss_fn: a mean, or (sum, count). autocast: the forward's
+            context. blocks: names of modules to tell apart. granule: bytes that allocations are multiples of; by
+            default those of the model's device. counts_scratch: run each operator that takes memory for itself once,
+            on real tensors on the CPU, and count it.
+
+    Raises:
+        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
+    """
+    fakes = Fakes()
+    device = next(model.parameters()).device.type
+    storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
+    try:
+        model, optimizer, batch = fakes.copy((model, optimizer, batch))
+        with fakes, storages:
+            step = _Step(model, optimizer, loss_fn, batch, autocast, storages)
+            with _block_marks(model, blocks, storages) as marks:
+                step.run(num_micro_batches)
+    except Exception as error:  # whatever a model does, torch may have no fake of it
+        raise ModelError(
+            "model",
+            given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
+            expected="one whose course does not depend on values",
+            way_out="Its memory can be measured instead, by running it.",
+        ) from error
+    scratch = measured(call for call, *_ in storages.calls) if counts_scratch else {}
+    return step.memory(tuple(_blocks(marks, step.saved, storages)), scratch)
+
+
+class _Step:
+    """One step on fakes. What makes the optimizer's state is an earlier one, of gradients that nobody computed."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: Any, autocast: Any, storages: Storages
+    ) -> None:
+        self._model, self._optimizer, self._storages = model, optimizer, storages
+        self._loss_fn, self._batch, self._autocast = loss_fn, batch, autocast
+        self.saved: set[int] = set()  # by the first micro-batch
+        self._activations: set[int] = set()
+        self._gradients: set[int] = set()
+        self._phases: list[tuple[int, str]] = []
+        for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+        self._optimizer_step()
+        self._static = self._known()
+        self._before = storages.alive
+        storages.events.clear()
+        storages.calls.clear()
+
+    def _known(self) -> dict[str, set[int]]:
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        groups = {
+            "parameters": self._model.parameters(),
+            "buffers": self._model.buffers(),
+            "batch": [self._batch],
+            "optimizer": states,
+        }
+        return {part: self._storages.numbers_of(tensors) for part, tensors in groups.items()}
+
+    def run(self, num_micro_batches: int) -> None:
+        """Run it whole."""
+        for _ in range(num_micro_batches):
+            self._micro_batch()
+        self._enter("step")
+        self._optimizer_step()
+
+    def _optimizer_step(self) -> None:
+        self._storages.answers_ones = True
+        self._optimizer.step()
+        self._storages.answers_ones = False
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _micro_batch(self) -> None:
+        self._enter("forward")
+        held = self._storages.alive
+        with self._autocast():
+            result = self._loss_fn(self._model, self._batch)
+        loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+        saved = self._storages.alive - held
+        self.saved, self._activations = self.saved or saved, self._activations | saved
+        self._enter("backward")
+        loss.backward()
+        self._gradients |= self._storages.numbers_of(p.grad for p in self._model.parameters() if p.grad is not None)
+
+    def _enter(self, phase: str) -> None:
+        self._phases.append((len(self._storages.events), phase))
+
+    def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
+        """Return what was seen."""
+        moments = list(self._moments(scratch))
+        width = max(1, -(-len(moments) // _MOMENTS))
+        largest = [
+            max(moments[begin : begin + width], key=lambda moment: sum(moment[1].values()))
+            for begin in range(0, len(moments), width)
+        ]
+        timeline = tuple(Moment(index / len(moments), self._phase_at(index), parts) for index, parts in largest)
+        return StepMemory(max(timeline, key=lambda moment: moment.total_bytes), timeline, blocks)
+
+    def _moments(self, scratch: Mapping[Call, Taken]) -> Iterator[tuple[int, dict[str, int]]]:
+        sizes, part_of = list(self._storages.sizes), self._parts()
+        extra = [0] * (len(self._storages.events) + 1)
+        for call, begin, end, numbers in self._storages.calls:
+            if call in scratch:
+                taken = scratch[call]
+                extra[begin : end + 1] = [taken.scratch_bytes] * (end + 1 - begin)
+                for number, size in zip(numbers, taken.result_bytes, strict=True):
+                    sizes[number] = max(sizes[number], size)
+        now = dict.fromkeys(PARTS, 0)
+        for number in self._before:
+            now[part_of(number)] += sizes[number]
+        yield 0, dict(now)
+        for index, (number, sign) in enumerate(self._storages.events, 1):
+            now[part_of(number)] += sign * sizes[number]
+            yield index, now | {"transients": now["transients"] + extra[index]}
+
+    def _parts(self) -> Callable[[int], str]:
+        known: Mapping[str, set[int]] = self._static | {"gradients": self._gradients, "activations": self._activations}
+        found = {number: part for part in reversed(known) for number in known[part]}
+        return lambda number: found.get(number, "transients")
+
+    def _phase_at(self, index: int) -> str:
+        begun = [begin for begin, _ in self._phases]
+        return self._phases[max(0, bisect_right(begun, max(0, index - 1)) - 1)][1]
+
+
+_Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
+
+
+@contextlib.contextmanager
+def _block_marks(model: nn.Module, blocks: Iterable[str], storages: Storages) -> Iterator[_Marks]:
+    """Note which storages are born in which block's forward."""
+    marks: _Marks = {}
+    entered: list[int] = []
+    handles = []
+
+    def leave(name: str) -> None:
+        marks.setdefault(name, []).append((entered.pop(), len(storages.sizes)))
+
+    for name in blocks:
+        block = model.get_submodule(name)
+        handles.append(block.register_forward_pre_hook(lambda *_: entered.append(len(storages.sizes))))
+        handles.append(block.register_forward_hook(lambda *_, name=name: leave(name)))
+    try:
+        yield marks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _blocks(marks: _Marks, saved: set[int], storages: Storages) -> Iterator[BlockMemory]:
+    for name, spans in marks.items():
+        born = {number for begin, end in spans for number in range(begin, end)}
+        yield BlockMemory(name, sum(storages.sizes[number] for number in born & saved))

@@ -1,0 +1,73 @@
+"""Storages as they come and go under torch's operators: every result is seen, views once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from trimtab.measure.scratch import Call, call_of
+
+
+class Storages(TorchDispatchMode):
+    """While it is entered, a storage that an operator returns is born, and it dies when nobody holds it any more.
+
+    Args:
+        granule: what an allocator hands out is a multiple of so many bytes.
+
+    Attributes:
+        sizes: bytes of each storage, by number. events: (number, +1 for birth or -1 for death), in order.
+        calls: operators that take memory for themselves: the call, how many events came before it and its end, and the
+            numbers of its results' storages.
+        answers_ones: whether a value that is looked at is 1, as good as any for an optimizer's counters; without
+            memory there is none.
+    """
+
+    def __init__(self, granule: int = 1) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.events: list[tuple[int, int]] = []
+        self.calls: list[tuple[Call, int, int, tuple[int, ...]]] = []
+        self.answers_ones = False
+        self._granule = granule
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self.answers_ones:
+            return 1.0 if args[0].is_floating_point() else 1
+        begin = len(self.events)
+        result = func(*args, **(kwargs or {}))
+        numbers = tuple(self.number_of(each) for each in tree_iter(result) if isinstance(each, Tensor))
+        call = call_of(func, args, kwargs)
+        if call is not None:
+            self.calls.append((call, begin, len(self.events), numbers))
+        return result
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which is born where it was not known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            number = len(self.sizes)
+            self.sizes.append(-(-storage.nbytes() // self._granule) * self._granule)
+            self._alive[key] = number, weakref.ref(storage, lambda _: self._died(key, number))
+            self.events.append((number, 1))
+        return self._alive[key][0]
+
+    def numbers_of(self, values: Iterable[Any]) -> set[int]:
+        """Return the numbers of all tensors among some values."""
+        return {self.number_of(each) for each in tree_iter(tuple(values)) if isinstance(each, Tensor)}
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the storages that are held."""
+        return {number for number, _ in self._alive.values()}
+
+    def _died(self, key: int, number: int) -> None:
+        del self._alive[key]
+        self.events.append((number, -1))

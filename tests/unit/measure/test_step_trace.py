@@ -1,0 +1,199 @@
+"""A traced step holds what a counted one holds, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ModelError
+from trimtab.core.step_memory import PARTS, StepMemory
+from trimtab.measure.fakes import is_fake, on_fakes
+from trimtab.measure.memory import peak_bytes, storage_bytes
+from trimtab.measure.step_trace import trace_step
+from trimtab.tasks.models.gpt import GPT, GPTShape
+
+SHAPE = GPTShape(vocab_size=64, context=32, num_layers=2, num_heads=2, width=32, dropout=0.1)
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def sum_and_count(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return loss, (batch[1] >= 0).sum()
+
+
+def loop(optimizer="adamw"):
+    torch.manual_seed(0)
+    model = GPT(SHAPE).train()
+    batch = tuple(torch.randint(0, 64, (8, 32)) for _ in range(2))
+    return model, OPTIMIZERS[optimizer](model.parameters()), batch
+
+
+def half():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def counted(model, optimizer, batch, autocast, num_micro_batches=1):
+    def step():
+        for _ in range(num_micro_batches):
+            with autocast():
+                loss = loss_fn(model, batch)
+            loss.backward()
+            del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def live():
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [*model.parameters(), *model.buffers(), *batch, *(v for v in states if isinstance(v, torch.Tensor))]
+
+    step()
+    return peak_bytes(step, torch.device("cpu"), live)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("autocast", [contextlib.nullcontext, half])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_peak_is_the_counted_one(optimizer, autocast, num_micro_batches):
+    model, made, batch = loop(optimizer)
+    traced = trace_step(model, made, loss_fn, batch, autocast=autocast, num_micro_batches=num_micro_batches)
+    assert traced.peak_bytes == pytest.approx(counted(model, made, batch, autocast, num_micro_batches), rel=0.002)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_that_stepped_before_is_traced_as_one_that_did_not(optimizer):
+    model, made, batch = loop(optimizer)
+    before = trace_step(model, made, loss_fn, batch)
+    counted(model, made, batch, contextlib.nullcontext)
+    assert trace_step(model, made, loss_fn, batch).peak_bytes == before.peak_bytes
+
+
+def test_parts_are_what_they_are():
+    model, optimizer, batch = loop()
+    found = trace_step(model, optimizer, loss_fn, batch, num_micro_batches=2)
+    weights = storage_bytes(model.parameters())
+    most = found.most_bytes
+    assert set(most) == set(PARTS)
+    assert (most["parameters"], most["gradients"]) == (weights, weights)
+    assert most["batch"] == storage_bytes(batch)
+    assert most["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        loss = loss_fn(model, batch)
+    owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *batch)}
+    kept = [t for t in saved if t.untyped_storage().data_ptr() not in owned]
+    assert most["activations"] == pytest.approx(storage_bytes([*kept, loss]), rel=0.01)
+    assert found.peak.phase in ("forward", "backward")
+    assert found.peak in found.timeline
+    assert [moment.at for moment in found.timeline] == sorted(moment.at for moment in found.timeline)
+    assert from_json(StepMemory, to_json(found)) == found
+
+
+def test_a_blocks_share_is_told_apart():
+    model, optimizer, batch = loop()
+    found = trace_step(model, optimizer, loss_fn, batch, blocks=("blocks.0", "blocks.1"))
+    one, other = (block.saved_bytes for block in found.blocks)
+    assert one == other > 0
+    assert one + other < found.most_bytes["activations"]
+
+
+def test_nothing_of_the_users_is_touched():
+    model, optimizer, batch = loop()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trace_step(model, optimizer, loss_fn, batch, blocks=("blocks.0",))
+    assert not optimizer.state
+    assert all(p.grad is None and not is_fake(p) for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.get_submodule("blocks.0")._forward_hooks
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_model_without_memory_has_the_same_trace():
+    model, optimizer, batch = loop()
+    with on_fakes():
+        fake = GPT(SHAPE).train()
+        fake_optimizer = OPTIMIZERS["adamw"](fake.parameters())
+        tokens = tuple(torch.randint(0, 64, (8, 32)) for _ in range(2))
+    assert all(map(is_fake, fake.parameters()))
+    assert trace_step(fake, fake_optimizer, loss_fn, tokens) == trace_step(model, optimizer, loss_fn, batch)
+
+
+def test_a_sum_with_its_count_is_a_loss_too():
+    model, optimizer, batch = loop()
+    found = trace_step(model, optimizer, sum_and_count, batch)
+    assert found.peak_bytes == pytest.approx(trace_step(model, optimizer, loss_fn, batch).peak_bytes, rel=0.01)
+
+
+def test_what_an_allocator_rounds_up_is_rounded_up():
+    model, optimizer, batch = loop()
+    exact, rounded = (trace_step(model, optimizer, loss_fn, batch, granule=granule) for granule in (1, 512))
+    assert all(size % 512 == 0 for size in rounded.peak.bytes_by_part.values())
+    assert exact.peak_bytes < rounded.peak_bytes < 1.2 * exact.peak_bytes
+
+
+def test_a_step_that_looks_at_a_value_cannot_be_traced():
+    model, optimizer, batch = loop()
+
+    def looking(model, batch):
+        loss = loss_fn(model, batch)
+        return loss if loss.item() > 0 else 2 * loss
+
+    with pytest.raises(ModelError, match="cannot be traced"):
+        trace_step(model, optimizer, looking, batch)
+    assert all(not is_fake(p) for p in model.parameters())
+
+
+def convolutions():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(True), nn.Conv2d(16, 32, 1, 2), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(2))
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (torch.randn(4, 3, 24, 24), torch.randint(0, 32, (4, 144))),
+    )
+
+
+def over_pixels(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_what_convolutions_take_for_themselves_is_counted_where_asked_for():
+    model, optimizer, batch = convolutions()
+    without, with_it = (
+        trace_step(model, optimizer, over_pixels, batch, counts_scratch=counts) for counts in (False, True)
+    )
+
+    def step():
+        over_pixels(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    found = peak_bytes(step, torch.device("cpu"), lambda: [*model.parameters(), *model.buffers(), *batch])
+    assert without.peak_bytes <= with_it.peak_bytes
+    assert abs(with_it.peak_bytes / found - 1) < 0.01
+
+
+def test_a_recurrent_layers_workspace_is_kept_for_backward():
+    torch.manual_seed(0)
+    model = nn.LSTM(16, 32, batch_first=True)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 20, 16)
+    found = [
+        trace_step(model, optimizer, lambda m, x: m(x)[0].square().mean(), batch, counts_scratch=counts)
+        for counts in (False, True)
+    ]
+    assert found[1].most_bytes["activations"] >= found[0].most_bytes["activations"]
