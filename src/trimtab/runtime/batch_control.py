@@ -20,7 +20,7 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, Standing, decide, gain, is_known_well, most
+from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import WindowTimes
 from trimtab.measure.late import Late
@@ -30,15 +30,12 @@ from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.noise_monitor import NUM_FIGURES, NoiseMonitor
+from trimtab.runtime.probing import Probing
 from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.schedule import RateFollower
 from trimtab.runtime.splitting import keeps_maths
 
 Note = Callable[[str, Mapping[str, Any]], None]
-# Where the noise does not show in windows of the present k, one in so many is made to show it, after a few in a row:
-# while nothing is known, in the first windows of a run or after a pause; and from then on.
-_EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
-_FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
 
 
 @dataclass(frozen=True)
@@ -88,9 +85,9 @@ class BatchControl:
         self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         self._unit = plan.num_micro_batches
         self._micro_rows = plan.batch_rows / self._unit
-        self._may_split = keeps_maths(plan, model)
+        may_split = keeps_maths(plan, model)
         self._cuts = self._rule.policy == "throughput_per_memory"
-        if self._cuts and not self._may_split:
+        if self._cuts and not may_split:
             raise ValueGivenError(
                 "plan.batch_rule",
                 given="throughput_per_memory, which cuts the batch, and a model that computes over it",
@@ -103,6 +100,9 @@ class BatchControl:
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         self._monitor = NoiseMonitor(model, optimizer)
         self._seen_apart = 1 if self._monitor.is_sharded else exchange.num_ranks
+        self._probing = Probing(
+            self._rule, self._unit, self._account, self._times, may_split=may_split, shows_one=self._seen_apart > 1
+        )
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | None = None
         self._sums: tuple[Late, Spent] | None = None
@@ -110,7 +110,7 @@ class BatchControl:
         self._deciding_s = 0.0
         self._absorbed_at = 0
         self._measures = not self._cuts  # which is given all it needs
-        self._is_probe, self._accumulates = False, True
+        self._is_probe = False
         self._pays: bool | None = None
         self._last_gain: float | None = None
         if not self._measures:
@@ -126,7 +126,7 @@ class BatchControl:
     @property
     def num_batches(self) -> int:
         """Loader batches of the next window: as decided, or two where one alone does not show what is needed."""
-        return 2 if self._doubles and self._probes else self._decided
+        return 2 if self._probing.doubles(self.k, self.noise) else self._decided
 
     @property
     def _decided(self) -> int:
@@ -137,33 +137,7 @@ class BatchControl:
         if self._cuts:
             return -(-rows // self.k)
         is_one = num_batches * -(-rows // planned) == 1
-        return -(-rows // 2) if is_one and self._may_split and rows > 1 and self._probes else planned
-
-    @property
-    def _probes(self) -> bool:
-        """Whether the next window is to show what one as decided does not: the noise, or the time of a loader batch."""
-        if not self._accumulates or self._account.windows < _FRESH:
-            return False
-        shows_noise = not self._measures or self.k * self._seen_apart > 1
-        if shows_noise and not self._lacks_times:
-            return False
-        is_known = is_known_well(self._rule, self.noise) and not self._lacks_times
-        explores = not is_known and self._account.windows - self._account.began < _EXPLORED
-        free = 2 * self._rule.min_windows  # as many again as show the noise: some of them show the times alone
-        return self._account.is_due(free=free, sparse=_EXPLORING if explores else _SPARSE)
-
-    @property
-    def _lacks_times(self) -> bool:
-        """Whether only a window of two loader batches shows the time of one: half of one takes more than half of it."""
-        return self._rule.policy == "goodput" and self._may_double and self._decided == 1 and not self._times.is_known
-
-    @property
-    def _doubles(self) -> bool:
-        return self._lacks_times or (not self._may_split and self._may_double)
-
-    @property
-    def _may_double(self) -> bool:
-        return self._rule.policy != "fixed" and most(self._rule, self._unit) > self._unit
+        return -(-rows // 2) if is_one and rows > 1 and self._probing.splits(self.k, self.noise) else planned
 
     def rate_factor(self, num_batches: int) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
@@ -178,7 +152,7 @@ class BatchControl:
     def opened(self, num_micro_batches: int) -> None:
         """A window begins."""
         self._rows.clear()
-        self._is_probe = self._is_probe or self._probes
+        self._is_probe = self._is_probe or self._probing.is_due(self.k, self.noise)
         shows = self._measures and num_micro_batches * self._seen_apart > 1
         if shows and (self._is_probe or self._account.is_due(free=self._rule.min_windows)):
             self._monitor.open(at_once=num_micro_batches == 1)
@@ -240,8 +214,8 @@ class BatchControl:
 
         Then none is made again: gradients do not fit beside a forward, as they would have to if k rose.
         """
-        if self._is_probe and self._accumulates:
-            self._accumulates = False
+        if self._is_probe and self._probing.fits:
+            self._probing.fits = False
             self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": "held: memory ran out at k = 2"})
         return self._is_probe
 

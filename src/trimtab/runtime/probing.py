@@ -1,0 +1,62 @@
+"""Windows that are made to show what those of the present k do not: the noise, or the time of a loader batch."""
+
+from __future__ import annotations
+
+from trimtab.core.batch_rule import BatchRule
+from trimtab.decide.accounts import Account
+from trimtab.decide.accumulation import Noise, is_known_well, most
+from trimtab.decide.window_times import WindowTimes
+
+# After a few in a row one window in so many: while nothing is known, in the first windows of a run or after a pause;
+# and from then on.
+_EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
+_FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
+
+
+class Probing:
+    """Decides which windows are of two loader batches, or of one that is split in two.
+
+    Args:
+        unit: micro-batches of a loader batch. account, times: of the run, as they are each time. may_split: whether a
+            batch keeps its maths when it is split. shows_one: whether a window of one micro-batch shows the noise, as
+            on several ranks.
+
+    Attributes:
+        fits: whether memory is enough for such windows, as far as is known.
+    """
+
+    def __init__(
+        self, rule: BatchRule, unit: int, account: Account, times: WindowTimes, *, may_split: bool, shows_one: bool
+    ) -> None:
+        self._rule, self._unit, self._account, self._times = rule, unit, account, times
+        self._may_split, self._shows_one = may_split, shows_one
+        self._measures = rule.policy != "throughput_per_memory"
+        self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
+        self.fits = True
+
+    def doubles(self, k: int, noise: Noise | None) -> bool:
+        """Return whether the next window is of two loader batches in place of one."""
+        only_so = self._lacks_times(k) or (not self._may_split and self._may_double)
+        return only_so and self.is_due(k, noise)
+
+    def splits(self, k: int, noise: Noise | None) -> bool:
+        """Return whether the next window, of one micro-batch, is split in two."""
+        return self._may_split and self.is_due(k, noise)
+
+    def is_due(self, k: int, noise: Noise | None) -> bool:
+        """Return whether the next window is to show what one as decided does not."""
+        lacks_times, lacks_noise = self._lacks_times(k), self._measures and k == 1 and not self._shows_one
+        if not (lacks_times or lacks_noise) or not self.fits or self._account.windows < _FRESH:
+            return False
+        is_known = is_known_well(self._rule, noise) and not lacks_times
+        explores = not is_known and self._account.windows - self._account.began < _EXPLORED
+        free = 2 * self._rule.min_windows  # as many again as show the noise: some of them show the times alone
+        return self._account.is_due(free=free, sparse=_EXPLORING if explores else _SPARSE)
+
+    def _lacks_times(self, k: int) -> bool:
+        """Return whether only a window of two loader batches shows the time of one.
+
+        Half of one may take more than half of it.
+        """
+        is_one = k <= self._unit
+        return self._rule.policy == "goodput" and self._may_double and is_one and not self._times.is_known
