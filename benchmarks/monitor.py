@@ -35,7 +35,7 @@ from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
-CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 150, 12))
+CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 600, 12))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 

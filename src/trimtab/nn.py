@@ -1,0 +1,140 @@
+"""Modules that a model may adopt: a head over a large vocabulary that need not hold all of its logits.
+
+The logits of N tokens over V words are N x V numbers, several times over in a step: in a small language model with a
+large vocabulary most of its memory. A chunk of tokens at a time, loss and gradients need the logits of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trimtab.core import checks
+from trimtab.core.errors import BatchError
+
+IGNORED = -100  # the target that counts nothing, torch's own
+_OF_TORCH = getattr(F, "linear_cross_entropy", None)  # from torch 2.13 on
+
+
+class LossHead(nn.Linear):
+    """The linear layer from features to logits, and the cross-entropy of what it predicts.
+
+    Called, it is `nn.Linear`: weights and their names are as they would be, and they can be tied to an embedding's.
+
+    Attributes:
+        chunk_rows: tokens whose logits are held at once; None for all. Another rounding of the same maths.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, *, chunk_rows: int | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        if chunk_rows is not None:
+            checks.integer("chunk_rows", chunk_rows)
+        self.chunk_rows = chunk_rows
+
+    def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (loss_sum, count) over the targets that are not -100: what a token loss hands to a run.
+
+        Args:
+            features: (..., in_features). targets: (...) words.
+
+        Raises:
+            BatchError: there are not as many targets as features.
+        """
+        if features.shape[:-1] != targets.shape:
+            given = f"targets of shape {tuple(targets.shape)} for features of {tuple(features.shape)}"
+            raise BatchError("targets", given=given, expected="one target for each feature vector")
+        rows, words = features.flatten(0, -2), targets.flatten()
+        if self.chunk_rows is None or self.chunk_rows >= len(rows) or not torch.is_grad_enabled():
+            total = F.cross_entropy(self(rows), words, ignore_index=IGNORED, reduction="sum")
+        else:
+            total = _chunked(rows, self.weight, self.bias, words, self.chunk_rows)
+        return total, (words != IGNORED).sum()
+
+    def extra_repr(self) -> str:
+        """Say how it is chunked."""
+        return f"{super().extra_repr()}, chunk_rows={self.chunk_rows}"
+
+
+def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int) -> Tensor:
+    """Return the summed loss, its logits a chunk at a time, in the precision of the autocast in force."""
+    kind = features.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        features, weight = features.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        if _OF_TORCH is None:
+            result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)
+            return result
+        # With options left out torch holds all logits, and by its own choice of them it is several times slower.
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_rows, acc_policy="accurate")
+        sums = {"reduction": "sum", "ignore_index": IGNORED, "options": options}
+        total: Tensor = _OF_TORCH(features, weight, targets, linear_bias=bias, **sums)
+        return total.to(torch.promote_types(total.dtype, torch.float32))
+
+
+class _Chunked(torch.autograd.Function):
+    """Loss and gradients in one pass: a chunk's logits are done with before the next one's are made.
+
+    For torch before 2.13, which has no such thing of its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int
+    ) -> Tensor:
+        """Return the summed loss in float32 at the least."""
+        exact = torch.promote_types(features.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=features.device)
+        wanted = ctx.needs_input_grad[:3]
+        grad_features = torch.empty_like(features) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
+        for begin in range(0, len(features), chunk_rows):
+            chunk, words = features[begin : begin + chunk_rows], targets[begin : begin + chunk_rows]
+            loss, slope = _loss_and_slope(F.linear(chunk, weight, bias).to(exact), words)
+            total += loss
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+            slope = slope.to(features.dtype)
+            if grad_features is not None:
+                torch.mm(slope, weight, out=grad_features[begin : begin + chunk_rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, slope.t(), chunk)
+        ctx.gradients = tuple(
+            None if found is None else found.to(like.dtype)
+            for found, like in ((grad_features, features), (grad_weight, weight), (grad_bias, bias))
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, by what the loss is multiplied by."""
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise RuntimeError("a second backward through a chunked loss: its gradients were handed out")
+        return (*(None if each is None else each.mul_(slope.to(each.dtype)) for each in found), None, None)
+
+
+def _loss_and_slope(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of a chunk, and its derivative by the logits, in their memory."""
+    counts = words != IGNORED
+    picked = torch.where(counts, words, 0)[:, None]
+    normaliser = logits.logsumexp(1, keepdim=True)
+    loss = torch.where(counts, (normaliser - logits.gather(1, picked))[:, 0], 0).sum()
+    slope = logits.sub_(normaliser).exp_()
+    slope.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=slope.dtype))
+    return loss, slope.mul_(counts[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a sum of at least its precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
