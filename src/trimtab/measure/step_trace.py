@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ModelError
+from trimtab.core.peak_model import PeakModel
 from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.scratch import Call, Taken, measured
 from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
+_Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
 _MOMENTS = 200
 _CUDA_GRANULE = 512  # of torch's caching allocator
 
@@ -50,6 +52,49 @@ def trace_step(
     Raises:
         ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
     """
+    step, marks = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, blocks, granule)
+    return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
+
+
+def trace_peaks(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batches: tuple[Any, Any],
+    rows: tuple[int, int],
+    *,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    num_micro_batches: int = 1,
+    granule: int | None = None,
+    counts_scratch: bool = False,
+) -> PeakModel:
+    """Return the peak of a step for any number of rows, from two of them; arguments as of `trace_step`.
+
+    Of one row it is an estimate: operators treat a size of one in their own way.
+
+    Args:
+        batches: of `rows`, the smaller one first and of two at the least.
+
+    Raises:
+        ModelError: the step cannot be traced. ValueGivenError: it takes another course at the other size.
+    """
+    totals = []
+    for batch in batches:
+        step, _ = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, (), granule)
+        totals.append(step.totals(step.scratch() if counts_scratch else {}))
+    return PeakModel.through(*totals, rows)
+
+
+def _traced(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    autocast: Any,
+    num_micro_batches: int,
+    blocks: Sequence[str],
+    granule: int | None,
+) -> tuple[_Step, _Marks]:
     fakes = Fakes()
     device = next(model.parameters()).device.type
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
@@ -66,8 +111,7 @@ def trace_step(
             expected="one whose course does not depend on values",
             way_out="Its memory can be measured instead, by running it.",
         ) from error
-    scratch = measured(call for call, *_ in storages.calls) if counts_scratch else {}
-    return step.memory(tuple(_blocks(marks, step.saved, storages)), scratch)
+    return step, marks
 
 
 class _Step:
@@ -78,7 +122,7 @@ class _Step:
     ) -> None:
         self._model, self._optimizer, self._storages = model, optimizer, storages
         self._loss_fn, self._batch, self._autocast = loss_fn, batch, autocast
-        self.saved: set[int] = set()  # by the first micro-batch
+        self._saved: set[int] = set()  # by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
         self._phases: list[tuple[int, str]] = []
@@ -120,13 +164,27 @@ class _Step:
             result = self._loss_fn(self._model, self._batch)
         loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
         saved = self._storages.alive - held
-        self.saved, self._activations = self.saved or saved, self._activations | saved
+        self._saved, self._activations = self._saved or saved, self._activations | saved
         self._enter("backward")
         loss.backward()
         self._gradients |= self._storages.numbers_of(p.grad for p in self._model.parameters() if p.grad is not None)
 
     def _enter(self, phase: str) -> None:
         self._phases.append((len(self._storages.events), phase))
+
+    def scratch(self) -> dict[Call, Taken]:
+        """Return what operators take for themselves, by running each that does."""
+        return measured(call for call, *_ in self._storages.calls)
+
+    def blocks(self, marks: _Marks) -> Iterator[BlockMemory]:
+        """Yield what each block keeps, by the storages that were born in it."""
+        for name, spans in marks.items():
+            born = {number for begin, end in spans for number in range(begin, end)}
+            yield BlockMemory(name, sum(self._storages.sizes[number] for number in born & self._saved))
+
+    def totals(self, scratch: Mapping[Call, Taken]) -> list[int]:
+        """Return the bytes held at each moment."""
+        return [sum(parts.values()) for _, parts in self._moments(scratch)]
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""
@@ -166,9 +224,6 @@ class _Step:
         return self._phases[max(0, bisect_right(begun, max(0, index - 1)) - 1)][1]
 
 
-_Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
-
-
 @contextlib.contextmanager
 def _block_marks(model: nn.Module, blocks: Iterable[str], storages: Storages) -> Iterator[_Marks]:
     """Note which storages are born in which block's forward."""
@@ -188,9 +243,3 @@ def _block_marks(model: nn.Module, blocks: Iterable[str], storages: Storages) ->
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _blocks(marks: _Marks, saved: set[int], storages: Storages) -> Iterator[BlockMemory]:
-    for name, spans in marks.items():
-        born = {number for begin, end in spans for number in range(begin, end)}
-        yield BlockMemory(name, sum(storages.sizes[number] for number in born & saved))

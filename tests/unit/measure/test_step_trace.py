@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from trimtab.core.codec import from_json, to_json
-from trimtab.core.errors import ModelError
+from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.step_memory import PARTS, StepMemory
 from trimtab.measure.fakes import is_fake, on_fakes
 from trimtab.measure.memory import peak_bytes, storage_bytes
-from trimtab.measure.step_trace import trace_step
+from trimtab.measure.step_trace import trace_peaks, trace_step
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 SHAPE = GPTShape(vocab_size=64, context=32, num_layers=2, num_heads=2, width=32, dropout=0.1)
@@ -197,3 +197,27 @@ def test_a_recurrent_layers_workspace_is_kept_for_backward():
         for counts in (False, True)
     ]
     assert found[1].most_bytes["activations"] >= found[0].most_bytes["activations"]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_two_sizes_tell_the_peak_of_every_other(num_micro_batches):
+    model, optimizer, batch = loop()
+
+    def rows(number):
+        return tuple(column[:number] for column in batch)
+
+    found = trace_peaks(model, optimizer, loss_fn, (rows(2), rows(3)), (2, 3), num_micro_batches=num_micro_batches)
+    for number in (4, 5, 8):
+        traced = trace_step(model, optimizer, loss_fn, rows(number), num_micro_batches=num_micro_batches)
+        assert found.peak_bytes(number) == pytest.approx(traced.peak_bytes, rel=1e-3)
+    assert found.most_rows(found.peak_bytes(5), 8) == 5
+
+
+def test_a_step_that_is_another_at_another_size_has_no_model():
+    model, optimizer, batch = loop()
+
+    def by_size(model, batch):
+        return loss_fn(model, batch) * (1 if len(batch[0]) > 2 else torch.ones(()))
+
+    with pytest.raises(ValueGivenError, match="different lengths"):
+        trace_peaks(model, optimizer, by_size, (tuple(c[:2] for c in batch), batch), (2, 8))
