@@ -6,7 +6,7 @@ and what it takes is counted on real tensors of the same shapes, one call at a t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from trimtab.measure.memory import peak_growth, storage_bytes
 
-# A recurrent layer's backward is given what its forward prepared, which no fake has: run by itself it ends the process.
 _OPERATORS = ("convolution", "convolution_backward", "mkldnn_rnn_layer")
+# Their backwards are given what the forward prepared, which no fake has: run by itself one ends the process.
+PREPARED = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
+_TRAINED = 5  # of a recurrent layer's tensors: what goes in and four weights
 
 
 @dataclass(frozen=True)
@@ -34,31 +36,46 @@ class _Like:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with what it was given, tensors by their place in memory; calls that are alike are equal."""
+    """An operator with what it was given, tensors by their place in memory; calls that are alike are equal.
+
+    Args:
+        is_backward: whether the backward of this call is meant.
+    """
 
     operator: Any
     leaves: tuple[Any, ...]
     structure: Any
+    is_backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the operator."""
+        return name_of(self.operator)
 
     def __hash__(self) -> int:
-        return hash((str(self.operator), str(self.leaves)))
+        return hash((self.name, str(self.leaves), self.is_backward))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a call took: bytes that were gone when it was over, and those of its results that were not."""
+    """What a call took: bytes that were gone when it was over, and those of its results, where those do not show."""
 
     scratch_bytes: int
-    result_bytes: tuple[int, ...]
+    result_bytes: tuple[int, ...] = ()
 
 
 def call_of(operator: Any, args: Any, kwargs: Any) -> Call | None:
     """Return a call to be measured; None where the operator is not known to take anything."""
-    packet = getattr(operator, "overloadpacket", None)
-    if packet is None or packet.__name__ not in _OPERATORS:
+    if name_of(operator) not in _OPERATORS:
         return None
     leaves, structure = tree_flatten((args, kwargs or {}))
     return Call(operator, tuple(map(_like, leaves)), structure)
+
+
+def name_of(operator: Any) -> str:
+    """Return an operator's name without its overload."""
+    packet = getattr(operator, "overloadpacket", None)
+    return "" if packet is None else str(packet.__name__)
 
 
 def _like(value: Any) -> Any:
@@ -69,7 +86,8 @@ def _like(value: Any) -> Any:
 
 def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
     """Return what each of some calls takes. One call's tensors at a time are allocated."""
-    return {call: _measured(call) for call in dict.fromkeys(calls)}
+    each = dict.fromkeys(calls)
+    return {call: _measured_backward(call) if call.is_backward else _measured(call) for call in each}
 
 
 @torch.enable_grad()  # a recurrent layer prepares its backward by this, whatever requires a gradient
@@ -79,6 +97,22 @@ def _measured(call: Call) -> Taken:
     result = call.operator(*args, **kwargs)  # what is prepared once is there from now on
     sizes = tuple(storage_bytes([each]) for each in tree_iter(result) if isinstance(each, Tensor))
     del result
+    return Taken(_beyond_results(lambda: call.operator(*args, **kwargs)), sizes)
+
+
+@torch.enable_grad()
+def _measured_backward(call: Call) -> Taken:
+    leaves = [leaf.make() if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    trained = [leaf.requires_grad_() for leaf in floats[:_TRAINED]]
+    args, kwargs = tree_unflatten(leaves, call.structure)
+    output = call.operator(*args, **kwargs)[0]
+    slope = torch.zeros_like(output)
+    return Taken(_beyond_results(lambda: torch.autograd.grad(output, trained, slope, retain_graph=True)))
+
+
+def _beyond_results(function: Callable[[], Any]) -> int:
+    """Return the most bytes a call held beyond those that its results keep."""
     held: list[Any] = []
-    growth = peak_growth(lambda: held.append(call.operator(*args, **kwargs)))
-    return Taken(max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor))), sizes)
+    growth = peak_growth(lambda: held.append(function()))
+    return max(0, growth - storage_bytes(t for t in tree_iter(held) if isinstance(t, Tensor)))

@@ -204,7 +204,7 @@ class _Step:
             if call in scratch:
                 taken = scratch[call]
                 extra[begin : end + 1] = [taken.scratch_bytes] * (end + 1 - begin)
-                for number, size in zip(numbers, taken.result_bytes, strict=True):
+                for number, size in zip(numbers, taken.result_bytes, strict=bool(taken.result_bytes)):
                     sizes[number] = max(sizes[number], size)
         now = dict.fromkeys(PARTS, 0)
         for number in self._before:

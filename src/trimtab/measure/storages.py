@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trimtab.measure.scratch import Call, call_of
+from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
 
 
 class Storages(TorchDispatchMode):
@@ -35,6 +36,7 @@ class Storages(TorchDispatchMode):
         self.calls: list[tuple[Call, int, int, tuple[int, ...]]] = []
         self.answers_ones = False
         self._granule = granule
+        self._forwards: list[Call] = []
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,10 +45,19 @@ class Storages(TorchDispatchMode):
         begin = len(self.events)
         result = func(*args, **(kwargs or {}))
         numbers = tuple(self.number_of(each) for each in tree_iter(result) if isinstance(each, Tensor))
-        call = call_of(func, args, kwargs)
+        call = self._call(func, args, kwargs)
         if call is not None:
             self.calls.append((call, begin, len(self.events), numbers))
         return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+        name = name_of(func)
+        if name in PREPARED:  # backwards run in the reverse order of their forwards
+            return replace(self._forwards.pop(), is_backward=True) if self._forwards else None
+        call = call_of(func, args, kwargs)
+        if call is not None and name in PREPARED.values():
+            self._forwards.append(call)
+        return call
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, which is born where it was not known."""
