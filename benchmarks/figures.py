@@ -1,4 +1,4 @@
-"""Rebuild the figures in README.md, docs/RESULTS.md and docs/accumulation.md from the files in benchmarks/results.
+"""Rebuild the figures in README.md and on the pages in docs from the files in benchmarks/results.
 
     python benchmarks/figures.py            # write them
     python benchmarks/figures.py --check    # change nothing; fail where they are not what the results give
@@ -55,6 +55,7 @@ def pages(root: Path) -> dict[Path, str]:
     made = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": _sections(results)},
+        root / "docs" / "memory.md": {"figures": _sections([each for each in results if each["name"] == "prediction"])},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": _sections(adaptive)},
     }
     texts = {path: path.read_text(encoding="utf-8") for path in made}
@@ -212,7 +213,7 @@ def _monitor(rows: list[Row]) -> Iterator[str]:
             yield where + value + "| | |"
             continue
         bar = 1.005 + row["control_half_width"]
-        within = "within" if row["high"] <= bar else "beyond"
+        within = "within" if row["high"] <= bar else "not shown" if row["low"] <= bar else "beyond"
         price = f"{row['price_of_a_window']:.2%} of a window, one in {row['measured_every']}"
         yield where + value + f"| {bar:.4f}: {within} | {price} |"
 
@@ -229,6 +230,20 @@ def _regret(rows: list[Row]) -> Iterator[str]:
         paired = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if "mean" in row else ""
         over = f"{row['regret']:+.1%} ({row['best']})"
         yield where + f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} | {row['n']} |"
+
+
+def _prediction(rows: list[Row]) -> Iterator[str]:
+    """Yield a line a step, and what the errors are like."""
+    for key, name in (("error", "traced"), ("calibrated_error", "with scratch")):
+        errors = sorted(abs(row[key]) for row in rows)
+        yield f"{name.capitalize()}: median error {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}."
+    yield ""
+    yield "| model | rows | precision | optimizer | counted, MiB | traced | with operators' scratch | tracing, s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        step = f"| {row['model']} | {row['batch']} | {row['precision']} | {row['optimizer']} "
+        counted = f"| {row['measured_bytes'] / 2**20:.1f} "
+        yield step + counted + f"| {row['error']:+.2%} | {row['calibrated_error']:+.2%} | {row['traced_s']:.1f} |"
 
 
 def _savings() -> Iterator[str]:
@@ -252,6 +267,7 @@ KINDS = {
     "planted": _planted,
     "monitor": _monitor,
     "regret": _regret,
+    "prediction": _prediction,
 }
 
 
