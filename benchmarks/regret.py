@@ -3,7 +3,8 @@
 `python benchmarks/regret.py [--quick] [--json] [--tasks digits_resnet] [--seeds 5] [--jobs 2]` trains each case from
 several seeds with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss, and
 prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed, for each
-of a few losses and for their mean. Arms train side by side, each in one thread, for nothing of them is timed.
+of a few losses and for their mean. Arms train side by side, each in one thread, for nothing of them is timed but what
+measuring takes.
 
 Time is samples to the loss, as trained, by one table of `t_micro` and `t_fixed` for all arms, measured first: in one
 process ("local"), and over two gloo ranks whose reductions a sleep makes slow ("slow"), of one thread each. What
@@ -12,7 +13,8 @@ gradients (batch statistics are updated by both), and the control reads the tabl
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from
 the one that is best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start, or "ramped", as
 a policy raises it; the best of both is compared with. "goodput, held" holds k where the noise is not known well.
-"again" is the best fixed arm from other seeds: what a figure here is worth.
+"again" is the best fixed arm from other seeds: what a figure here is worth. `--keep FOLDER` goes on where another run
+was stopped.
 """
 
 from __future__ import annotations
@@ -127,7 +129,12 @@ class Trained:
 
 def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
     """Return the table of times of each link, as it was measured first."""
-    path = keep / f"{case.name}, times.json"
+    keep.mkdir(parents=True, exist_ok=True)
+    settings, path = keep / f"{case.name}, settings.txt", keep / f"{case.name}, times.json"
+    said = f"{case.rows} rows, rate {case.rate:g}, losses {case.targets}, latency {latency:g}"
+    if settings.is_file() and settings.read_text() != said:
+        raise SystemExit(f"{keep} keeps what was trained with {settings.read_text()}; now it is {said}")
+    settings.write_text(said)
     if not path.is_file():
         local = local_times(case)
         tables = {"local": local, "slow": rank_times(case, latency * local.micro_s)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from trimtab.core import checks
@@ -49,10 +50,13 @@ class LossHead(nn.Linear):
             given = f"targets of shape {tuple(targets.shape)} for features of {tuple(features.shape)}"
             raise BatchError("targets", given=given, expected="one target for each feature vector")
         rows, words = features.flatten(0, -2), targets.flatten()
-        if self.chunk_rows is None or self.chunk_rows >= len(rows) or not torch.is_grad_enabled():
-            total = F.cross_entropy(self(rows), words, ignore_index=IGNORED, reduction="sum")
+        chunk_rows = self.chunk_rows or len(rows)
+        if torch.is_grad_enabled() and chunk_rows < len(rows):
+            total = _chunked(rows, self.weight, self.bias, words, chunk_rows)
         else:
-            total = _chunked(rows, self.weight, self.bias, words, self.chunk_rows)
+            parts = zip(rows.split(chunk_rows), words.split(chunk_rows), strict=True)
+            total = torch.stack([F.cross_entropy(self(r), w, ignore_index=IGNORED, reduction="sum") for r, w in parts])
+            total = total.sum()
         return total, (words != IGNORED).sum()
 
     def extra_repr(self) -> str:
@@ -68,7 +72,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
         features, weight = features.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
-        if _OF_TORCH is None:
+        if _OF_TORCH is None or features.dtype is torch.float16:
             result: Tensor = _Chunked.apply(features, weight, bias, targets, chunk_rows)
             return result
         # With options left out torch holds all logits, and by its own choice of them it is several times slower.
@@ -81,7 +85,7 @@ def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 class _Chunked(torch.autograd.Function):
     """Loss and gradients in one pass: a chunk's logits are done with before the next one's are made.
 
-    For torch before 2.13, which has no such thing of its own.
+    For fp16, and for torch before 2.13, which has no such thing of its own.
     """
 
     @staticmethod
@@ -91,7 +95,10 @@ class _Chunked(torch.autograd.Function):
         """Return the summed loss in float32 at the least."""
         exact = torch.promote_types(features.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=features.device)
-        wanted = ctx.needs_input_grad[:3]
+        wanted, like = ctx.needs_input_grad[:3], (features, weight, bias)
+        if features.dtype is torch.float16:  # whose gradients would be lost before a loss scale reaches them
+            features, weight = features.to(exact), weight.to(exact)
+            bias = None if bias is None else bias.to(exact)
         grad_features = torch.empty_like(features) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
@@ -106,19 +113,20 @@ class _Chunked(torch.autograd.Function):
                 torch.mm(slope, weight, out=grad_features[begin : begin + chunk_rows])
             if grad_weight is not None:
                 _add_product(grad_weight, slope.t(), chunk)
-        ctx.gradients = tuple(
-            None if found is None else found.to(like.dtype)
-            for found, like in ((grad_features, features), (grad_weight, weight), (grad_bias, bias))
-        )
+        ctx.gradients = grad_features, grad_weight, grad_bias
+        ctx.dtypes = tuple(None if each is None else each.dtype for each in like)
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, by what the loss is multiplied by."""
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise RuntimeError("a second backward through a chunked loss: its gradients were handed out")
-        return (*(None if each is None else each.mul_(slope.to(each.dtype)) for each in found), None, None)
+        scaled = (None if each is None else each.mul_(slope.to(each.dtype)) for each in found)
+        each = (None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
+        return (*each, None, None)
 
 
 def _loss_and_slope(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,24 @@ def test_it_holds_a_chunk_of_logits_in_place_of_all():
     assert peaks[64] < 0.6 * logits
 
 
+def test_evaluation_holds_a_chunk_too():
+    head, features = LossHead(32, 4000, chunk_rows=64), torch.randn(512, 32)
+    targets = torch.randint(0, 4000, (512,))
+    with torch.no_grad():
+        assert peak_growth(lambda: head.loss(features, targets)) < 0.5 * 512 * 4000 * 4
+
+
+def test_small_gradients_survive_fp16(problem):
+    """They are multiplied by the loss scale before they are rounded."""
+    features, targets = problem[0].half(), problem[1]
+    head = LossHead(8, 50, chunk_rows=4).half()
+    total, _ = head.loss(features, targets)
+    (total * (1e-6 * 2.0**16)).backward()
+    ours = head.weight.grad.double()
+    truth = gradients(head.double(), features.double(), targets, plain=True)[2] / 3.0
+    torch.testing.assert_close(ours, truth * (1e-6 * 2.0**16), rtol=0.005, atol=1e-6)
+
+
 def test_a_run_trains_with_it_as_with_all_logits(problem):
     """Two micro-batches of a window, token counts unequal."""
     features, targets = problem

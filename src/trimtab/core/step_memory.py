@@ -44,19 +44,16 @@ class StepMemory:
 
     Args:
         peak: the moment with most bytes. timeline: the largest moments of equal stretches of the step, in order.
-        blocks: those that were asked about, in the order they were entered.
+        most_bytes: of each part, whenever it has them. blocks: those that were asked about, in the order they were
+            entered.
     """
 
     peak: Moment
     timeline: tuple[Moment, ...]
+    most_bytes: Mapping[str, int]
     blocks: tuple[BlockMemory, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the peak."""
         return self.peak.total_bytes
-
-    @property
-    def most_bytes(self) -> dict[str, int]:
-        """Most bytes of each part, whenever it has them."""
-        return {part: max(moment.bytes_by_part[part] for moment in self.timeline) for part in PARTS}

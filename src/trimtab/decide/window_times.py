@@ -36,6 +36,12 @@ class WindowTimes:
             self._row_s.append(row_s)
             self._fixed_s.append(max(0.0, fixed_s))
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._row_s.clear()
+        self._fixed_s.clear()
+        self._seen = 0
+
     @property
     def is_known(self) -> bool:
         """Whether enough windows were seen."""

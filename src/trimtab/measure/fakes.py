@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any, TypeVar
 
@@ -16,6 +15,8 @@ T = TypeVar("T")
 
 class Fakes:
     """A world of fake tensors: operators have results of the right shape, dtype and aliasing, and compute nothing.
+
+    While it is entered, models and optimizers are made without memory.
 
     Raises:
         DependencyError: this torch has no fake tensors where we look for them.
@@ -44,11 +45,6 @@ class Fakes:
 
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
-
-
-def on_fakes() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which models and optimizers are made without memory, to be handed to `trace_step`."""
-    return Fakes()
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""Memory of one optimizer step, traced on fake tensors: nothing is allocated, nothing of the user's is touched.
+"""Memory of one optimizer step, traced on fake tensors: nothing is allocated.
 
 The step runs as it would, operator by operator, on tensors without memory, and storages are seen to come and go. That
-is exact but for scratch inside operators, which convolutions take on a CPU.
+is exact but for scratch inside operators, which convolutions take on a CPU. Model, optimizer and batch are copied; what
+else a loss or a hook of the user's writes to it writes to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trimtab.core.errors import ModelError
+from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
 from trimtab.measure.fakes import Fakes
@@ -50,8 +51,12 @@ def trace_step(
             on real tensors on the CPU, and count it.
 
     Raises:
-        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
+        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason. ValueGivenError:
+            scratch is to be counted of a model that is not on the CPU.
     """
+    device = next(model.parameters()).device.type
+    if counts_scratch and device != "cpu":
+        raise ValueGivenError("counts_scratch", given=f"a model on {device}", expected="one on the CPU")
     step, marks = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, blocks, granule)
     return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
 
@@ -65,12 +70,11 @@ def trace_peaks(
     *,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     num_micro_batches: int = 1,
-    granule: int | None = None,
-    counts_scratch: bool = False,
 ) -> PeakModel:
     """Return the peak of a step for any number of rows, from two of them; arguments as of `trace_step`.
 
-    Of one row it is an estimate: operators treat a size of one in their own way.
+    Neither what an allocator rounds up nor scratch is in it, which are no lines in the rows. Of one row it is an
+    estimate: operators treat a size of one in their own way.
 
     Args:
         batches: of `rows`, the smaller one first and of two at the least.
@@ -80,8 +84,8 @@ def trace_peaks(
     """
     totals = []
     for batch in batches:
-        step, _ = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, (), granule)
-        totals.append(step.totals(step.scratch() if counts_scratch else {}))
+        step, _ = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, (), granule=1)
+        totals.append(step.totals())
     return PeakModel.through(*totals, rows)
 
 
@@ -108,7 +112,7 @@ def _traced(
         raise ModelError(
             "model",
             given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
-            expected="one whose course does not depend on values",
+            expected="one whose course does not depend on values, with no tensors but the model's and the batch's",
             way_out="Its memory can be measured instead, by running it.",
         ) from error
     return step, marks
@@ -182,9 +186,9 @@ class _Step:
             born = {number for begin, end in spans for number in range(begin, end)}
             yield BlockMemory(name, sum(self._storages.sizes[number] for number in born & self._saved))
 
-    def totals(self, scratch: Mapping[Call, Taken]) -> list[int]:
+    def totals(self) -> list[int]:
         """Return the bytes held at each moment."""
-        return [sum(parts.values()) for _, parts in self._moments(scratch)]
+        return [sum(parts.values()) for _, parts in self._moments({})]
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""
@@ -195,7 +199,8 @@ class _Step:
             for begin in range(0, len(moments), width)
         ]
         timeline = tuple(Moment(index / len(moments), self._phase_at(index), parts) for index, parts in largest)
-        return StepMemory(max(timeline, key=lambda moment: moment.total_bytes), timeline, blocks)
+        most = {part: max(parts[part] for _, parts in moments) for part in PARTS}
+        return StepMemory(max(timeline, key=lambda moment: moment.total_bytes), timeline, most, blocks)
 
     def _moments(self, scratch: Mapping[Call, Taken]) -> Iterator[tuple[int, dict[str, int]]]:
         sizes, part_of = list(self._storages.sizes), self._parts()

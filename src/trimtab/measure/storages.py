@@ -55,7 +55,7 @@ class Storages(TorchDispatchMode):
         if name in PREPARED:  # backwards run in the reverse order of their forwards
             return replace(self._forwards.pop(), is_backward=True) if self._forwards else None
         call = call_of(func, args, kwargs)
-        if call is not None and name in PREPARED.values():
+        if call is not None and name in PREPARED.values() and torch.is_grad_enabled():
             self._forwards.append(call)
         return call
 

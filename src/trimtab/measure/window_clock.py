@@ -39,9 +39,9 @@ class WindowClock:
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """What runs inside draws the batches of the next window."""
-        self._drawing = [self._now()]
+        start = self._now()
         yield
-        self._drawing.append(self._now())
+        self._drawing = [start, self._now()]
 
     def open(self) -> None:
         """The window begins."""

@@ -110,7 +110,7 @@ class BatchControl:
         self._deciding_s = 0.0
         self._absorbed_at = 0
         self._measures = not self._cuts  # which is given all it needs
-        self._is_probe = False
+        self._is_probe = self._was_probe = self._retries_probe = False
         self._pays: bool | None = None
         self._last_gain: float | None = None
         if not self._measures:
@@ -147,12 +147,19 @@ class BatchControl:
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Take the time of what runs inside: the next window's batches are drawn."""
-        return self._clock.drawing() if self._measures else contextlib.nullcontext()
+        return self._clock.drawing() if self._is_next_due else contextlib.nullcontext()
 
-    def opened(self, num_micro_batches: int) -> None:
+    @property
+    def _is_next_due(self) -> bool:
+        """Whether the next window is to be measured, if it shows anything."""
+        by_account = self._account.is_due(free=self._rule.min_windows)
+        return self._measures and (by_account or self._probing.is_due(self.k, self.noise))
+
+    def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
         self._rows.clear()
-        self._is_probe = self._is_probe or self._probing.is_due(self.k, self.noise)
+        is_larger = num_batches > self._decided or num_micro_batches > self.k == 1
+        self._is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
         shows = self._measures and num_micro_batches * self._seen_apart > 1
         if shows and (self._is_probe or self._account.is_due(free=self._rule.min_windows)):
             self._monitor.open(at_once=num_micro_batches == 1)
@@ -198,7 +205,7 @@ class BatchControl:
         if self._measured is not None:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
-        self._measured, self._is_probe = measured, False
+        self._measured, self._retries_probe = measured, False
         self.dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start
@@ -208,16 +215,19 @@ class BatchControl:
         self._monitor.drop()
         self._clock.drop()
         self._sums = None
+        self._was_probe, self._is_probe = self._is_probe, False
 
     def ran_out(self) -> bool:
-        """Memory ran out in the window; returns whether it was one that shows more than the user's would.
+        """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.
 
-        Then none is made again: gradients do not fit beside a forward, as they would have to if k rose.
+        Where the user's has one micro-batch none is made again: gradients do not fit beside a forward, as they would
+        have to if k rose, and k stays.
         """
-        if self._is_probe and self._probing.fits:
+        if self._was_probe and self._unit == 1 and self._probing.fits:
             self._probing.fits = False
             self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": "held: memory ran out at k = 2"})
-        return self._is_probe
+        self._retries_probe = self._was_probe
+        return self._was_probe
 
     # What it is taken for.
 
@@ -239,6 +249,8 @@ class BatchControl:
         return Standing(self.k, self._unit, self._micro_rows, self._exchange.num_ranks, self.noise, times)
 
     def _decide(self) -> None:
+        if not self._probing.fits:
+            return
         standing = self._standing()
         decision = decide(self._rule, standing)
         if decision.k == self.k:
@@ -258,6 +270,7 @@ class BatchControl:
             self._note("account", asdict(review))
         if review is not None and not review.pays:
             self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
+            self._times.forget()
 
     def _gain(self) -> float | None:
         found = gain(self._rule, self._standing(), self._base_k)
@@ -293,13 +306,16 @@ class BatchControl:
         expected = {"batches", "base_batches", *(name for name, _ in self._parts())}
         if not isinstance(state, Mapping) or set(state) != expected:
             raise FormatError("state.batch", given=f"{state!r:.80}", expected="the keys " + ", ".join(sorted(expected)))
-        highest = most(self._rule, self._unit) // self._unit
         batches, base = (
-            checks.integer(f"state.batch.{name}", state[name], high=highest) for name in ("batches", "base_batches")
+            checks.integer(f"state.batch.{name}", state[name], high=self._rule.k_max)
+            for name in ("batches", "base_batches")
         )
         load_parts(dict(self._parts()), {name: state[name] for name, _ in self._parts()})
-        if not self._cuts:
-            self.k, self._base_k = batches * self._unit, base * self._unit
+        if not self._cuts:  # k_max counts micro-batches, which may be smaller now
+            self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
+            if self._decided != batches:
+                why = f"k_max = {self._rule.k_max} allows {self._decided} of the {batches} loader batches there were"
+                self._note("k", {"from": batches * self._unit, "to": self.k, "wanted": None, "reason": why})
         self._absorbed_at = self._account.windows
 
     def _parts(self) -> tuple[tuple[str, Any], ...]:

@@ -358,7 +358,7 @@ class Run(RunView):
         if self._may_void:
             self._recovery.note_start()
         self._order.open(window)
-        self._control.opened(window.num_micro_batches)
+        self._control.opened(window.num_batches, window.num_micro_batches)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         self._optimizer.zero_grad(set_to_none=True)
         self._weights.open(window.rows, window.num_micro_batches)

@@ -26,7 +26,7 @@ class FixedBatch:
         """Return 1."""
         return 1.0
 
-    def opened(self, num_micro_batches: int) -> None:
+    def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """Do nothing."""
 
     def begun(self, rows: int, *, of_next: bool) -> None:
