@@ -1,6 +1,6 @@
 """What following the noise costs against the best fixed k, which nobody knows beforehand.
 
-`python benchmarks/regret.py [--quick] [--json] [--tasks digits_resnet] [--seeds 5] [--jobs 2]` trains each case from
+`python benchmarks/regret.py [--quick] [--json] [--tasks source_gpt_small] [--seeds 5] [--jobs 2]` trains each case from
 several seeds with k = 1, 2, 4, 8, 16 micro-batches a window and rank, and with the policies, to a held-out loss, and
 prints `regret_ratio` rows: time to it over that of the best fixed k, by medians over seeds and paired by seed, for each
 of a few losses and for their mean. Arms train side by side, each in one thread, for nothing of them is timed but what
@@ -10,11 +10,10 @@ Time is samples to the loss, as trained, by one table of `t_micro` and `t_fixed`
 process ("local"), and over two gloo ranks whose reductions a sleep makes slow ("slow"), of one thread each. What
 measuring took, by its account, is added. Two ranks are trained as one process of twice the micro-batches, the same
 gradients (batch statistics are updated by both), and the control reads the table's times in place of its own, once it
-has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from
-the one that is best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start, or "ramped", as
-a policy raises it; the best of both is compared with. "goodput, held" holds k where the noise is not known well.
-"again" is the best fixed arm from other seeds: what a figure here is worth. `--keep FOLDER` goes on where another run
-was stopped.
+has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
+best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start, or "ramped", as a policy raises
+it; the best of both is compared with. "goodput, held" holds k where the noise is not known well. "again" is the best
+fixed arm from other seeds: what a figure here is worth. `--keep FOLDER` goes on where another run was stopped.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ class LossHead(nn.Linear):
     def loss(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss_sum, count) over the targets that are not -100: what a token loss hands to a run.
 
+        Call it inside the model's forward, and shard the head with the model: hooks on calls of its own never see it.
+
         Args:
             features: (..., in_features). targets: (...) words.
 

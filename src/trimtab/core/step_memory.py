@@ -8,12 +8,15 @@ from dataclasses import dataclass
 # Transients are what is neither kept for backward nor a gradient: results on their way, and scratch of an operator
 # where it shows.
 PARTS = ("parameters", "buffers", "batch", "optimizer", "gradients", "activations", "transients")
-PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by part at one moment. `at`: share of the step's allocations and releases that came before."""
+    """Bytes by part at one moment.
+
+    Args:
+        at: share of the step's allocations and releases that came before. phase: "forward", "backward" or "step".
+    """
 
     at: float
     phase: str

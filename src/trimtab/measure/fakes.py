@@ -6,7 +6,6 @@ import copy
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from trimtab.core.errors import DependencyError
 
@@ -45,8 +44,3 @@ class Fakes:
 
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no memory."""
-    return type(tensor).__name__ == "FakeTensor"

@@ -47,13 +47,8 @@ class Call:
     structure: Any
     is_backward: bool = False
 
-    @property
-    def name(self) -> str:
-        """Of the operator."""
-        return name_of(self.operator)
-
     def __hash__(self) -> int:
-        return hash((self.name, str(self.leaves), self.is_backward))
+        return hash((name_of(self.operator), str(self.leaves), self.is_backward))
 
 
 @dataclass(frozen=True)

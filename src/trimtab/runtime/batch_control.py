@@ -100,8 +100,10 @@ class BatchControl:
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         self._monitor = NoiseMonitor(model, optimizer)
         self._seen_apart = 1 if self._monitor.is_sharded else exchange.num_ranks
+        self._measures = not self._cuts  # which is given all it needs
+        shows_one = self._seen_apart > 1 or not self._measures
         self._probing = Probing(
-            self._rule, self._unit, self._account, self._times, may_split=may_split, shows_one=self._seen_apart > 1
+            self._rule, self._unit, self._account, self._times, may_split=may_split, shows_one=shows_one
         )
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | None = None
@@ -109,7 +111,6 @@ class BatchControl:
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
-        self._measures = not self._cuts  # which is given all it needs
         self._is_probe = self._was_probe = self._retries_probe = False
         self._pays: bool | None = None
         self._last_gain: float | None = None

@@ -19,7 +19,7 @@ class Probing:
     Args:
         unit: micro-batches of a loader batch. account, times: of the run, as they are each time. may_split: whether a
             batch keeps its maths when it is split. shows_one: whether a window of one micro-batch shows the noise, as
-            on several ranks.
+            on several ranks, or nobody asks for it.
 
     Attributes:
         fits: whether memory is enough for such windows, as far as is known.
@@ -30,7 +30,6 @@ class Probing:
     ) -> None:
         self._rule, self._unit, self._account, self._times = rule, unit, account, times
         self._may_split, self._shows_one = may_split, shows_one
-        self._measures = rule.policy != "throughput_per_memory"
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.fits = True
 
@@ -45,7 +44,7 @@ class Probing:
 
     def is_due(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is to show what one as decided does not."""
-        lacks_times, lacks_noise = self._lacks_times(k), self._measures and k == 1 and not self._shows_one
+        lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
         if not (lacks_times or lacks_noise) or not self.fits or self._account.windows < _FRESH:
             return False
         is_known = is_known_well(self._rule, noise) and not lacks_times
