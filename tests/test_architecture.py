@@ -18,12 +18,12 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = (
     "core",
+    "nn",
     "measure",
     "decide",
     "runtime",
     "calibrate",
     "distributed",
-    "nn",
     "api",
     "tasks",
     "recipes",

@@ -19,7 +19,7 @@ from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
-    from trimtab.api import plan, profile, start
+    from trimtab.api import plan, plan_elsewhere, profile, start
     from trimtab.runtime.engine import Run
 
 __version__ = "0.1.0"
@@ -39,13 +39,14 @@ __all__ = [
     "StopReason",
     "errors",
     "plan",
+    "plan_elsewhere",
     "profile",
     "read_record",
     "start",
 ]
 
 # Loaded on first use, so that plans and records can be read without importing torch.
-_LAZY = {"plan": "trimtab.api", "profile": "trimtab.api", "start": "trimtab.api", "Run": "trimtab.runtime.engine"}
+_LAZY = dict.fromkeys(("plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {"Run": "trimtab.runtime.engine"}
 
 
 def __getattr__(name: str) -> Any:

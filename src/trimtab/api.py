@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -45,6 +47,7 @@ def profile(
     longest_batch: Any = None,
     data: Iterable[Any] | None = None,
     num_blocks: int = NUM_BLOCKS,
+    traces: bool = False,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a training loop and the settings worth trying on it; leaves no trace.
@@ -60,6 +63,8 @@ def profile(
             generators are put back and workers started for this end, so that its next epochs are as without it. An
             iterator is that much further on afterwards.
         num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
+        traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
+            under other limits and for other devices.
         progress: called with a line of text as work goes on.
 
     Raises:
@@ -73,7 +78,50 @@ def profile(
     batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
     blocks = checks.integer("num_blocks", num_blocks, low=3)
-    return profile_loop(subject, reference, objective, budget, data=data, num_blocks=blocks, progress=progress)
+    return profile_loop(
+        subject, reference, objective, budget, data=data, num_blocks=blocks, traces=traces, progress=progress
+    )
+
+
+def plan_elsewhere(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    device: str | DeviceSpec,
+    *,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    reference: Reference | None = None,
+    progress: Callable[[str], None] = silent,
+) -> Plan:
+    """Plan for a device that is not here, from traces and its data sheet: nothing is run, every figure is predicted.
+
+    Args:
+        model, optimizer, example_batch: on the CPU, or without memory; they are not changed.
+        device: a name of the table, such as "H100 SXM", or a spec with peaks and bandwidth.
+        budget: its memory is the device's at the most.
+        The rest as in `profile`.
+
+    Raises:
+        UsageError: the device is not known, or a step cannot be traced. InfeasibleError: no settings meet the budget.
+    """
+    spec = absent_device(device) if isinstance(device, str) else device
+    limits = _typed("budget", budget, Budget, Budget()).within(spec.memory_bytes)
+    weights = _typed("objective", objective, Objective, Objective())
+    _refuse_unmeasurable(weights, limits)
+    found = profile_elsewhere(
+        model,
+        optimizer,
+        loss_fn,
+        example_batch,
+        spec,
+        reference=_typed("reference", reference, Reference, ASSUMED_REFERENCE),
+        objective=weights,
+        budget=limits,
+        progress=progress,
+    )
+    return choose(found, weights, limits)
 
 
 def plan(

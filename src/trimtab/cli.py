@@ -36,6 +36,8 @@ app = typer.Typer(
 TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
+StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
+Weight = Annotated[float, typer.Option(help="of peak memory, beside 1 of time, in what a plan makes small")]
 Adapt = Annotated[str | None, typer.Option(help="what a plan may change beyond the same maths: learning-rate, batch")]
 
 _REDRAW_S = 0.1
@@ -59,15 +61,17 @@ def profile(
     task: TaskName,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the profile as JSON")] = None,
     memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
     as_json: Json = False,
 ) -> None:
     """Measure a task's loop and the settings worth trying on it."""
     from trimtab.core.codec import to_json
-    from trimtab.core.objective import Budget
+    from trimtab.core.objective import Budget, Objective
     from trimtab.experiments.text import profile_text
 
     _require_folder(out)
-    plans = _plan(task, Budget(memory), adapt=None)
+    plans = _plan(task, Budget(memory, step_time), Objective(1.0, memory_weight), adapt=None, traces=True)
     found = plans.profiles["S"]
     if out is not None:
         out.write_text(to_json(found, indent=1), encoding="utf-8")
@@ -79,21 +83,27 @@ def plan(
     task: Annotated[str, typer.Argument(help="a task, or a profile written by `trimtab profile TASK -o FILE.json`")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan as JSON")] = None,
     memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
+    device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
     adapt: Adapt = None,
     as_json: Json = False,
 ) -> None:
     """Decide what to change, and explain it."""
-    from trimtab.core.codec import read_json, to_json
+    from trimtab.core.codec import to_json
     from trimtab.core.objective import Budget, Objective
-    from trimtab.core.profile import Profile
-    from trimtab.decide.planner import choose
+    from trimtab.experiments.recorded import decide_recorded
 
     _require_folder(out)
+    limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
     if task.endswith(".json"):
         _refuse_adapt(adapt, task)
-        chosen = choose(read_json(Profile, task), Objective(), Budget(memory))
+        chosen = decide_recorded(task, limits, weights, device)
+    elif device is not None:
+        _refuse_adapt(adapt, "--device")
+        chosen = _plan_elsewhere(task, limits, weights, device)
     else:
-        plans = _plan(task, Budget(memory), adapt)
+        plans = _plan(task, limits, weights, adapt)
         chosen = plans.plans.get("F", plans.plans["S"])
     if out is not None:
         out.write_text(to_json(chosen, indent=1), encoding="utf-8")
@@ -112,7 +122,7 @@ def train(
 ) -> None:
     """Train a task through a plan, and evaluate it."""
     from trimtab.core.codec import read_json
-    from trimtab.core.objective import Budget
+    from trimtab.core.objective import Budget, Objective
     from trimtab.core.plan import Plan
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
@@ -122,7 +132,7 @@ def train(
         _refuse_adapt(adapt, "--plan")
         chosen = read_json(Plan, plan_file)
     else:
-        plans = _plan(task, Budget(), adapt)
+        plans = _plan(task, Budget(), Objective(), adapt)
         chosen = plans.plans.get("F", plans.plans["S"])
     with _progress() as progress:
         found = train_task(load_task(task), chosen, steps=steps, seed=seed, record=record, progress=progress)
@@ -147,17 +157,23 @@ def compare(
     ] = None,
     cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
     memory: Memory = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")] = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
     as_json: Json = False,
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
     import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
+    from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
     from trimtab.experiments.compare import Settings
     from trimtab.experiments.compare import compare as run_comparison
     from trimtab.tasks import load_task
 
-    wants = _adaptation(adapt or ("none" if quick else "learning-rate"), ("learning-rate",)) is not None
+    given = None if plan_file is None else read_json(Plan, plan_file)
+    if given is not None:
+        _refuse_adapt(adapt, "--plan")
+    wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) is not None
     peers = not quick if peers is None else peers
     whole = 0 if quick and whole is None else whole
     settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
@@ -166,7 +182,7 @@ def compare(
         raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
     with _progress() as progress:
         found = run_comparison(
-            load_task(task), folder, settings, command=_command(), budget=Budget(memory), progress=progress
+            load_task(task), folder, settings, command=_command(), budget=Budget(memory), plan=given, progress=progress
         )
     _write_and_show(found, folder, as_json=as_json)
 
@@ -226,7 +242,15 @@ def main() -> None:
         sys.exit(130)
 
 
-def _plan(task: str, budget: Any, adapt: str | None) -> Any:
+def _plan_elsewhere(task: str, budget: Any, objective: Any, device: str) -> Any:
+    from trimtab.experiments.planning import plan_elsewhere
+    from trimtab.tasks import load_task
+
+    with _progress() as progress:
+        return plan_elsewhere(load_task(task), device, budget=budget, objective=objective, progress=progress)
+
+
+def _plan(task: str, budget: Any, objective: Any, adapt: str | None, *, traces: bool = False) -> Any:
     import torch
 
     from trimtab.experiments.planning import make_plans
@@ -237,7 +261,17 @@ def _plan(task: str, budget: Any, adapt: str | None) -> Any:
     with _progress() as progress:
         loaded = load_task(task)
         data = loaded.load_data()
-        return make_plans(loaded, data, device, adapt=wanted, strong=False, budget=budget, progress=progress)
+        return make_plans(
+            loaded,
+            data,
+            device,
+            adapt=wanted,
+            strong=False,
+            budget=budget,
+            objective=objective,
+            traces=traces,
+            progress=progress,
+        )
 
 
 def _adaptation(adapt: str | None, known: tuple[str, ...]) -> str | None:

@@ -57,13 +57,18 @@ class LossHead(nn.Linear):
             total = _chunked(rows, self.weight, self.bias, words, chunk_rows)
         else:
             parts = zip(rows.split(chunk_rows), words.split(chunk_rows), strict=True)
-            total = torch.stack([F.cross_entropy(self(r), w, ignore_index=IGNORED, reduction="sum") for r, w in parts])
-            total = total.sum()
+            total = torch.stack([_summed(self(r), w) for r, w in parts]).sum()
         return total, (words != IGNORED).sum()
 
     def extra_repr(self) -> str:
         """Say how it is chunked."""
         return f"{super().extra_repr()}, chunk_rows={self.chunk_rows}"
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed loss, in float32 at the least: in half of its bits a sum over thousands would lose most."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(exact), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _chunked(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_rows: int) -> Tensor:

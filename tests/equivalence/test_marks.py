@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
-from training_cases import class_batches, image_case
+from training_cases import class_batches, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
@@ -24,6 +24,7 @@ CHANGES = {
     "memory_layout": ("channels_last",),
     "allocator": ("retain",) if allocator.can_retain() else (),
     "fused_optimizer": (True,),
+    "loss_chunk": (7, 1),
     "schedule": ("warmup_cosine",),
     "learning_rate_scale": (1.5,),
     "batch_policy": ("fixed",),  # two batches a window
@@ -46,6 +47,8 @@ def planned(name, value):
 def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
     batches = class_batches((ROWS,) * STEPS, dtype, (3, 7, 7))
     case = image_case(dtype, optimizer, foreach=True).having(batches=batches)
+    if name == "loss_chunk":
+        case = headed_case(dtype, optimizer, foreach=True)
     total = 10 * ROWS if MARKS[name] is Mark.DYNAMICS else None
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 

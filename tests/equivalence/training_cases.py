@@ -9,6 +9,8 @@ import torch
 from plain_loop import Case
 from torch import Tensor, nn
 
+from trimtab.nn import LossHead
+
 ROWS = 12  # divisible by 1, 2, 3, 4, 6 and by nothing else below it
 NUM_BATCHES = 5
 
@@ -23,6 +25,20 @@ class Words(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.functional.linear(torch.tanh(self.hidden(self.embedding(tokens))), self.embedding.weight)
+
+
+class HeadedWords(nn.Module):
+    """The same with a loss head that can hold its logits a few tokens at a time; of targets too it is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = LossHead(8, 11)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.loss(torch.tanh(self.hidden(self.embedding(tokens))), targets)
 
 
 def mlp() -> nn.Module:
@@ -107,6 +123,10 @@ def image_case(dtype: torch.dtype = torch.float64, optimizer: str = "sgd", **opt
     return Case(convolutions, lambda p: OPTIMIZERS[optimizer](p, **options), class_mean, batches, dtype)
 
 
+def headed_loss(model: nn.Module, batch: Any) -> Any:
+    return model(*batch)
+
+
 # Very unequal: the first two rows keep all their tokens, the last keep one or none.
 UNEQUAL_COUNTS = (9, 9, 1, 1, 5, 1, 1, 2, 1, 9, 1, 3)
 
@@ -115,3 +135,8 @@ def token_case(
     dtype: torch.dtype = torch.float64, kept: Sequence[int] = UNEQUAL_COUNTS, loss_fn: Any = token_sum
 ) -> Case:
     return Case(Words, sgd, loss_fn, token_batches(kept), dtype)
+
+
+def headed_case(dtype: torch.dtype = torch.float64, optimizer: str = "sgd", **options: Any) -> Case:
+    batches = token_batches((9, 1, 5, 2), 3)
+    return Case(HeadedWords, lambda p: OPTIMIZERS[optimizer](p, **options), headed_loss, batches, dtype)

@@ -17,9 +17,9 @@ import pytest
 
 from trimtab import cli
 from trimtab.calibrate import trials
-from trimtab.core.codec import from_json, read_json
+from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.plan import Plan
-from trimtab.core.profile import Profile
+from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.record import read_record
 from trimtab.experiments import race
 from trimtab.experiments.result import Comparison
@@ -140,7 +140,7 @@ def test_a_profile_is_printed_and_written_and_a_plan_decided_from_it(trimtab, tm
 def test_a_profile_as_json(trimtab):
     done = trimtab("profile", "tiny:task", "--json")
     assert from_json(Profile, done.out).loop.optimizer == "AdamW"
-    assert done.json["schema"] == 1
+    assert done.json["schema"] == PROFILE_SCHEMA
     assert done.err == ""
 
 
@@ -152,6 +152,20 @@ def test_a_plan_for_a_task(trimtab):
     assert found.err == ""
     assert from_json(Plan, found.out).tier == "F"
     assert found.json["schedule"]["value"] == "warmup_cosine"
+
+
+def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, tmp_path):
+    trimtab("profile", "tiny.py:task", "-o", "profile.json")
+    elsewhere = trimtab("plan", "profile.json", "--device", "H100 SXM")
+    assert (elsewhere.code, elsewhere.err) == (0, "")
+    assert "this plan, predicted: " in elsewhere.out
+    assert "this plan, measured: " not in elsewhere.out
+    weighed = trimtab("plan", "profile.json", "--memory-weight", "1", "--json")
+    assert from_json(Plan, weighed.out).verified is None  # the final was of time alone
+    explained(trimtab("plan", "profile.json", "--time", "1e-9"), "over the budget", "nearest that runs")
+    direct = trimtab("plan", "tiny.py:task", "--device", "A100 80GB", "--json")
+    assert from_json(Plan, direct.out).measured is None
+    explained(trimtab("plan", "tiny.py:task", "--device", "Abacus"), "device: given 'Abacus'", "RTX 4090")
 
 
 # train
@@ -226,6 +240,9 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     budget = ("--quick", "--adapt", "none", "--memory", "1GiB", "--out", "out")
     explained(trimtab("compare", "tiny:task", *budget), "another budget")
 
+    assert set(saved.memory) == {"reference", "plan_S"}
+    assert saved.memory["reference"].peak_bytes > 0
+
     again = trimtab("report", "out", "--out", "elsewhere")
     assert (again.code, again.err) == (0, "")
     assert again.out.rstrip().endswith("report: elsewhere/report.html")
@@ -233,6 +250,21 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     as_json = trimtab("report", "out/report.json", "--json")
     assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
+
+
+def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
+    done = trimtab("compare", "tiny.py:task", "--quick", "--pairs", 1, "--plan", "mine.json", "--out", "given")
+    assert (done.code, done.err) == (0, "")
+    saved = read_json(Comparison, tmp_path / "given" / "report.json")
+    assert saved.plans == {"S": Plan.fixed(32, micro_batch=8)}
+    (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
+    explained(trimtab("compare", "tiny.py:task", "--plan", "freed.json", "--out", "no"), "tier F", "keeps the maths")
+    (tmp_path / "larger.json").write_text(to_json(Plan.fixed(64)))
+    explained(trimtab("compare", "tiny.py:task", "--plan", "larger.json", "--out", "no"), "64 rows", "the 32 of")
+    explained(
+        trimtab("compare", "tiny.py:task", "--plan", "mine.json", "--adapt", "learning-rate", "--out", "no"), "--adapt"
+    )
 
 
 @pytest.mark.parametrize("flags", [("--adapt", "learning-rate"), ("--peers",), ("--whole", 2)])
@@ -253,7 +285,7 @@ def test_what_user_code_prints_does_not_mix_with_the_result(trimtab, tmp_path):
         "\nprint('imported')\ndef load_data():\n    print('loading')\n",
     )
     done = trimtab("profile", name, "--json")
-    assert done.json["schema"] == 1
+    assert done.json["schema"] == PROFILE_SCHEMA
     assert done.err == "imported\nloading\n"
 
 

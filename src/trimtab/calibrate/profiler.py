@@ -11,12 +11,14 @@ from itertools import islice
 from typing import Any
 
 from trimtab.calibrate.equivalence import check_splitting
+from trimtab.calibrate.loss_head import largest_head
 from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.tracing import trace_candidates
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
-from trimtab.decide.search import next_stage, reference_candidate
+from trimtab.decide.search import next_stage, next_traces
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
@@ -25,6 +27,7 @@ from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.layout import channels_last_hazard, is_channels_last
+from trimtab.runtime.loss_head import watched
 from trimtab.runtime.optimizers import is_fused, supports_fused
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
@@ -41,6 +44,7 @@ def profile_loop(
     *,
     data: Iterable[Any] | None = None,
     num_blocks: int = NUM_BLOCKS,
+    traces: bool = False,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
@@ -51,18 +55,41 @@ def profile_loop(
         check = check_splitting(subject, reference.precision)
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
-        profile = Profile(device, facts, check, reference, environment=environment())
-        phases, num_faults = _phases_or_none(subject, reference_candidate(profile))
+        profile = Profile(
+            device, facts, check, reference, environment=environment(), objective=objective, budget=budget
+        )
+        phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s)
         profile = replace(profile, loop=facts, phases_s=phases)
-        while (stage := next_stage(profile, objective, budget)) is not None:
-            profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
-            snapshot.restore()
+        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces)
     if drawing_s is not None and phases:
         phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
-    seconds = time.perf_counter() - start
-    return Profile(device, facts, check, reference, profile.trials, phases, environment(), seconds)
+    return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
+
+
+def _search(
+    subject: Subject,
+    profile: Profile,
+    num_blocks: int,
+    progress: Callable[[str], None],
+    snapshot: Snapshot,
+    *,
+    traces: bool,
+) -> Profile:
+    """Return the profile with every trace and trial that its search asks for."""
+    objective, budget = profile.objective, profile.budget
+    asked: set[Candidate] = set()
+    while True:
+        wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
+        if wanted:
+            asked.update(wanted)
+            profile = replace(profile, traces=profile.traces + trace_candidates(subject, wanted, progress))
+        elif (stage := next_stage(profile, objective, budget)) is not None:
+            profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
+        else:
+            return profile
+        snapshot.restore()
 
 
 def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
@@ -133,7 +160,9 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
 def _facts(subject: Subject, precision: str) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     parameters = list(model.parameters())
-    flops, terms, kind = _count_step(subject, precision)
+    with watched(model) as heads:
+        flops, terms, kind = _count_step(subject, precision)
+    head = largest_head(heads)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -149,6 +178,8 @@ def _facts(subject: Subject, precision: str) -> LoopFacts:
         layout="channels_last" if is_channels_last(model) else "contiguous",
         layout_hazard=channels_last_hazard(model),
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
+        head_tokens=head and head[0],
+        head_words=head and head[1],
     )
 
 

@@ -63,6 +63,7 @@ class Subject:
             memory_layout=candidate.memory_layout,
             allocator=candidate.allocator,
             fused_optimizer=candidate.fused_optimizer,
+            loss_chunk=candidate.loss_chunk,
         )
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
         return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop")

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 import torch
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.loss_head import time_head
 from trimtab.calibrate.probe import Probe
 from trimtab.calibrate.subject import Subject
-from trimtab.core.profile import Candidate, Trial
+from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
-from trimtab.decide.search import MIN_BLOCKS, Stage
+from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.search import Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
 from trimtab.measure.memory import peak_bytes
@@ -111,7 +113,7 @@ def run_stage(
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
-                if stage.name == "precision" and arm is not arms[0]:
+                if stage.name == "modes" and arm is not arms[0]:
                     probe = probe or Probe(subject, stage.candidates[0], arms[0].first_s)
                     arm.error = probe.refusal(arm.candidate)
                 if arm.error is None:
@@ -122,13 +124,14 @@ def run_stage(
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
         steps = max(1, round(_BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
         start = _with_optimizer_state(subject, running, snapshot)
-        _run_blocks(_Blocks(subject, stage, steps, step_s, num_blocks, start, progress), arms, running)
+        wanted = num_blocks if stage.accepts else MIN_BLOCKS
+        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, start, progress), arms, running)
     return tuple(_trial(stage, arm, step_s) for arm in arms)
 
 
 def _slowest(stage: Stage, step_s: float) -> float:
     """Return above which time per step a candidate gets no blocks: a budget may need one however slow it is."""
-    return math.inf if stage.name in ("micro_batch", "verify") else _FAR_SLOWER * step_s
+    return _FAR_SLOWER * step_s if stage.name == "modes" else math.inf
 
 
 def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapshot) -> Snapshot:
@@ -160,7 +163,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
             before = arm
         running = [arm for arm in running if arm.error is None]
         done += 1
-        if done == MIN_BLOCKS and stage.name != "verify":
+        if done == MIN_BLOCKS and stage.drops:
             running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
             if blocks.slow and _has_lost_its_rivals(arms, running):
                 break
@@ -172,7 +175,7 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     """Take a candidate's step time and peak from an earlier stage; returns whether there were any."""
     whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
-    if found is None or (found.peak_bytes is None and stage.name != "optimizer"):
+    if found is None or (found.peak_bytes is None and stage.name not in ALONE):
         return False
     arm.first_s, arm.peak_bytes = found.step_s or math.inf, found.peak_bytes
     return True
@@ -280,6 +283,9 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
     with subject.start(candidate) as run:
         if stage.name == "optimizer":
             return _time_optimizer(subject, steps)
+        if stage.name == "head":
+            per_step = math.ceil(subject.rows / candidate.micro_batch)
+            return per_step * time_head(run, stage.head_tokens, steps)
         if steps > 1 or _needs_a_lead(stage):
             _step_until_applied(run, subject)
 

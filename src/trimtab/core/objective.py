@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
@@ -95,6 +95,11 @@ class Budget:
         for name in ("time", "energy"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, checks.number(name, getattr(self, name), low=0, open_low=True))
+
+    def within(self, memory_bytes: int | None) -> Budget:
+        """Return the budget with no more memory than a device has."""
+        limits = [limit for limit in (self.memory_bytes, memory_bytes) if limit is not None]
+        return replace(self, memory=min(limits, default=None))
 
     @property
     def memory_bytes(self) -> int | None:

@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 3
+PLAN_SCHEMA = 4
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -85,11 +85,26 @@ class Measured:
     peak_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class FrontPoint:
+    """Settings that nothing considered beats in both time and memory.
+
+    Args:
+        step_s, peak_bytes: as measured, else as predicted. refusal: why they were not chosen from, or "".
+    """
+
+    settings: str
+    step_s: float
+    peak_bytes: int
+    refusal: str = ""
+
+
 _KEPT = "as the loop has it"
 KEEP_PRECISION = Choice("fp32", _KEPT, Mark.ROUNDING)
 KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
 KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
 KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
+KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
 KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
@@ -107,6 +122,7 @@ class Plan:
         memory_layout: "keep" or "channels_last".
         allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
         fused_optimizer: whether the optimizer's step runs as one fused kernel.
+        loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves it as it is.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
@@ -114,8 +130,11 @@ class Plan:
         batch_rule: that rule, with its bounds; None where the batch is the user's.
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost.
-        predicted: cost of the chosen settings, as measured in trials.
+        predicted: cost of the chosen settings, before they were run against the loop. measured: in that run, or None.
         verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
+        stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
+            None: not known.
+        front: the Pareto front of all that was considered, the fastest first.
         planning_s: seconds the planning took; search_s: the part spent on tier-F search.
         advice: what the user could gain outside of what a plan may change.
     """
@@ -126,6 +145,7 @@ class Plan:
     memory_layout: Choice = KEEP_LAYOUT
     allocator: Choice = KEEP_ALLOCATOR
     fused_optimizer: Choice = KEEP_OPTIMIZER
+    loss_chunk: Choice = KEEP_LOSS_CHUNK
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
@@ -135,7 +155,10 @@ class Plan:
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
     predicted: Measured | None = None
+    measured: Measured | None = None
     verified: tuple[float, float] | None = None
+    stands_between: tuple[float, float] | None = None
+    front: tuple[FrontPoint, ...] = ()
     planning_s: float = 0.0
     search_s: float = 0.0
     advice: tuple[str, ...] = ()
@@ -153,6 +176,8 @@ class Plan:
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
+        if self.loss_chunk.value is not None:
+            checks.integer("plan.loss_chunk", self.loss_chunk.value)
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
             raise FormatError(
@@ -255,13 +280,18 @@ _TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
 def _explain(plan: Plan) -> str:
     """Return the page: verdict, each choice with its reason and losers, cost, check, advice."""
     lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {plan.batch_rows} rows per step"]
-    lines += [_cost("reference", plan.baseline), _cost("this plan", plan.predicted)]
+    lines += [_cost("reference", plan.baseline), _cost("this plan, predicted", plan.predicted)]
+    if plan.measured is not None:
+        lines.append(_cost("this plan, measured", plan.measured))
     lines.append("")
     for name, choice in plan.choices():
         lines += _choice(name, choice)
     if plan.check is not None:
         verdict = "splitting keeps the gradient" if plan.check.splittable else "splitting is refused"
         lines += ["", f"check: {verdict}: {plan.check.reason}"]
+    if plan.stands_between is not None:
+        low, high = plan.stands_between
+        lines.append(f"weights: the choice stands while memory weighs {low:.2g} to {high:.2g} of both together")
     lines += [f"advice: {text}" for text in plan.advice]
     if plan.planning_s:
         search = f", {format_seconds(plan.search_s)} of it search for tier F" if plan.search_s else ""
@@ -273,8 +303,10 @@ def _verdict(plan: Plan) -> str:
     if not plan.changes:
         return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
     text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
-    if plan.baseline and plan.predicted:
-        text += f": {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
+    if plan.baseline and plan.measured:
+        text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
+    elif plan.baseline and plan.predicted:
+        text += f": predicted at {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed, and never run"
     if plan.splits and plan.check is None:
         text += ". That splitting keeps this model's maths is not proved"
     return text + "."

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
+from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
+from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
+# Stages that time a part of a step alone.
+ALONE = ("optimizer", "head")
 
 
 @dataclass(frozen=True)
@@ -22,17 +26,23 @@ class Candidate:
     fused_optimizer: bool
     micro_batch: int
     allocator: str = "keep"
+    loss_chunk: int | None = None
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
         """Return the names of the fields in which the two differ."""
         return tuple(name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(other, name))
+
+    def alike(self, other: Candidate, *but: str) -> bool:
+        """Return whether the two differ in nothing, or in nothing but these fields."""
+        return set(self.differences(other)) <= set(but)
 
     def describe(self) -> str:
         """Return a short label."""
         layout = "" if self.memory_layout == "keep" else f", {self.memory_layout}"
         fused = ", fused" if self.fused_optimizer else ""
         retain = "" if self.allocator == "keep" else ", memory retained"
-        return f"{self.precision}{layout}{fused}{retain}, micro-batch {self.micro_batch}"
+        chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk}"
+        return f"{self.precision}{layout}{fused}{retain}{chunk}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Trial:
     Args:
         stage: name of the stage; trials of one stage are paired by block index.
         candidate: the settings.
-        block_s: seconds per step, one figure per interleaved block; of the optimizer's alone in the stage "optimizer".
+        block_s: seconds per step, one figure per interleaved block; in the stages "optimizer" and "head" of that alone.
         peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
@@ -57,8 +67,8 @@ class Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole steps were timed: the stage "optimizer" times the optimizer's own step alone."""
-        return self.stage != "optimizer"
+        """Whether whole steps were timed, and not a part of one alone."""
+        return self.stage not in ALONE
 
     @property
     def step_s(self) -> float | None:
@@ -68,6 +78,21 @@ class Trial:
         ordered = sorted(self.block_s)
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Peak bytes of a candidate's step by the rows of its micro-batches, traced without running it.
+
+    Args:
+        candidate: its micro-batch means nothing here. whole: of a step of one micro-batch. sliced: of several, whose
+            gradients are held from one to the next; None where the batch is not split. work: what its operators do.
+    """
+
+    candidate: Candidate
+    whole: PeakModel
+    sliced: PeakModel | None = None
+    work: StepWork | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +112,7 @@ class LoopFacts:
         can_retain: whether the host allocator can be told to keep freed memory.
         faults_per_step, fault_s: page faults of a step, which takes memory back that it had handed back, and seconds of
             one; None: not known.
+        head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
     """
 
     num_parameters: int
@@ -105,11 +131,17 @@ class LoopFacts:
     layout_hazard: str = ""
     faults_per_step: float | None = None
     fault_s: float | None = None
+    head_tokens: int | None = None
+    head_words: int | None = None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything a plan is decided from; JSON, so it can be decided elsewhere and later."""
+    """Everything a plan is decided from; JSON, so it can be decided elsewhere and later.
+
+    Args:
+        objective, budget: what the trials were chosen for.
+    """
 
     device: DeviceSpec
     loop: LoopFacts
@@ -119,6 +151,9 @@ class Profile:
     phases_s: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     profiling_s: float = 0.0
+    objective: Objective = field(default_factory=Objective)
+    budget: Budget = field(default_factory=Budget)
+    traces: tuple[Traced, ...] = ()
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -132,3 +167,25 @@ class Profile:
     def stage(self, name: str) -> tuple[Trial, ...]:
         """Return the trials of one stage, in the order they were asked for."""
         return tuple(trial for trial in self.trials if trial.stage == name)
+
+    def error_of(self, candidate: Candidate) -> str | None:
+        """Return what a candidate failed with in any of its trials, or None."""
+        return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
+
+    def elsewhere(self, device: DeviceSpec) -> Profile:
+        """Return what it says of a device that is not here: what was traced, and nothing that was measured."""
+        loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
+        return replace(self, device=device, loop=loop, trials=(), phases_s={})
+
+    @property
+    def reference_candidate(self) -> Candidate:
+        """The user's loop as a candidate."""
+        return Candidate(self.reference.precision, "keep", self.loop.is_fused, self.loop.batch_rows)
+
+    @property
+    def fault_share(self) -> float | None:
+        """Share of a step that its page faults take, or None where they were not counted."""
+        step_s = sum(seconds for name, seconds in self.phases_s.items() if name != "data")
+        if self.loop.faults_per_step is None or self.loop.fault_s is None or step_s <= 0:
+            return None
+        return min(0.99, self.loop.faults_per_step * self.loop.fault_s / step_s)

@@ -1,40 +1,51 @@
-"""From a profile to a plan: every choice with its reason, its losers, and what it is predicted to cost."""
+"""From a profile to a plan: one joint decision, each choice with its reason, its losers, and what it is to cost."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.plan import Choice, Mark, Measured, Plan, Rejected, Scalar
-from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
+from trimtab.core.profile import Candidate, Profile
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.decide import search
+from trimtab.decide import explain, finals, space
+from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.search import Outcome
-from trimtab.decide.statistics import is_gain, resolution
+from trimtab.decide.search import final_rounds
+from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
 # Of a step's time, the share that waiting for data takes before a word is said of it.
 WORTH_ADVICE = 0.05
 
 
+@dataclass(frozen=True)
+class _Decision:
+    """Who was chosen, and by which final; None where none decided."""
+
+    winner: Candidate
+    outcome: finals.Outcome | None
+
+
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     """Return the tier-S plan a profile supports: what is chosen, or "change nothing".
+
+    A profile that was recorded for this objective and budget is decided by its final; under others by its cost model,
+    and the plan was then never run.
 
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
     """
-    outcomes = {
-        name: search.decide_stage(profile, name, objective, budget) for name in search.STAGES if profile.stage(name)
-    }
-    reference = search.reference_candidate(profile)
-    winner = _final(profile, outcomes, objective, budget)
-    _require_feasible(profile, winner, budget)
+    found = space.points(profile, budget)
+    decision = _decide(profile, found, objective, budget)
+    winner, reference = decision.winner, profile.reference_candidate
+    told = explain.Told(profile, found, winner, decision.outcome, budget)
 
     def choice(name: str) -> Choice:
-        return _choice(name, winner, reference, profile, outcomes)
+        value = getattr(winner, name)
+        return Choice(value, told.reason(name), _MARKS[name], value != getattr(reference, name), told.losers(name))
 
     return Plan(
         batch_rows=profile.loop.batch_rows,
@@ -43,12 +54,16 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         memory_layout=choice("memory_layout"),
         allocator=choice("allocator"),
         fused_optimizer=choice("fused_optimizer"),
+        loss_chunk=choice("loss_chunk"),
         clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
         check=profile.check,
         reference=profile.reference,
-        baseline=_cost(profile, reference),
-        predicted=_cost(profile, winner),
-        verified=_verified(winner, outcomes),
+        baseline=_measured(profile, reference),
+        predicted=_predicted(profile, winner),
+        measured=_measured(profile, winner),
+        verified=_verified(decision.outcome),
+        stands_between=space.stands_between(found, winner, reference),
+        front=tuple(_front_point(point) for point in space.pareto(found)),
         planning_s=profile.profiling_s,
         advice=_advice(profile),
     )
@@ -74,49 +89,45 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
 
 
-def _final(profile: Profile, outcomes: dict[str, Outcome], objective: Objective, budget: Budget) -> Candidate:
-    """Return the search's winner; the reference when the verification does not confirm it."""
-    reference = search.reference_candidate(profile)
-    candidate = search.winner_before(profile, "verify", objective, budget)
-    verified = {trial.candidate: trial for trial in profile.stage("verify")}
-    if candidate == reference or candidate not in verified:  # under another budget than the profile was recorded for
-        return candidate
-    if search.unfit(profile, verified[reference], "verify", budget) and verified[candidate].error is None:
-        return candidate
-    if search.unfit(profile, verified[candidate], "verify", budget):
-        return reference
-    if candidate not in outcomes["verify"].ratios:
-        return reference
-    if candidate.differences(reference) == ("fused_optimizer",):
-        # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown in noise.
-        return reference if outcomes["verify"].ratios[candidate].high < 1 else candidate
-    # Each change already had its own clear gain: the verification has to agree with it, not to prove it once more.
-    found = outcomes["verify"].ratios[candidate]
-    floor = search.FREE_SPEED if _saves_memory(profile, candidate, reference) else 1.0
-    agrees = found.mean > floor and found.high >= _promised(outcomes)
-    return candidate if agrees or outcomes["verify"].winner == candidate else reference
+def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget) -> _Decision:
+    rounds = final_rounds(profile)
+    if rounds and (objective, budget) == (profile.objective, profile.budget):
+        outcome = finals.decide(profile, rounds[-1], objective, budget)
+        if outcome is None:
+            raise _infeasible(profile, found, budget)
+        return _Decision(outcome.winner.candidate, outcome)
+    fitting = [point for point in found if point.refusal is None]
+    if not fitting:
+        raise _infeasible(profile, found, budget)
+    reference = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
+    best = min(fitting, key=lambda point: space.score(point, objective, reference))
+    kept = reference.refusal is None and not space.is_worth_a_change(best, reference, objective)
+    return _Decision(reference.candidate if kept else best.candidate, None)
 
 
-def _verified(winner: Candidate, outcomes: dict[str, Outcome]) -> tuple[float, float] | None:
-    found = outcomes["verify"].ratios.get(winner) if "verify" in outcomes else None
-    return None if found is None else (found.low, found.high)
+def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
+    near = space.nearest(found, budget)
+    if near is None:
+        reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
+        given = f"a loop that did not run ({reasons})"
+        return InfeasibleError("plan", given=given, expected="at least one trial that runs")
+    cost = near.cost
+    how = "needs" if cost.counted else "is predicted to need"
+    return InfeasibleError(
+        "budget",
+        given=f"a limit that no settings meet: {near.candidate.describe()}: {near.refusal}",
+        expected="a budget that some settings meet",
+        way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
+        f"and {format_seconds(cost.step_s)} per step.",
+    )
 
 
-def _promised(outcomes: dict[str, Outcome]) -> float:
-    """Return the speed-up that the stages' winners had at the least, measured on whole steps."""
-    stages = [outcomes[name] for name in ("allocator", "precision", "micro_batch") if name in outcomes]
-    ratios = [stage.ratios[stage.winner] for stage in stages if stage.winner in stage.ratios]
-    return math.prod(ratio.low for ratio in ratios)
+def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:
+    speed = None if outcome is None else outcome.speed
+    return None if speed is None else (speed.low, speed.high)
 
 
-def _saves_memory(profile: Profile, candidate: Candidate, reference: Candidate) -> bool:
-    ours, theirs = _cost(profile, candidate), _cost(profile, reference)
-    if ours is None or theirs is None or ours.peak_bytes is None or theirs.peak_bytes is None:
-        return False
-    return ours.peak_bytes <= (1 - search.WORTH_SAVING) * theirs.peak_bytes
-
-
-def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
+def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
     """Return a candidate's cost as last measured on whole steps."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
@@ -126,137 +137,17 @@ def _cost(profile: Profile, candidate: Candidate) -> Measured | None:
     return Measured(trials[-1].step_s or 0.0, peaks[-1] if peaks else None)
 
 
-def _require_feasible(profile: Profile, winner: Candidate, budget: Budget) -> None:
-    failed = {trial.candidate for trial in profile.trials if trial.error is not None}
-    whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
-    ran = [trial for trial in whole if trial.block_s and trial.candidate not in failed]
-    if not ran:
-        reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
-        raise InfeasibleError(
-            "plan", given=f"a loop that did not run ({reasons})", expected="at least one trial that runs"
-        )
-    nearest = min(ran, key=lambda trial: _excess(trial, budget))
-    chosen = [trial for trial in ran if trial.candidate == winner]
-    if not chosen:
-        why = next((t.error for t in profile.trials if t.candidate == winner and t.error), "it was never tried")
-        raise InfeasibleError(
-            "plan",
-            given=f"{winner.describe()}, which failed in a trial ({why})",
-            expected="settings that run whenever they are tried",
-            way_out=f"{nearest.candidate.describe()} ran to the end.",
-        )
-    refusal = search.over_budget(profile, chosen[-1], "verify", budget)
-    if refusal is not None:
-        raise InfeasibleError(
-            "budget",
-            given=f"{winner.describe()}: {refusal}",
-            expected="a plan within the budget",
-            way_out=f"The nearest that runs: {nearest.candidate.describe()} needs {format_bytes(nearest.peak_bytes)} "
-            f"and {format_seconds(nearest.step_s)} per step.",
-        )
+def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
+    """Return what was expected of a candidate before it was run against the loop."""
+    before = tuple(trial for trial in profile.trials if trial.stage not in final_rounds(profile))
+    cost = CostModel(replace(profile, trials=before)).predict(candidate)
+    return None if cost.step_s is None else Measured(cost.step_s, cost.peak_bytes)
 
 
-def _excess(trial: Trial, budget: Budget) -> tuple[float, float]:
-    """Return how far a trial is over the limit it breaks most, then its seconds."""
-    step_s = trial.step_s or 0.0
-    memory = (trial.peak_bytes or 0) / budget.memory_bytes if budget.memory_bytes else 0.0
-    return max(memory, step_s / budget.time if budget.time else 0.0, 1.0), step_s
-
-
-def _choice(
-    name: str, winner: Candidate, reference: Candidate, profile: Profile, outcomes: dict[str, Outcome]
-) -> Choice:
-    value: Scalar = getattr(winner, name)
-    before: Scalar = getattr(reference, name)
-    outcome = outcomes.get(_STAGE_OF[name])
-    changed = value != before
-    if outcome is None:
-        reason = _untried(name, profile)
-    elif changed:
-        reason = outcome.reasons.get(outcome.winner, "needed to meet the budget")
-    else:
-        reason = _kept_reason(name, profile, outcome, value)
-    losers = _losers(name, value, outcome)
-    if name == "precision":
-        losers += tuple(r for r in _screened(profile) if r.value != value)
-    return Choice(value, reason, _MARKS[name], changed, losers)
-
-
-def _screened(profile: Profile) -> tuple[Rejected, ...]:
-    refusals = ((p, search.precision_refusal(profile.device, p)) for p in PRECISIONS)
-    return tuple(Rejected(precision, reason) for precision, reason in refusals if reason is not None)
-
-
-_STAGE_OF = {
-    "precision": "precision",
-    "memory_layout": "precision",
-    "allocator": "allocator",
-    "fused_optimizer": "optimizer",
-    "micro_batch": "micro_batch",
-}
-
-
-def _kept_reason(name: str, profile: Profile, outcome: Outcome, value: Scalar) -> str:
-    if outcome.winner != outcome.incumbent and getattr(outcome.winner, name) != value:
-        return "as the loop has it: the gain of the trials was not confirmed by the verification"
-    if all(getattr(candidate, name) == value for candidate in outcome.reasons):
-        return _untried(name, profile)
-    if _lost_every_block(profile, _STAGE_OF[name], outcome.incumbent, name, value):
-        return "as the loop has it: whatever else was tried lost every block against it"
-    control = search.control_interval(profile, _STAGE_OF[name])
-    resolved = resolution(control)
-    if not math.isfinite(resolved):
-        return f"as the loop has it: {search.resolves(control)}"
-    tried = [ratio for candidate, ratio in outcome.ratios.items() if getattr(candidate, name) != value]
-    above = [ratio for ratio in tried if ratio.mean - 1 > resolved]
-    if not above:
-        return f"as the loop has it: nothing tried gains more than the {100 * resolved:.2g}% that can be resolved"
-    if not any(is_gain(ratio, control) for ratio in above):
-        return "as the loop has it: nothing tried is clear of the noise"
-    return "as the loop has it: no gain tried is large enough to be worth a change"
-
-
-def _lost_every_block(profile: Profile, stage: str, incumbent: Candidate, name: str, value: Scalar) -> bool:
-    """Return whether there were rivals with another value, and the incumbent was faster in each block of theirs."""
-    ran = [trial for trial in profile.trials if trial.stage == stage and not trial.control and trial.block_s]
-    rivals = [trial for trial in ran if getattr(trial.candidate, name) != value]
-    its = next((trial.block_s for trial in ran if trial.candidate == incumbent), ())
-    pairs = [pair for rival in rivals for pair in zip(rival.block_s, its, strict=False)]
-    return bool(pairs) and all(ours > theirs for ours, theirs in pairs)
-
-
-def _losers(name: str, value: Scalar, outcome: Outcome | None) -> tuple[Rejected, ...]:
-    """Return the values that lost: for each, the reason of the candidate nearest to the winner."""
-    if outcome is None:
-        return ()
-    ranked = sorted(outcome.reasons.items(), key=lambda item: len(item[0].differences(outcome.winner)))
-    losers: dict[Scalar, str] = {}
-    for candidate, reason in ranked:
-        other = getattr(candidate, name)
-        if other != value:
-            losers.setdefault(other, reason)
-    before = getattr(outcome.incumbent, name)
-    if before != value:
-        losers.setdefault(before, "the reference; slower or over the budget in the trials")
-    return tuple(Rejected(other, reason) for other, reason in losers.items())
-
-
-def _untried(name: str, profile: Profile) -> str:
-    if name == "micro_batch":
-        if not profile.check.splittable:
-            return "the user's batch: " + profile.check.reason
-        return "the user's batch: it cannot be smaller"
-    if name == "memory_layout" and profile.loop.layout_hazard:
-        return "channels_last is not safe: " + profile.loop.layout_hazard
-    if name == "memory_layout":
-        return "already channels_last" if profile.loop.layout == "channels_last" else "the model has no convolutions"
-    if name == "fused_optimizer":
-        return "already fused" if profile.loop.is_fused else f"{profile.loop.optimizer} has no fused step to switch on"
-    if name == "allocator" and profile.loop.can_retain:
-        return f"as the loop has it: {search.retaining_refusal(profile) or 'retaining memory was not tried'}"
-    if name == "allocator":
-        return "only host memory under glibc can be retained"
-    return "as the loop has it"
+def _front_point(point: Point) -> FrontPoint:
+    return FrontPoint(
+        point.candidate.describe(), point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.refusal or ""
+    )
 
 
 def _advice(profile: Profile) -> tuple[str, ...]:

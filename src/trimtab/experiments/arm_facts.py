@@ -35,7 +35,7 @@ class ArmFacts:
 
 
 def utilisation(
-    device: DeviceSpec, fact: ArmFacts | None, reference: ArmFacts | None, rows_per_s: Sequence[float]
+    device: DeviceSpec | None, fact: ArmFacts | None, reference: ArmFacts | None, rows_per_s: Sequence[float]
 ) -> tuple[float | None, float | None]:
     """Return (MFU, HFU): FLOP/s of the model, and as the arm runs it, over the device's peak (math: section 8).
 
@@ -43,7 +43,7 @@ def utilisation(
         reference: the loop whose FLOP are the model's, whatever an arm computes besides.
         rows_per_s: of the arm, one per seed.
     """
-    if fact is None or reference is None or not fact.precision or not rows_per_s:
+    if device is None or fact is None or reference is None or not fact.precision or not rows_per_s:
         return None, None
     rate = statistics.median(rows_per_s)
     model, hardware = (

@@ -12,6 +12,7 @@ import trimtab
 from trimtab.core.codec import to_json, write_whole
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
 from trimtab.experiments.fingerprint import build_of, code_of
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task, TaskData
@@ -19,12 +20,18 @@ from trimtab.tasks.task import Task, TaskData
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
 # Written down only where they are given; a key that is missing otherwise tells of an older version.
-_OPTIONAL = {"budget", "objective", "gpu"}
+_OPTIONAL = {"budget", "objective", "gpu", "plan"}
 _MACHINE = ("cpu", "threads", "gpu")
 
 
 def claim(
-    out: Path, task: Task, data: TaskData, settings: Mapping[str, object], budget: Budget, objective: Objective
+    out: Path,
+    task: Task,
+    data: TaskData,
+    settings: Mapping[str, object],
+    budget: Budget,
+    objective: Objective,
+    plan: Plan | None = None,
 ) -> None:
     """Write down what the folder holds, or refuse one that holds another comparison.
 
@@ -35,6 +42,8 @@ def claim(
     given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
     if budget != Budget() or objective != Objective():
         given |= {"budget": to_json(budget), "objective": to_json(objective)}
+    if plan is not None:
+        given |= {"plan": to_json(plan)}
     wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place()}.items()}
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))

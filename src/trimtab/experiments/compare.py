@@ -22,8 +22,10 @@ from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
+from trimtab.core.step_memory import StepMemory
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.failures import blame_reference
@@ -31,10 +33,11 @@ from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
-from trimtab.experiments.planning import Plans, make_plans
+from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
+from trimtab.experiments.timeline import step_memory
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.paper import PaperLoop
@@ -98,22 +101,28 @@ def compare(
     command: str,
     budget: Budget | None = None,
     objective: Objective | None = None,
+    plan: Plan | None = None,
     progress: Progress = silent,
 ) -> Comparison:
-    """Run (or go on with) a comparison in the folder `out`; returns what it found."""
+    """Run (or go on with) a comparison in the folder `out`; returns what it found.
+
+    Args:
+        plan: what is raced, in place of one that is made here.
+    """
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     progress(f"reading {task.name}")
     data = task.load_data()
-    claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective())
+    given = None if plan is None else given_plan(task, plan)
+    claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan)
     seeds = range(settings.num_pairs)
     done = sum(_folder(out, settings, seed).exists() for seed in seeds)
     if done:
         progress(f"going on with {done} races from {out}")
     if done < len(seeds):
         check_step(task, data, device)
-    plans = _plans(task, data, device, out, settings, budget, objective, progress)
+    plans = given or _plans(task, data, device, out, settings, budget, objective, progress)
     facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
@@ -125,7 +134,25 @@ def compare(
         races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
         race_s = time.perf_counter() - race_begun
     found = summarise(task, data, plans, races, facts, command=command, environment=_environment(races))
-    return replace(found, notes=(*found.notes, *_read_back(done, len(races), out)))
+    memory = _memory(task, data, device, plans, out, progress)
+    return replace(found, memory=memory, notes=(*found.notes, *_read_back(done, len(races), out)))
+
+
+def _memory(
+    task: Task, data: TaskData, device: torch.device, plans: Plans, out: Path, progress: Callable[[str], None]
+) -> dict[str, StepMemory]:
+    """Return what a step of the reference holds, and one of the plan."""
+    found = {}
+    for name, plan in (("reference", None), ("plan_S", plans.plans["S"])):
+        path = out / f"memory-{name}.json"
+        if not path.exists():
+            progress(f"what a step of {name} holds")
+            step = step_memory(task, data, device, plan)
+            if step is None:
+                continue
+            write_whole(path, to_json(step))
+        found[name] = read_json(StepMemory, path)
+    return found
 
 
 def _read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
@@ -202,9 +229,10 @@ def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> li
         entries.append(entry("plan_F", freed, horizon))
     if settings.peers:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
-        if "strong" in plans.plans and task.strong is not None:
+        if task.strong is not None:
             horizon = min(rows, task.strong.budget_rows)
             entries.append(entry("strong", StrongLoop, horizon))
+        if task.strong is not None and "strong" in plans.plans:
             planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
             entries.append(entry("strong_plan", planned, horizon, timed=control))
     return entries

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trimtab import api
 from trimtab.api import FREED, find_learning_rate, profile
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -29,6 +32,30 @@ class Plans:
     plans: Mapping[str, Plan]
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
+    @property
+    def device(self) -> DeviceSpec | None:
+        """What they were made on; None where a plan was given."""
+        return self.profiles["S"].device if "S" in self.profiles else None
+
+
+def given_plan(task: Task, plan: Plan) -> Plans:
+    """Return a plan that was made before as what a task's comparison races.
+
+    Raises:
+        ValueGivenError: it is not for this task's batch, or may change more than the maths allow.
+    """
+    if plan.batch_rows != task.batch_rows:
+        given = f"a plan for {plan.batch_rows} rows per step"
+        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {task.name}")
+    if plan.tier != "S":
+        raise ValueGivenError(
+            "plan",
+            given=f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}",
+            expected="one that keeps the maths",
+            way_out="Leave --plan out, with --adapt for tier F.",
+        )
+    return Plans({"S": plan})
+
 
 def make_plans(
     task: Task,
@@ -39,12 +66,13 @@ def make_plans(
     strong: bool,
     budget: Budget | None = None,
     objective: Objective | None = None,
+    traces: bool = False,
     progress: Callable[[str], None],
 ) -> Plans:
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change, "learning_rate" or "batch"; None: there is no tier F.
+        adapt: what tier F may change, "learning_rate" or "batch"; None: there is no tier F. traces: as in `profile`.
     """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
@@ -61,6 +89,7 @@ def make_plans(
         objective=objective,
         reference=task.reference,
         data=data.batches(PLANNING_SEED, task.batch_rows),
+        traces=traces,
         progress=progress,
     )
     plans = {"S": choose(found, objective, budget)}
@@ -77,3 +106,15 @@ def make_plans(
             )
         plans["strong"] = choose(profiles["strong"], Objective(), Budget())
     return Plans(plans, profiles)
+
+
+def plan_elsewhere(
+    task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+) -> Plan:
+    """Return a task's plan for a device that is not here."""
+    torch.manual_seed(PLANNING_SEED)
+    model = task.make_model().train()
+    batch = next(task.load_data().batches(PLANNING_SEED, task.batch_rows))
+    loop = (model, task.make_optimizer(model), task.loss_fn, batch)
+    given = {"budget": budget, "objective": objective, "reference": task.reference}
+    return api.plan_elsewhere(*loop, device, progress=progress, **given)

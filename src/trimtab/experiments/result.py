@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
+from trimtab.core.step_memory import StepMemory
 
 RESULT_SCHEMA = 3
 # Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
@@ -141,6 +142,7 @@ class Comparison:
             or None.
         plans: key of `PLAN_ARMS` -> plan. trials: every planning trial, infeasible ones too.
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
+        memory: arm -> what its step holds, by part and over time.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
     """
 
@@ -165,6 +167,7 @@ class Comparison:
     environment: Mapping[str, str]
     created: str
     peak_source: str = "unknown"
+    memory: Mapping[str, StepMemory] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     schema: int = RESULT_SCHEMA
 

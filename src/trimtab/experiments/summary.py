@@ -49,7 +49,6 @@ def summarise(
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
     source = data.source
-    profile = plans.profiles["S"]
     return Comparison(
         task=task.name,
         description=task.description,
@@ -73,7 +72,7 @@ def summarise(
         command=command,
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        peak_source=profile.device.source,
+        peak_source=plans.device.source if plans.device else "unknown",
         notes=tuple(notes(plans, targets, races)),
     )
 
@@ -108,7 +107,7 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
     rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
-    mfu, hfu = utilisation(plans.profiles["S"].device, fact, facts.get("reference"), rows_per_s)
+    mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
     return Arm(
         name,
         label,

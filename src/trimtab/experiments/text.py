@@ -22,7 +22,7 @@ def profile_text(profile: Profile) -> str:
     ]
     for trial in profile.trials:
         label = f"  {trial.stage:<12} {trial.candidate.describe()}{' (A/A control)' if trial.control else ''}"
-        alone = "" if trial.is_whole else " (optimizer alone)"
+        alone = "" if trial.is_whole else f" ({trial.stage} alone)"
         result = trial.error or f"{format_seconds(trial.step_s)}{alone}, peak {format_bytes(trial.peak_bytes)}"
         lines.append(f"{label:<70} {result}")
     splitting = "keeps the gradient" if profile.check.splittable else "is refused"

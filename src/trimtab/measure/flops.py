@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
@@ -21,6 +27,15 @@ def count_flops(function: Callable[[], object]) -> float | None:
     except NotImplementedError:
         return None
     return float(counter.get_total_flops())
+
+
+def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Return FLOP of one call of an operator, by its shapes; 0 where torch's table does not have it."""
+    if operator in _ATTENTION:
+        shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
+        return float(_ATTENTION[operator](*shapes, **kwargs, out_shape=None))
+    formula = flop_registry.get(getattr(operator, "overloadpacket", None))
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 
 def _cpu_attention() -> dict[Any, Any]:
@@ -38,3 +53,6 @@ def _cpu_attention() -> dict[Any, Any]:
         if operator is not None:
             mapping[operator] = formula
     return mapping
+
+
+_ATTENTION = {operator.default: formula for operator, formula in _cpu_attention().items()}

@@ -20,6 +20,7 @@ from trimtab.measure.timing import time_call
 MEASURED = ("cpu", "cuda")
 _LARGEST_MATMUL = 1024
 _LONGEST_MATMUL_S = 0.06
+_COPIED_BYTES = 64 * 2**20
 
 
 def environment() -> dict[str, str]:
@@ -81,8 +82,9 @@ def device_spec(device: torch.device) -> DeviceSpec:
             return DeviceSpec(name, "cuda", memory)
         return DeviceSpec(name, "cuda", memory, row.flops, row.bandwidth_bytes_s, row.source)
     peaks = measured_cpu_peaks(torch.get_num_threads())
-    source = f"fastest square matrix product timed on this machine, {torch.get_num_threads()} threads"
-    return DeviceSpec(cpu_name(), "cpu", _total_memory(), peaks, None, source, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    source = f"fastest square matrix product timed on this machine, {threads} threads"
+    return DeviceSpec(cpu_name(), "cpu", _total_memory(), peaks, measured_cpu_bandwidth(threads), source, threads)
 
 
 @functools.cache
@@ -109,6 +111,16 @@ def _matmul_flops(dtype: torch.dtype) -> float:
             break
         size *= 2
     return best
+
+
+@functools.cache
+def measured_cpu_bandwidth(num_threads: int) -> float:
+    """Return bytes per second read and written by a copy too large for caches, at the current number of threads."""
+    source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy = functools.partial(target.copy_, source)
+    copy()
+    return 2 * _COPIED_BYTES / min(time_call(copy, torch.device("cpu")) for _ in range(5))
 
 
 def _total_memory() -> int | None:

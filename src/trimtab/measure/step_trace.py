@@ -11,15 +11,17 @@ import contextlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trimtab.core.alignment import aligned_peaks
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
+from trimtab.core.work import Seen, StepWork, operations
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.scratch import Call, Taken, measured
 from trimtab.measure.storages import Storages
@@ -69,24 +71,46 @@ def trace_peaks(
     rows: tuple[int, int],
     *,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    num_micro_batches: int = 1,
-) -> PeakModel:
-    """Return the peak of a step for any number of rows, from two of them; arguments as of `trace_step`.
+    counts_scratch: bool = False,
+) -> SizeTrace:
+    """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
 
-    Neither what an allocator rounds up nor scratch is in it, which are no lines in the rows. Of one row it is an
-    estimate: operators treat a size of one in their own way.
+    What an allocator rounds up is not in it, and scratch is there as it is found at the two: neither is a line in the
+    rows. Of one row it is an estimate: operators treat a size of one in their own way.
 
     Args:
         batches: of `rows`, the smaller one first and of two at the least.
 
     Raises:
-        ModelError: the step cannot be traced. ValueGivenError: it takes another course at the other size.
+        ModelError: the step cannot be traced.
     """
-    totals = []
-    for batch in batches:
-        step, _ = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, (), granule=1)
-        totals.append(step.totals())
-    return PeakModel.through(*totals, rows)
+    few, many = (
+        _traced(model, optimizer, loss_fn, batch, autocast, 2, (), granule=1, counts_work=True)[0] for batch in batches
+    )
+    parts = [
+        aligned_peaks(ours, theirs, our_kinds, their_kinds)
+        for (ours, our_kinds), (theirs, their_kinds) in zip(
+            few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch), strict=True
+        )
+    ]
+    whole, sliced = (
+        PeakModel.through([v for part, _ in chosen for v in part], [v for _, part in chosen for v in part], rows)
+        for chosen in ([*parts[:3], parts[-1]], parts)  # before, forward and backward of the first, and the step
+    )
+    work = StepWork(operations(few.first_work, many.first_work, rows), operations(few.step_work, many.step_work, rows))
+    return SizeTrace(whole, sliced, work)
+
+
+class SizeTrace(NamedTuple):
+    """A step for any number of rows of a micro-batch.
+
+    Attributes:
+        whole: its peak where it is of one micro-batch. sliced: of several, whose gradients are held in between.
+    """
+
+    whole: PeakModel
+    sliced: PeakModel
+    work: StepWork
 
 
 def _traced(
@@ -98,6 +122,8 @@ def _traced(
     num_micro_batches: int,
     blocks: Sequence[str],
     granule: int | None,
+    *,
+    counts_work: bool = False,
 ) -> tuple[_Step, _Marks]:
     fakes = Fakes()
     device = next(model.parameters()).device.type
@@ -106,6 +132,7 @@ def _traced(
         model, optimizer, batch = fakes.copy((model, optimizer, batch))
         with fakes, storages:
             step = _Step(model, optimizer, loss_fn, batch, autocast, storages)
+            storages.counts_work = counts_work
             with _block_marks(model, blocks, storages) as marks:
                 step.run(num_micro_batches)
     except Exception as error:  # whatever a model does, torch may have no fake of it
@@ -130,6 +157,7 @@ class _Step:
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
         self._phases: list[tuple[int, str]] = []
+        self._work_before: list[int] = []  # each phase
         for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             p.grad = torch.empty_like(p) if p.requires_grad else None
         self._optimizer_step()
@@ -175,6 +203,7 @@ class _Step:
 
     def _enter(self, phase: str) -> None:
         self._phases.append((len(self._storages.events), phase))
+        self._work_before.append(len(self._storages.work))
 
     def scratch(self) -> dict[Call, Taken]:
         """Return what operators take for themselves, by running each that does."""
@@ -186,9 +215,23 @@ class _Step:
             born = {number for begin, end in spans for number in range(begin, end)}
             yield BlockMemory(name, sum(self._storages.sizes[number] for number in born & self._saved))
 
-    def totals(self) -> list[int]:
-        """Return the bytes held at each moment."""
-        return [sum(parts.values()) for _, parts in self._moments({})]
+    def by_phase(self, *, counts_scratch: bool) -> list[tuple[list[int], list[int]]]:
+        """Return the bytes held at each moment of what was before and of each phase; and whether some came or went."""
+        held = [sum(parts.values()) for _, parts in self._moments(self.scratch() if counts_scratch else {})]
+        kinds = [0, *(sign for _, sign in self._storages.events)]
+        edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
+        return [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
+
+    @property
+    def first_work(self) -> list[Seen]:
+        """Operators of the first micro-batch."""
+        second = [index for index, (_, phase) in enumerate(self._phases) if phase == "forward"][1]
+        return self._storages.work[: self._work_before[second]]
+
+    @property
+    def step_work(self) -> list[Seen]:
+        """Operators of the optimizer's step."""
+        return self._storages.work[self._work_before[-1] :]
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""

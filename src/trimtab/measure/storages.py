@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trimtab.core.work import Seen
+from trimtab.measure.flops import flops_of
 from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Storages(TorchDispatchMode):
@@ -25,6 +30,7 @@ class Storages(TorchDispatchMode):
         sizes: bytes of each storage, by number. events: (number, +1 for birth or -1 for death), in order.
         calls: operators that take memory for themselves: the call, how many events came before it and its end, and the
             numbers of its results' storages.
+        work: (precision, FLOP, bytes moved) of each operator that computes or moves, while `counts_work`.
         answers_ones: whether a value that is looked at is 1, as good as any for an optimizer's counters; without
             memory there is none.
     """
@@ -34,6 +40,8 @@ class Storages(TorchDispatchMode):
         self.sizes: list[int] = []
         self.events: list[tuple[int, int]] = []
         self.calls: list[tuple[Call, int, int, tuple[int, ...]]] = []
+        self.work: list[Seen] = []
+        self.counts_work = False
         self.answers_ones = False
         self._granule = granule
         self._forwards: list[Call] = []
@@ -48,7 +56,17 @@ class Storages(TorchDispatchMode):
         call = self._call(func, args, kwargs)
         if call is not None:
             self.calls.append((call, begin, len(self.events), numbers))
+        if self.counts_work and not _is_view(func):
+            self._count_work(func, args, kwargs or {}, result)
         return result
+
+    def _count_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
+        if not tensors:
+            return
+        kind = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        moved = float(sum(t.numel() * t.element_size() for t in tensors))
+        self.work.append((_PRECISIONS.get(kind, "fp32"), flops_of(func, args, kwargs, result), moved))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         name = name_of(func)
@@ -82,3 +100,10 @@ class Storages(TorchDispatchMode):
     def _died(self, key: int, number: int) -> None:
         del self._alive[key]
         self.events.append((number, -1))
+
+
+@functools.cache
+def _is_view(operator: Any) -> bool:
+    """Return whether an operator only looks at memory in another way."""
+    returned = [value.alias_info for value in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)

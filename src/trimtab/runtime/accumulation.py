@@ -48,7 +48,8 @@ def as_loss(result: Any, num_ranks: int = 1) -> tuple[Tensor, Count | None]:
             "a loss that does not depend on any trainable parameter",
             "Compute it from run.model's output, without detach(), item() or no_grad().",
         )
-    return loss.reshape(()), None if count is None else _beside(loss, _checked_count(count))
+    scalar = loss if loss.dim() == 0 else loss.reshape(())  # which would be a node of its own in the graph
+    return scalar, None if count is None else _beside(loss, _checked_count(count))
 
 
 def _beside(loss: Tensor, count: Count) -> Count:

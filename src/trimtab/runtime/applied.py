@@ -11,7 +11,7 @@ from torch import nn
 
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime import layout, optimizers, precision
+from trimtab.runtime import layout, loss_head, optimizers, precision
 from trimtab.runtime.modes import retained_memory
 
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -49,6 +49,8 @@ def apply_plan(
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
         if plan.memory_layout.value == "channels_last":
             undo.callback(layout.use_channels_last(model, optimizer))
+        if plan.loss_chunk.value is not None:
+            undo.callback(loss_head.use_chunks(model, int(plan.loss_chunk.value)))
         if plan.precision.value == "tf32":
             undo.callback(precision.tf32.hold())
         if plan.allocator.value == "retain":

@@ -25,6 +25,8 @@ def count_rows(batch: Batch) -> int:
     Raises:
         BatchError: no leaf has rows, leaves disagree, or a leaf is of a kind that cannot be sliced.
     """
+    if _is_flat(batch) and len(rows := {tensor.shape[0] for tensor in batch}) == 1 and 0 not in rows:
+        return rows.pop()
     sizes = {path: len(leaf) for path, leaf in _leaves(batch, "batch") if _has_rows(leaf)}
     if not sizes:
         raise BatchError(
@@ -56,7 +58,7 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    if all(tensor.device == device for tensor in tensors_in(batch)):
+    if all(tensor.device == device for tensor in (batch if _is_flat(batch) else tensors_in(batch))):
         return batch
     return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
 
@@ -75,6 +77,11 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise BatchError(field, given=f"a {type(batches).__name__}", expected="a loader, list or generator of batches")
     return iter(batches)
+
+
+def _is_flat(batch: Any) -> bool:
+    """Return whether a batch is a tuple or list of tensors with rows: most are, and every window asks."""
+    return type(batch) in (tuple, list) and bool(batch) and all(type(each) is Tensor and each.dim() for each in batch)
 
 
 def _has_rows(leaf: Any) -> bool:

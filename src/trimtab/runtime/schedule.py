@@ -98,15 +98,16 @@ class RateFollower:
         self._level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
 
 
-@contextlib.contextmanager
-def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.AbstractContextManager[None]:
     """Multiply every group's learning rate while the block runs; the user's own values stand again after it.
 
     Left in place, the factor would compound with a scheduler that reads the rate back.
     """
-    if factor == 1.0:
-        yield
-        return
+    return contextlib.nullcontext() if factor == 1.0 else _multiplied(optimizer, factor)
+
+
+@contextlib.contextmanager
+def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     before = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:

@@ -15,7 +15,12 @@ def keeps_maths(plan: Plan, model: nn.Module) -> bool:
     Not where the plan's check refused it, nor where the model has batch statistics.
     """
     refused = plan.check is not None and not plan.check.splittable
-    return not refused and not any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
+    return not refused and not has_batch_statistics(model)
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Return whether a module normalises by its batch."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
 
 
 def for_model(plan: Plan, model: nn.Module) -> Plan:

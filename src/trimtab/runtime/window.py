@@ -33,6 +33,9 @@ class Window:
     Args:
         batches: the loader's batches it is made of; their host copies are kept until it is over.
         rows: of each batch. micro_batches: rows per micro-batch, of each.
+
+    Attributes:
+        num_micro_batches: k.
     """
 
     def __init__(
@@ -48,10 +51,9 @@ class Window:
         self._batches, self._batch_rows = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
         self._used = False
+        self.num_micro_batches = self._count()
 
-    @property
-    def num_micro_batches(self) -> int:
-        """k: micro-batches of the window."""
+    def _count(self) -> int:
         return sum(-(-rows // micro) for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
 
     @property
@@ -62,6 +64,7 @@ class Window:
     def split(self, micro_batch: int) -> None:
         """Begin anew, in micro-batches of at most so many rows."""
         self._micro_batches = tuple(min(micro_batch, each) for each in self._micro_batches)
+        self.num_micro_batches = self._count()
         self._used = False
 
     def is_of(self, loop: Loop) -> bool:

@@ -11,33 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trimtab.tasks.evaluation import beside, evaluating
 from trimtab.tasks.task import Batch, Metric
-
-IGNORED = -100
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | int]:
     """Return `(loss_sum, count)`: the summed cross-entropy (nats) and the number of tokens it is over.
 
     Args:
-        model: (B, T) int64 -> logits (B, T, V).
+        model: `model(inputs, labels)`, both (B, T) int64, -> (summed loss, count), as of a `trimtab.nn.LossHead`.
         batch: either `(tokens,)` with tokens (B, T+1), where each token is predicted from those before it and the
             count is a Python int; or `(inputs, labels)`, both (B, T), where labels of -100 are ignored and the count
             is a tensor, because to know it is to read the labels (on an accelerator: to wait for them).
     """
-    count: Tensor | int
     if len(batch) == 1:
         inputs, labels = batch[0][:, :-1], batch[0][:, 1:]
-        count = labels.numel()
-    else:
-        inputs, labels = batch
-        count = (labels != IGNORED).sum()
-    logits = model(inputs).flatten(0, 1)  # (B*T, V)
-    # In fp32 whatever the autocast: a sum over thousands of tokens would lose half of bf16's 8 bits.
-    return F.cross_entropy(logits.float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"), count
+        return model(inputs, labels)[0], labels.numel()
+    inputs, labels = batch
+    found: tuple[Tensor, Tensor] = model(inputs, labels)
+    return found
 
 
 def mean_loss(model: nn.Module, batches: Sequence[Batch]) -> float:

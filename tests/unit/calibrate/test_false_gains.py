@@ -12,7 +12,8 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile
-from trimtab.decide.search import Stage, decide_stage
+from trimtab.decide.finals import decide
+from trimtab.decide.search import Stage
 
 CPU = DeviceSpec("a processor", "cpu", None, {}, None, "made up", 4)
 FACTS = LoopFacts(10, 10, 40, "SGD", 64, 64, "rows", None, True, True, False, "contiguous")
@@ -34,7 +35,7 @@ class Still:
 
 def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5):
     """Run one stage on a clock of nothing but noise, and `speed` of the rivals; returns its winner."""
-    stage = Stage("precision", (WHOLE, *rivals), control=True)
+    stage = Stage("final", (WHOLE, *rivals), control=True, accepts=True)
 
     def time_block(subject, stage, candidate, steps):
         return step_s * rng.lognormvariate(0, noise) / (1.0 if candidate == WHOLE else speed)
@@ -47,7 +48,9 @@ def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5
     trials._run_blocks(blocks, arms, list(arms))
     found = tuple(trials._trial(stage, arm, step_s) for arm in arms)
     profile = Profile(CPU, FACTS, Check(False, "one row"), trials=found)
-    return decide_stage(profile, "precision", Objective(), Budget()).winner
+    outcome = decide(profile, "final", Objective(), Budget())
+    assert outcome is not None
+    return outcome.winner.candidate
 
 
 @pytest.mark.parametrize("num_blocks", [3, 5])

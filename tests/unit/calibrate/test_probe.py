@@ -40,7 +40,7 @@ class Loop:
         step()
         return self.few_s[self.ran[-1][0]].pop(0)
 
-    def stage(self, *candidates, name="precision"):
+    def stage(self, *candidates, name="modes"):
         return trials.run_stage(self.subject, Stage(name, candidates), 5, lambda text: None)
 
     def rows_of(self, precision):
@@ -102,6 +102,6 @@ def test_a_batch_of_few_rows_is_its_own_probe(monkeypatch):
 
 
 def test_only_precisions_and_layouts_are_probed(loop):
-    _, rival = loop.stage(FP32, replace(FP32, micro_batch=64), name="micro_batch")
+    _, rival = loop.stage(FP32, replace(FP32, micro_batch=64), name="sizes")
     assert rival.error is None
     assert loop.few_s["fp32"] == [0.01]

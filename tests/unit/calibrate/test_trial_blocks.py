@@ -12,7 +12,8 @@ from torch import nn
 from trimtab.calibrate import trials
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
-from trimtab.decide.search import MIN_BLOCKS, Stage
+from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.search import Stage
 from trimtab.measure import allocator
 
 WHOLE = Candidate("fp32", "keep", False, 8)
@@ -54,13 +55,17 @@ def machine(monkeypatch):
     return found
 
 
+def final(*candidates, **others):
+    return Stage("final", candidates, accepts=True, **others)
+
+
 def run(subject, stage, known=()):
     return trials.run_stage(subject, stage, 5, lambda text: None, known)
 
 
 def test_a_rival_that_lost_its_first_blocks_is_not_run_further(subject, machine):
     machine.blocks = {WHOLE: [1.0] * 10, HALF: [1.1, 1.2, 1.01], QUARTER: [0.9, 1.1, 1.0, 1.0, 1.0]}
-    incumbent, rival, other, control = run(subject, Stage("micro_batch", (WHOLE, HALF, QUARTER), control=True))
+    incumbent, rival, other, control = run(subject, final(WHOLE, HALF, QUARTER, control=True))
     assert rival.block_s == (1.1, 1.2, 1.01)
     assert len(rival.block_s) == MIN_BLOCKS
     assert len(incumbent.block_s) == len(control.block_s) == len(other.block_s) == 5
@@ -70,21 +75,21 @@ def test_a_rival_that_lost_its_first_blocks_is_not_run_further(subject, machine)
 @pytest.mark.parametrize("blocks", [[1.1, 1.2, 0.99], [1.0, 1.2, 1.2], [0.5, 0.9, 1.1]])
 def test_one_that_won_or_tied_a_block_goes_on(subject, machine, blocks):
     machine.blocks = {WHOLE: [1.0] * 5, HALF: [*blocks, 1.0, 1.0]}
-    _, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))
+    _, rival = run(subject, final(WHOLE, HALF))
     assert len(rival.block_s) == 5
 
 
 def test_a_stage_of_long_steps_ends_once_it_has_no_rival_left(subject, machine):
     machine.blocks = {WHOLE: [1.0] * 6, HALF: [1.1] * 3}
-    incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    incumbent, rival, control = run(subject, final(WHOLE, HALF, control=True))
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s) == 3
 
 
-@pytest.mark.parametrize("stage", ["micro_batch", "verify"])
+@pytest.mark.parametrize("stage", ["sizes", "final"])
 def test_a_gain_takes_all_its_blocks_however_clear_it_looks_before(subject, machine, stage):
     """Clear of 1, and of what the control resolves, after the first three: to end there would be to pick the moment."""
     machine.blocks = {WHOLE: [1.0] * 10, HALF: [0.5, 0.5, 0.51, 0.5, 0.5]}
-    incumbent, rival, control = run(subject, Stage(stage, (WHOLE, HALF), control=True))
+    incumbent, rival, control = run(subject, Stage(stage, (WHOLE, HALF), control=True, accepts=True))
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s) == 5
 
 
@@ -96,7 +101,7 @@ def test_a_likely_gain_in_the_noise_is_looked_at_once_more(subject, machine, riv
     """1.11x when the control resolves more: three times the blocks, though some fewer would have it clear.
     1.03x would not be worth the time."""
     machine.blocks = {WHOLE: list(WILD), HALF: [rival_s] * 15}
-    incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    incumbent, rival, control = run(subject, final(WHOLE, HALF, control=True))
     assert len(incumbent.block_s) == len(rival.block_s) == len(control.block_s)
     assert len(rival.block_s) == (15 if goes_on else 5)
 
@@ -111,7 +116,7 @@ def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, m
         return found
 
     monkeypatch.setattr(trials, "_time_block", time_block)
-    incumbent, rival, control = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    incumbent, rival, control = run(subject, final(WHOLE, HALF, control=True))
     assert control.error == "out of memory"
     assert len(incumbent.block_s) == len(rival.block_s) == 5
 
@@ -123,7 +128,7 @@ def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     machine.blocks = {WHOLE: [step_s, 1.5 * step_s] * 15, HALF: [step_s] * 15}
-    _, rival, _ = run(subject, Stage("micro_batch", (WHOLE, HALF), control=True))
+    _, rival, _ = run(subject, final(WHOLE, HALF, control=True))
     assert len(rival.block_s) == 15
 
 
@@ -133,7 +138,7 @@ def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
     machine.blocks = {WHOLE: [0.1] * 15, HALF: [0.05] * 15}
-    _, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))
+    _, rival = run(subject, final(WHOLE, HALF))
     assert len(rival.block_s) == 15  # three times as many as of long ones
 
 
@@ -144,15 +149,21 @@ def test_memory_is_retained_across_a_stage_all_of_which_retains_it(subject, monk
     before, seen = allocator.mode(), set()
     monkeypatch.setattr(trials, "_time_block", lambda *_: seen.add(allocator.mode()) or 1.0)
     candidates = tuple(replace(c, allocator=a) for c, a in zip((WHOLE, HALF), allocators, strict=True))
-    run(subject, Stage("allocator", candidates))
+    run(subject, final(*candidates))
     assert seen == modes
     assert allocator.mode() == before
 
 
-def test_the_verification_runs_to_its_end(subject, machine):
+def test_where_a_loser_may_have_to_win_it_runs_to_its_end(subject, machine):
     machine.blocks = {WHOLE: [1.0] * 5, HALF: [2.0] * 5}
-    _, rival = run(subject, Stage("verify", (WHOLE, HALF)))
+    _, rival = run(subject, final(WHOLE, HALF, drops=False))
     assert len(rival.block_s) == 5
+
+
+def test_a_stage_that_accepts_nothing_runs_few_blocks(subject, machine):
+    machine.blocks = {WHOLE: [1.0] * 5, HALF: [0.9] * 5}
+    incumbent, rival = run(subject, Stage("sizes", (WHOLE, HALF)))
+    assert len(incumbent.block_s) == len(rival.block_s) == MIN_BLOCKS
 
 
 def test_without_an_incumbent_that_runs_no_rival_is_behind(subject, machine, monkeypatch):
@@ -161,25 +172,23 @@ def test_without_an_incumbent_that_runs_no_rival_is_behind(subject, machine, mon
 
     monkeypatch.setattr(trials, "_warm_up", fail)
     machine.blocks = {HALF: [2.0] * 5}
-    incumbent, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))
+    incumbent, rival = run(subject, final(WHOLE, HALF))
     assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
     assert len(rival.block_s) == 5
 
 
 def test_what_an_earlier_stage_measured_is_taken_from_it(subject, machine):
     machine.blocks = {WHOLE: [1.0] * 5, HALF: [1.0] * 5}
-    known = (Trial("allocator", WHOLE, (0.7,) * 5, 640), Trial("optimizer", HALF, (0.1,) * 5))
-    incumbent, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)), known)
+    known = (Trial("modes", WHOLE, (0.7,) * 5, 640), Trial("optimizer", HALF, (0.1,) * 5))
+    incumbent, rival = run(subject, final(WHOLE, HALF), known)
     assert machine.warmed == {HALF: 1}  # the optimizer's step alone says nothing of whole steps
     assert (incumbent.peak_bytes, rival.peak_bytes) == (640, 100)
 
 
-@pytest.mark.parametrize(
-    "known", [Trial("allocator", WHOLE, (), 640, "out of memory"), Trial("precision", WHOLE, (0.7,) * 5)]
-)
+@pytest.mark.parametrize("known", [Trial("modes", WHOLE, (), 640, "out of memory"), Trial("modes", WHOLE, (0.7,) * 5)])
 def test_what_failed_or_has_no_peak_is_tried_again(subject, machine, known):
     machine.blocks = {WHOLE: [1.0] * 5}
-    run(subject, Stage("micro_batch", (WHOLE,)), (known,))
+    run(subject, final(WHOLE), (known,))
     assert machine.warmed == {WHOLE: 1}
 
 
@@ -199,7 +208,7 @@ def clock(monkeypatch):
 
 def test_a_long_first_step_is_not_repeated(subject, clock):
     clock += [0.9] * 6
-    (trial,) = run(subject, Stage("precision", (WHOLE,)))
+    (trial,) = run(subject, Stage("modes", (WHOLE,), accepts=True))
     assert clock == []
     assert trial.block_s == (0.9,) * 5
 
@@ -208,7 +217,7 @@ def test_a_first_step_that_would_drop_its_candidate_is_repeated(subject, clock):
     """A kernel compiled in the first step of bf16: 9 s, and 0.5 s from then on."""
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 0.5] + [1.0, 0.5, 0.5, 1.0] * 2 + [1.0, 0.5]
-    incumbent, rival = run(subject, Stage("precision", (WHOLE, bf16)))
+    incumbent, rival = run(subject, Stage("modes", (WHOLE, bf16), accepts=True))
     assert rival.error is None
     assert (incumbent.block_s, rival.block_s) == ((1.0,) * 5, (0.5,) * 5)
 
@@ -216,7 +225,7 @@ def test_a_first_step_that_would_drop_its_candidate_is_repeated(subject, clock):
 def test_one_that_stays_far_slower_is_dropped(subject, clock):
     bf16 = replace(WHOLE, precision="bf16")
     clock += [1.0, 9.0, 8.0] + [1.0] * 5
-    _, rival = run(subject, Stage("precision", (WHOLE, bf16)))
+    _, rival = run(subject, Stage("modes", (WHOLE, bf16), accepts=True))
     assert rival.error == "stopped after warm-up: 8 s per step against 1 s"
 
 
@@ -243,7 +252,7 @@ def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory
     arms = (WHOLE, replace(WHOLE, allocator="retain"))
     if not allocator.can_retain():
         pytest.skip("needs glibc")
-    incumbent, rival, _ = run(tried, Stage("allocator", arms, control=True))
+    incumbent, rival, _ = run(tried, final(*arms, control=True))
     assert set(incumbent.block_s) == set(rival.block_s) == {1.0}
 
 
@@ -261,7 +270,7 @@ def test_every_block_begins_with_optimizer_state(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(trials, "_time_block", time_block)
-    run(tried, Stage("precision", (WHOLE, replace(WHOLE, precision="bf16")), control=True))
+    run(tried, Stage("modes", (WHOLE, replace(WHOLE, precision="bf16")), control=True, accepts=True))
     assert len(begun) >= 5 * 3
     assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in begun)
     assert all(torch.equal(state["exp_avg"], begun[0]["exp_avg"]) and state["step"] == 1 for state in begun)
@@ -279,7 +288,7 @@ def test_the_state_is_made_by_another_where_the_incumbent_does_not_run(monkeypat
 
     begun = []
     monkeypatch.setattr(trials, "_time_block", lambda *_: begun.append(len(adam.state)) or 1.0)
-    incumbent, rival = run(Subject(model, adam, small_only, torch.randn(8, 4)), Stage("micro_batch", (WHOLE, HALF)))
+    incumbent, rival = run(Subject(model, adam, small_only, torch.randn(8, 4)), final(WHOLE, HALF))
     assert (incumbent.error, rival.error) == ("out of memory", None)
     assert begun == [2] * 5
 
@@ -294,7 +303,7 @@ def test_fp16_steps_until_its_loss_scale_fits_before_its_peak_is_taken(monkeypat
     state_at_peak = []
     monkeypatch.setattr(trials, "peak_bytes", lambda step, device, live: state_at_peak.append(len(adam.state)) or 100)
     tried = Subject(model, adam, lambda m, x: 1e3 * m(x).float().mean(), torch.ones(8, 4))
-    (trial,) = run(tried, Stage("precision", (HALF_PRECISION,)))
+    (trial,) = run(tried, Stage("modes", (HALF_PRECISION,), accepts=True))
     assert (trial.error, state_at_peak) == (None, [2])
 
 
@@ -303,7 +312,7 @@ def test_fp16_that_overflows_at_every_scale_is_no_candidate():
     tried = Subject(
         model, torch.optim.AdamW(model.parameters()), lambda m, x: (0 * m(x).float().mean()).sqrt(), torch.ones(8, 4)
     )
-    (trial,) = run(tried, Stage("precision", (HALF_PRECISION,)))
+    (trial,) = run(tried, Stage("modes", (HALF_PRECISION,), accepts=True))
     assert trial.error == "its gradients overflow at every loss scale tried"
 
 
@@ -317,6 +326,6 @@ def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, mac
         return found
 
     monkeypatch.setattr(trials, "_time_block", time_block)
-    incumbent, rival = run(subject, Stage("micro_batch", (WHOLE, HALF)))  # whole, half, half, whole: the fourth
+    incumbent, rival = run(subject, final(WHOLE, HALF))  # whole, half, half, whole: the fourth
     assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
     assert (rival.error, len(rival.block_s)) == (None, 5)

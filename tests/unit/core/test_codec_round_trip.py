@@ -18,8 +18,20 @@ from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
-from trimtab.core.plan import ALLOCATORS, MEMORY_LAYOUTS, SCHEDULES, Check, Choice, Mark, Measured, Plan, Rejected
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.core.peak_model import PeakModel
+from trimtab.core.plan import (
+    ALLOCATORS,
+    MEMORY_LAYOUTS,
+    SCHEDULES,
+    Check,
+    Choice,
+    FrontPoint,
+    Mark,
+    Measured,
+    Plan,
+    Rejected,
+)
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 
 text = st.text(max_size=12)
@@ -48,7 +60,11 @@ def choice(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
 references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive), st.booleans())
 check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
 measured = st.builds(Measured, floats, optional(counts))
-candidates = st.builds(Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts, text)
+candidates = st.builds(
+    Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts, text, optional(st.integers(1, 2**30))
+)
+peak_models = st.builds(PeakModel, tuples_of(st.tuples(floats, floats)))
+traces = st.builds(Traced, candidates, peak_models, optional(peak_models))
 trials = st.builds(Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans())
 devices = st.builds(
     DeviceSpec, text, text, optional(counts), st.dictionaries(text, floats), optional(floats), text, counts
@@ -76,6 +92,7 @@ plans = st.integers(1, 10**6).flatmap(
         memory_layout=choice(st.sampled_from(MEMORY_LAYOUTS)),
         allocator=choice(st.sampled_from(ALLOCATORS)),
         fused_optimizer=choice(st.booleans()),
+        loss_chunk=choice(optional(st.integers(1, 2**30))),
         schedule=choice(st.sampled_from(SCHEDULES)),
         learning_rate_scale=choice(positive),
         clip_norm=choice(optional(positive)),
@@ -83,12 +100,18 @@ plans = st.integers(1, 10**6).flatmap(
         reference=references,
         baseline=optional(measured),
         predicted=optional(measured),
+        measured=optional(measured),
         verified=optional(st.tuples(floats, floats)),
+        stands_between=optional(st.tuples(floats, floats)),
+        front=tuples_of(st.builds(FrontPoint, text, floats, counts, text)),
         planning_s=floats,
         search_s=floats,
         advice=tuples_of(text),
     )
 )
+weights = st.floats(0, 1e308)
+objectives = st.tuples(weights, weights, weights).filter(any).map(lambda given: Objective(*given))
+budgets = st.builds(Budget, optional(st.integers(1, 2**62)), optional(positive), optional(positive))
 profiles = st.builds(
     Profile,
     devices,
@@ -99,10 +122,10 @@ profiles = st.builds(
     st.dictionaries(text, floats, max_size=2),
     st.dictionaries(text, text, max_size=2),
     floats,
+    objectives,
+    budgets,
+    tuples_of(traces),
 )
-weights = st.floats(0, 1e308)
-objectives = st.tuples(weights, weights, weights).filter(any).map(lambda given: Objective(*given))
-budgets = st.builds(Budget, optional(st.integers(1, 2**62)), optional(positive), optional(positive))
 steps = st.builds(
     StepRecord, counts, counts, floats, floats, floats, floats, st.booleans(), optional(floats), optional(floats)
 )
@@ -184,7 +207,7 @@ PROFILE = Profile(
     DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),
     LoopFacts(10, 10, 40, "AdamW", 8, 8.0, "samples", 1e9, False, True, False, "contiguous"),
     Check(True, "per-sample loss"),
-    trials=(Trial("precision", Candidate("fp32", "keep", False, 8), (0.5, 0.4)),),
+    trials=(Trial("modes", Candidate("fp32", "keep", False, 8), (0.5, 0.4)),),
     environment={"torch": "2.13"},
 )
 RECORD = RunRecord(
@@ -241,7 +264,7 @@ def test_missing_key_is_refused_by_its_path(whole, path, keys, cls):
     tree = to_jsonable(whole)
     name = dataclasses.fields(cls)[0].name
     del down(tree, keys)[name]
-    if cls is Reference:  # every field has a default: a missing one is the default
+    if cls in (Reference, Objective, Budget):  # every field has a default: a missing one is the default
         assert from_jsonable(type(whole), tree) == whole
     else:
         assert refused(type(whole), tree).field == f"{path}.{name}"

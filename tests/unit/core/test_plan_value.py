@@ -19,16 +19,18 @@ VALUES = {
     "memory_layout": "channels_last",
     "allocator": "retain",
     "fused_optimizer": True,
+    "loss_chunk": 128,
     "schedule": "warmup_cosine",
     "learning_rate_scale": 3.0,
     "clip_norm": 1.0,
 }
-SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer"}
+SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer", "loss_chunk"}
 KEPT = {
     "precision": "fp32",
     "memory_layout": "keep",
     "allocator": "keep",
     "fused_optimizer": False,
+    "loss_chunk": None,
     "schedule": "user",
     "learning_rate_scale": 1.0,
     "clip_norm": None,
@@ -42,6 +44,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "memory_layout": Mark.ROUNDING,
         "allocator": Mark.EXACT,
         "fused_optimizer": Mark.ROUNDING,
+        "loss_chunk": Mark.ROUNDING,
         "schedule": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,
         "batch_policy": Mark.DYNAMICS,
@@ -128,6 +131,8 @@ def test_fixed_holds_what_was_given():
         ((8,), {"learning_rate_scale": True}, ValueGivenError, "plan.learning_rate_scale"),
         ((8,), {"clip_norm": -1.0}, ValueGivenError, "plan.clip_norm"),
         ((8,), {"clip_norm": math.nan}, ValueGivenError, "plan.clip_norm"),
+        ((8,), {"loss_chunk": 0}, ValueGivenError, "plan.loss_chunk"),
+        ((8,), {"loss_chunk": 2.5}, ValueGivenError, "plan.loss_chunk"),
         ((8,), {"fused_optimizer": 1}, UsageError, "plan.fused_optimizer"),
         ((8,), {"fused_optimizer": 0}, UsageError, "plan.fused_optimizer"),
         ((8,), {"accumulation": 4}, FormatError, "plan.accumulation"),
@@ -186,7 +191,8 @@ def test_the_page_shows_costs_check_and_advice():
         check=Check(False, "batch statistics in 2 layers"),
         reference=Reference("tf32"),
         baseline=Measured(0.5, 2 * 2**30),
-        predicted=Measured(0.25, 2**30),
+        predicted=Measured(0.2, 2**30),
+        measured=Measured(0.25, 2**30),
         planning_s=90.0,
         search_s=30.0,
         advice=("use the fused head",),
@@ -196,7 +202,8 @@ def test_the_page_shows_costs_check_and_advice():
         "Change micro batch 4 (tier F: other dynamics): 2.00x the speed in trials.",
         "against: declared tf32 eager loop, 8 rows per step",
         "reference: 500 ms per step, peak memory 2 GiB",
-        "this plan: 250 ms per step, peak memory 1 GiB",
+        "this plan, predicted: 200 ms per step, peak memory 1 GiB",
+        "this plan, measured: 250 ms per step, peak memory 1 GiB",
         "splitting is refused: batch statistics in 2 layers",
         "advice: use the fused head",
         "planning took 90 s, 30 s of it search for tier F",
@@ -210,7 +217,7 @@ def test_the_page_shows_costs_check_and_advice():
 )
 def test_the_verdict_says_how_sure_its_speed_is(verified, said):
     plan = dataclasses.replace(
-        Plan.fixed(8, precision="bf16"), baseline=Measured(0.5), predicted=Measured(0.25), verified=verified
+        Plan.fixed(8, precision="bf16"), baseline=Measured(0.5), measured=Measured(0.25), verified=verified
     )
     assert str(plan).splitlines()[0].endswith("2.00x the speed in trials" + said)
 

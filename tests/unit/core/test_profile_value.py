@@ -33,9 +33,11 @@ def test_a_trial_that_could_not_run_has_no_cost():
 
 @given(st.sets(st.sampled_from([field.name for field in dataclasses.fields(Candidate)])))
 def test_differences_name_the_fields_that_differ(names):
-    other = Candidate("bf16", "channels_last", True, 4, "retain")
+    other = Candidate("bf16", "channels_last", True, 4, "retain", 64)
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names
+    assert BASE.alike(mixed, *names)
+    assert BASE.alike(mixed) is (not names)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_differences_name_the_fields_that_differ(names):
         (BASE, "fp32, micro-batch 8"),
         (Candidate("bf16", "channels_last", True, 4), "bf16, channels_last, fused, micro-batch 4"),
         (Candidate("fp32", "keep", False, 4, "retain"), "fp32, memory retained, micro-batch 4"),
+        (Candidate("fp32", "keep", False, 4, loss_chunk=64), "fp32, loss in chunks of 64, micro-batch 4"),
     ],
 )
 def test_a_candidate_is_described_by_what_it_changes(candidate, label):
@@ -60,4 +63,4 @@ def test_trials_are_added_in_order_and_found_by_stage():
 
 def test_another_schema_is_refused():
     with pytest.raises(FormatError, match=r"profile\.schema"):
-        dataclasses.replace(PROFILE, schema=2)
+        dataclasses.replace(PROFILE, schema=PROFILE.schema + 1)

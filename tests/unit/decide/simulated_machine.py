@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check, Plan
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
+from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Traced, Trial
 from trimtab.decide.planner import choose
-from trimtab.decide.search import Stage, next_stage
+from trimtab.decide.search import Stage, next_stage, next_traces
 
 MIB = 2**20
 SPLITTABLE = Check(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
@@ -32,6 +33,8 @@ LOOP = LoopFacts(
     layout="contiguous",
     can_retain=True,
 )
+# A loss head with logits worth a look: 64 rows of 128 tokens, a vocabulary of 8,192.
+HEAD = {"head_tokens": 64 * 128, "head_words": 8192}
 
 
 @dataclass
@@ -42,14 +45,19 @@ class Machine:
         speed: value of a setting -> how many times faster a step is ("bf16", "channels_last", "retain").
         split_s: seconds that each micro-batch after the first adds to a step of 1 s.
         fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
+        head_speed: chunk -> how many times faster the loss head alone is; it is 0.3 of the step. head_saves: chunk ->
+            share of the peak.
         fixed_bytes, row_bytes: the peak is fixed + row * micro-batch. weight: value of a setting -> factor on it.
         noise: relative deviation of a block. drift: that of the machine, shared by the arms of a block.
         fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
+        traces: whether its steps can be traced; traced: what that finds, of what a step really takes.
     """
 
     speed: dict[str, float] = field(default_factory=dict)
     split_s: float = 0.1
     fused_speed: float = 1.0
+    head_speed: dict[int, float] = field(default_factory=dict)
+    head_saves: dict[int, float] = field(default_factory=dict)
     fixed_bytes: int = 100 * MIB
     row_bytes: int = 10 * MIB
     weight: dict[str, float] = field(default_factory=dict)
@@ -60,32 +68,38 @@ class Machine:
     unit: float = 1.0
     num_blocks: int = 5
     seed: int = 0
+    traces: bool = True
+    traced: float = 1.0
     stages: list[Stage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
 
     def step_s(self, stage: str, candidate: Candidate) -> float:
-        """Return the true seconds per step, or of the optimizer's step alone."""
-        if stage == "optimizer":
-            return 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0) * self.unit
+        """Return the true seconds per step, or of a part of it alone."""
+        optimizer_s = 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0)
+        head_s = 0.3 / self.head_speed.get(candidate.loss_chunk or 0, 1.0)
+        if stage in ALONE:
+            return (optimizer_s if stage == "optimizer" else head_s) * self.unit
         if self.step_of is not None:
             return self.step_of(stage, candidate) * self.unit
         seconds = 0.9
         for value in (candidate.precision, candidate.memory_layout, candidate.allocator):
             seconds /= self.speed.get(value, 1.0)
-        seconds += 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0)
+        seconds += optimizer_s + head_s - 0.3
         return (seconds + self.split_s * (LOOP.batch_rows / candidate.micro_batch - 1)) * self.unit
 
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the true peak."""
         factor = self.weight.get(candidate.precision, 1.0) * self.weight.get(candidate.memory_layout, 1.0)
+        factor *= 1 - self.head_saves.get(candidate.loss_chunk or 0, 0.0)
         return int(factor * (self.fixed_bytes + self.row_bytes * candidate.micro_batch))
 
     def run(self, stage: Stage) -> tuple[Trial, ...]:
         """Return a stage's trials, as `calibrate.trials.run_stage` does."""
         self.stages.append(stage)
-        drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(self.num_blocks)]
+        num_blocks = self.num_blocks if stage.accepts else 3
+        drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(num_blocks)]
         arms = [(candidate, False) for candidate in stage.candidates]
         arms += [(stage.candidates[0], True)] if stage.control else []
         return tuple(self._trial(stage, candidate, control, drifts) for candidate, control in arms)
@@ -99,6 +113,12 @@ class Machine:
         peak = None if control or stage.name == "optimizer" else self.peak_bytes(candidate)
         return Trial(stage.name, candidate, blocks, peak, None, control)
 
+    def trace(self, candidate: Candidate) -> Traced:
+        """Return what a trace finds, as `calibrate.tracing` does."""
+        one, none = (self.peak_bytes(replace(candidate, micro_batch=rows)) for rows in (1, 0))
+        model = PeakModel(((self.traced * none, self.traced * (one - none)),))
+        return Traced(candidate, model, model)
+
 
 def measured(
     machine: Machine,
@@ -108,16 +128,31 @@ def measured(
     device: DeviceSpec = CPU,
     check: Check = SPLITTABLE,
     reference: Reference | None = None,
+    always: bool = False,
     **facts: object,
 ) -> Profile:
-    """Return the profile the search makes of the machine."""
+    """Return the profile the search makes of the machine; `always`: with traces, whatever it is for."""
     loop = replace(LOOP, **facts)
     phases_s = {"forward": 0.9, "optimizer": 0.1}
-    profile = Profile(device, loop, check, reference or Reference(), phases_s=phases_s, profiling_s=12.5)
-    while (stage := next_stage(profile, objective or Objective(), budget or Budget())) is not None:
+    objective, budget = objective or Objective(), budget or Budget()
+    profile = Profile(
+        device,
+        loop,
+        check,
+        reference or Reference(),
+        phases_s=phases_s,
+        profiling_s=12.5,
+        objective=objective,
+        budget=budget,
+    )
+    while True:
+        if machine.traces and (wanted := next_traces(profile, objective, budget, always=always)):
+            profile = replace(profile, traces=profile.traces + tuple(map(machine.trace, wanted)))
+        stage = next_stage(profile, objective, budget)
+        if stage is None:
+            return profile
         assert len(machine.stages) < 10, "the search does not end"
         profile = profile.with_trials(machine.run(stage))
-    return profile
 
 
 def planned(
@@ -135,10 +170,4 @@ def values(plan: Plan) -> tuple[object, ...]:
 
 def candidate_of(plan: Plan) -> Candidate:
     """Return a plan's choices as the candidate they were tried as."""
-    return Candidate(
-        str(plan.precision.value),
-        str(plan.memory_layout.value),
-        plan.fused_optimizer.value is True,
-        int(plan.micro_batch.value or 0),
-        str(plan.allocator.value),
-    )
+    return Candidate(**{name: getattr(plan, name).value for name in Candidate.__dataclass_fields__})

@@ -15,7 +15,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.planner import choose
-from trimtab.decide.search import FREE_SPEED, reference_candidate
+from trimtab.decide.readings import FREE_SPEED
 
 REFUSED = Check(False, "a module computes over the batch")
 SETTINGS = ("fp32", "tf32", "bf16", "fp16", "channels_last", "retain")
@@ -67,8 +67,8 @@ def test_a_plan_fits_its_budget_and_holds_nothing_that_failed(machine, facts, li
     plan = plan_or_none(profile, budget)
     assume(plan is not None)
     assert candidate_of(plan) not in {trial.candidate for trial in profile.trials if trial.error is not None}
-    assert plan.predicted is not None
-    assert plan.predicted.peak_bytes <= limit
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= limit
 
 
 @given(machines(**NOISY), facts, st.floats(0.05, 3.0))
@@ -76,8 +76,8 @@ def test_a_plan_meets_its_time_limit(machine, facts, limit):
     budget = Budget(time=limit)
     plan = plan_or_none(measured(machine, budget=budget, device=GPU, **facts), budget)
     assume(plan is not None)
-    assert plan.predicted is not None
-    assert plan.predicted.step_s <= limit
+    assert plan.measured is not None
+    assert plan.measured.step_s <= limit
 
 
 @given(machines(**SILENT), facts, limits, limits)
@@ -117,7 +117,7 @@ def test_without_a_budget_a_plan_is_never_slower_than_the_loop(machine, facts):
     machine.noise = min(machine.noise, 0.02)
     profile = measured(machine, device=GPU, **facts)
     plan = choose(profile, Objective(), Budget())
-    ours, theirs = machine.step_s("", candidate_of(plan)), machine.step_s("", reference_candidate(profile))
+    ours, theirs = machine.step_s("", candidate_of(plan)), machine.step_s("", profile.reference_candidate)
     assert ours <= theirs / FREE_SPEED * (1 + 3 * machine.noise)
 
 
@@ -126,7 +126,9 @@ def test_the_unit_of_time_changes_no_word_of_the_plan(machine, facts, exponent):
     plan = choose(measured(machine, device=GPU, **facts), Objective(), Budget())
     other = replace(machine, unit=2.0**exponent, stages=[])
     scaled = choose(measured(other, device=GPU, **facts), Objective(), Budget())
-    assert replace(scaled, baseline=None, predicted=None) == replace(plan, baseline=None, predicted=None)
+    assert replace(scaled, baseline=None, predicted=None, measured=None, front=()) == replace(
+        plan, baseline=None, predicted=None, measured=None, front=()
+    )
     assert scaled.predicted.step_s == plan.predicted.step_s * 2.0**exponent
 
 
@@ -156,7 +158,7 @@ def test_every_choice_says_why_and_names_what_lost(machine, facts, limit):
     profile = measured(machine, budget=Budget(memory=limit), device=GPU, **facts)
     plan = plan_or_none(profile, Budget(memory=limit))
     assume(plan is not None)
-    reference = reference_candidate(profile)
+    reference = profile.reference_candidate
     for name, choice in plan.choices():
         lost = [loser.value for loser in choice.losers]
         assert choice.reason

@@ -101,12 +101,12 @@ def trials(batch: int) -> tuple[Trial, ...]:
         for micro, slower, smaller in ((batch, 1.0, 1.0), (batch // 2, 0.97, 0.78), (batch // 4, 1.09, 0.62)):
             step = speed * slower
             candidate = Candidate(precision, "keep", precision == "bf16", micro)
-            found.append(Trial("micro_batch", candidate, (step, step * 1.02, step * 0.99), int(memory * smaller)))
+            found.append(Trial("sizes", candidate, (step, step * 1.02, step * 0.99), int(memory * smaller)))
     fp16 = Candidate("fp16", "keep", False, batch)
     oom = Candidate("fp32", "channels_last", False, batch)
-    found.append(Trial("precision", fp16, (), None, "loss became nan in the second step"))
+    found.append(Trial("modes", fp16, (), None, "loss became nan in the second step"))
     found.append(Trial("layout", oom, (), None, "out of memory: 5.21 GiB asked for, 3.80 GiB left"))
-    found.append(Trial("precision", Candidate("fp32", "keep", False, batch), (0.413, 0.409), 1_450_000_000, None, True))
+    found.append(Trial("final", Candidate("fp32", "keep", False, batch), (0.413, 0.409), 1_450_000_000, None, True))
     return tuple(found)
 
 

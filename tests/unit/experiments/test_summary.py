@@ -47,7 +47,7 @@ WOBBLE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
 
 def plans(*, changed: bool = True) -> Plans:
-    trial = Trial("precision", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
+    trial = Trial("modes", Candidate("fp32", "keep", False, 100), (1.0,) * 5, 1000)
     profile = Profile(DEVICE, LOOP, Check(True, "proved"), trials=(trial,))
     same = Plan.fixed(100, 50 if changed else None)
     same = replace(same, baseline=Measured(1.0, 1000), predicted=Measured(0.5, 600), planning_s=2.0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 from trimtab.core.codec import from_json, to_json
-from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.errors import ModelError
 from trimtab.core.step_memory import PARTS, StepMemory
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.memory import peak_bytes, storage_bytes
 from trimtab.measure.step_trace import trace_peaks, trace_step
+from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 SHAPE = GPTShape(vocab_size=64, context=32, num_layers=2, num_heads=2, width=32, dropout=0.1)
@@ -207,18 +209,21 @@ def test_two_sizes_tell_the_peak_of_every_other(num_micro_batches):
     def rows(number):
         return tuple(column[:number] for column in batch)
 
-    found = trace_peaks(model, optimizer, loss_fn, (rows(2), rows(3)), (2, 3), num_micro_batches=num_micro_batches)
+    found = trace_peaks(model, optimizer, loss_fn, (rows(2), rows(3)), (2, 3))[num_micro_batches > 1]
     for number in (4, 5, 8):
         traced = trace_step(model, optimizer, loss_fn, rows(number), num_micro_batches=num_micro_batches)
         assert found.peak_bytes(number) == pytest.approx(traced.peak_bytes, rel=1e-3)
     assert found.most_rows(found.peak_bytes(5), 8) == 5
 
 
-def test_a_step_that_is_another_at_another_size_has_no_model():
-    model, optimizer, batch = loop()
-
-    def by_size(model, batch):
-        return loss_fn(model, batch) * (1 if len(batch[0]) > 2 else torch.ones(()))
-
-    with pytest.raises(ValueGivenError, match="different lengths"):
-        trace_peaks(model, optimizer, by_size, (tuple(c[:2] for c in batch), batch), (2, 8))
+@pytest.mark.parametrize("chunk_rows", [16, 48])
+def test_a_loss_in_more_chunks_at_another_size_is_told_too(chunk_rows):
+    torch.manual_seed(0)
+    model = GPT(GPTShape(vocab_size=4096, context=32, num_layers=1, num_heads=2, width=32)).train()
+    model.head.chunk_rows = chunk_rows
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    rows = lambda number: (torch.randint(0, 4096, (number, 33)),)  # noqa: E731
+    found = trace_peaks(model, optimizer, next_token_loss, (rows(4), rows(8)), (4, 8))
+    for number, k in itertools.product((3, 6, 8, 16), (1, 2)):
+        traced = trace_step(model, optimizer, next_token_loss, rows(number), num_micro_batches=k).peak_bytes
+        assert (found.whole if k == 1 else found.sliced).peak_bytes(number) == pytest.approx(traced, rel=0.01)

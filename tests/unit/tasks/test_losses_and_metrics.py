@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab.nn import IGNORED
 from trimtab.tasks import image_classification, peers
 from trimtab.tasks.cifar10_resnet import augment, normalise
 from trimtab.tasks.image_classification import ACCURACY, flip_and_crop, mean_cross_entropy
 from trimtab.tasks.language_modelling import (
     BITS_PER_BYTE,
-    IGNORED,
     PERPLEXITY,
     evenly_spaced,
     mean_loss,

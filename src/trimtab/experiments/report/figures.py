@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.experiments.report import planning_figures, svg, tables
+from trimtab.experiments.report import memory_figures, planning_figures, svg, tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.drawing import LABEL, Drawing, Key, border, dash, series, time_unit
 from trimtab.experiments.report.outline import Picture
@@ -37,6 +37,7 @@ def draw(picture: Picture, comparison: Comparison) -> Drawing:
     return {
         "phases": phases,
         "memory_time": planning_figures.memory_time,
+        "timeline": memory_figures.timeline,
         "predictions": planning_figures.predictions,
     }[picture.name](comparison)
 

@@ -93,6 +93,7 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Learning curves", (Paragraph(CURVE_NOTE), *_curves(comparison))),
         Section("Every arm as it ran", _arms(comparison), brief=True),
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
+        Section("What a step holds", (Picture("timeline"), plan_tables.memory_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
         Section("What was rejected, and why", _rejected(comparison)),
         Section("Predicted against measured", (Picture("predictions"), plan_tables.prediction_table(comparison))),

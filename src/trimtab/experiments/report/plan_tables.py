@@ -6,6 +6,7 @@ import math
 
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
+from trimtab.core.step_memory import PARTS
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, Comparison
@@ -96,7 +97,7 @@ def trial_table(comparison: Comparison) -> Table:
 
 
 def _timed(trial: Trial) -> str:
-    alone = "" if trial.is_whole or trial.step_s is None else " (optimizer alone)"
+    alone = "" if trial.is_whole or trial.step_s is None else f" ({trial.stage} alone)"
     return say.seconds(trial.step_s) + alone
 
 
@@ -148,6 +149,17 @@ def _prediction_row(tier: str, comparison: Comparison) -> tuple[Cell, ...]:
     cells = [(say.seconds(a), say.seconds(b), _error(a, b)) for a, b in (times,)]
     cells += [(say.size(a), say.size(b), _error(a, b)) for a, b in (peaks,)]
     return (plan_name(tier), *cells[0], *cells[1])
+
+
+def memory_table(comparison: Comparison) -> Table:
+    """Return what each part holds at the peak of a step."""
+    rows = tuple(
+        (say.named(comparison, name), step.peak.phase, *(say.size(step.peak.bytes_by_part.get(p, 0)) for p in PARTS))
+        for name, step in comparison.memory.items()
+    )
+    note = "Traced at the peak; what was counted while it ran stands above."
+    columns = ("Loop", "Peak in", *PARTS)
+    return Table("", columns, rows, "No step could be traced.", note, tuple(PARTS))
 
 
 def _error(predicted: float | None, measured: float | None) -> str:

@@ -15,7 +15,10 @@ from trimtab.experiments.result import Comparison
 
 
 def memory_time(comparison: Comparison) -> Drawing:
-    """Peak memory against step time of every trial of whole steps; reference and chosen settings ringed and named."""
+    """Peak memory against step time of every trial of whole steps; reference and chosen settings ringed and named.
+
+    Beside them the Pareto front of all that tier S was chosen from; what breaks a limit is crossed out.
+    """
     whole = [trial for trial in comparison.trials if trial.is_whole]
     drawn = [trial for trial in whole if trial.step_s is not None and trial.peak_bytes is not None]
     aside = tuple(_not_drawn(trial) for trial in whole if trial not in drawn)
@@ -25,6 +28,7 @@ def memory_time(comparison: Comparison) -> Drawing:
     precisions = list(dict.fromkeys(trial.candidate.precision for trial in drawn))
     time, time_name = time_unit(max(trial.step_s or 0 for trial in drawn))
     size, size_name = byte_unit(max(trial.peak_bytes or 0 for trial in drawn))
+    front = comparison.plans["S"].front if "S" in comparison.plans else ()
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
@@ -33,12 +37,17 @@ def memory_time(comparison: Comparison) -> Drawing:
             colour = COLOUR[f"p{precisions.index(trial.candidate.precision) % NUM_PARTS}"]
             at = ((trial.step_s or 0) / time, (trial.peak_bytes or 0) / size)
             ax.plot(*at, "o", color=colour, markersize=6, alpha=0.85, markeredgewidth=0)
+        within = [(point.step_s / time, point.peak_bytes / size) for point in front if not point.refusal]
+        beyond = [(point.step_s / time, point.peak_bytes / size) for point in front if point.refusal]
+        ax.plot(*zip(*within, strict=True) if within else ([], []), "-", color=COLOUR["ink"], linewidth=0.8, alpha=0.6)
+        ax.plot(*zip(*beyond, strict=True) if beyond else ([], []), "x", color=COLOUR["ink"], markersize=5, alpha=0.6)
         for index, (name, trial) in enumerate(_named(comparison, drawn)):
             _ring(ax, ((trial.step_s or 0) / time, (trial.peak_bytes or 0) / size), name, above=index % 2 == 0)
         ax.set_xlabel(f"time per optimizer step, {time_name}")
         ax.set_ylabel(f"peak memory, {size_name}")
 
     keys = [Key(f"p{i % NUM_PARTS}", say.one_line(name, 40)) for i, name in enumerate(precisions)]
+    keys += [Key("ink", "Pareto front of all that was considered; crosses break a limit")] if front else []
     picture = svg.render(paint, name="memory-time", title="Peak memory against step time of each trial", height=250)
     caption = "One dot per trial of whole steps; lower left is better. Ringed: the reference and what was chosen."
     return Drawing(picture, caption, tuple(keys), aside)

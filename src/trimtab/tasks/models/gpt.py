@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
+from trimtab.nn import LossHead
 
 INIT_STD = 0.02
 
@@ -85,7 +87,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer; `forward(tokens)` gives logits, `features(tokens)` what the head is applied to."""
+    """Decoder-only transformer; of tokens it gives logits, of tokens and targets the loss."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.head = LossHead(shape.width, shape.vocab_size)
         self._initialise()
         if shape.tied_head:
             self.head.weight = self.token_embedding.weight
@@ -112,9 +114,10 @@ class GPT(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, T, V) of `tokens` (B, T)."""
-        return self.head(self.features(tokens))
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        """Return logits (B, T, V) of `tokens` (B, T); with `targets` (B, T), their summed loss and its count."""
+        features = self.features(tokens)
+        return self.head(features) if targets is None else self.head.loss(features, targets)
 
     def _initialise(self) -> None:
         """Draw weights from N(0, 0.02), the 2L residual projections 1/sqrt(2L) smaller, so that their sum keeps it."""

@@ -1,0 +1,113 @@
+"""Plans under ever tighter memory budgets, each run on a fresh model: is every budget met that was said to be?
+
+`python benchmarks/budget_sweep.py [--quick] [--json] [--tasks NAME ...]` prints `budget` rows, from 100% to 30% of the
+peak of the plan without a budget: what was predicted of each plan, and what it took when it was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import trimtab
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.plan import Plan
+from trimtab.decide.statistics import mean_interval
+from trimtab.measure.machine import environment
+from trimtab.measure.memory import peak_bytes
+from trimtab.measure.timing import time_call
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Batch, Task
+
+TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt")
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+STEPS = 10
+DEVICE = torch.device("cpu")
+
+
+def made(task: Task) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a fresh model with its optimizer."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    return model, task.make_optimizer(model)
+
+
+def planned(task: Task, batch: Batch, limit: int | None) -> Plan:
+    """Return the plan under a budget in bytes."""
+    model, optimizer = made(task)
+    budget = trimtab.Budget(memory=limit)
+    return trimtab.plan(model, optimizer, task.loss_fn, batch, budget=budget, reference=task.reference)
+
+
+def run(task: Task, batch: Batch, plan: Plan) -> tuple[int, list[float]]:
+    """Return the peak of a plan's step, and the seconds of some."""
+    model, optimizer = made(task)
+    with trimtab.start(model, optimizer, plan) as started:
+
+        def step() -> None:
+            started.train_step(started.window(batch), task.loss_fn)
+
+        def live() -> Iterator[torch.Tensor]:
+            yield from (*model.parameters(), *model.buffers(), *batch)
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+        for _ in range(2):
+            step()
+        optimizer.zero_grad(set_to_none=True)
+        peak = peak_bytes(step, DEVICE, live)
+        return peak, [time_call(step, DEVICE) for _ in range(STEPS)]
+
+
+def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each budget of a task."""
+    task = load_task(name)
+    batch = next(task.load_data().batches(0, task.batch_rows))
+    free = planned(task, batch, None)
+    peak, _ = run(task, batch, free)
+    for share in shares:
+        row = {"metric": "budget", "model": name, "share": share, "budget_bytes": int(share * peak)}
+        print(f"{name}: {100 * share:.0f}% of {peak / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+        try:
+            plan = planned(task, batch, int(share * peak))
+        except InfeasibleError as error:
+            yield row | {"feasible": False, "measured_bytes": None, "measured_s": None, "way_out": str(error.way_out)}
+            continue
+        found, seconds = run(task, batch, plan)
+        interval, predicted = mean_interval(seconds), plan.predicted
+        row |= {"feasible": True, "measured_bytes": found, "is_met": found <= row["budget_bytes"]}
+        row |= {"measured_s": statistics.median(seconds), "low": interval.low, "high": interval.high, "n": interval.n}
+        row |= {"predicted_s": predicted and predicted.step_s, "predicted_bytes": predicted and predicted.peak_bytes}
+        yield row | {"changes": plan.changes_in_words or "nothing", "planning_s": plan.planning_s}
+
+
+def main() -> None:
+    """Plan and run, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    options = parser.parse_args()
+    tasks = options.tasks[:1] if options.quick else options.tasks
+    rows = [row for name in tasks for row in sweep(name, SHARES[::3] if options.quick else SHARES)]
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "budget_sweep", "environment": environment(), "rows": rows}))
+        return
+    for row in rows:
+        limit = f"{row['model']:<16} {row['budget_bytes'] / 2**20:8.1f} MiB"
+        if not row["feasible"]:
+            print(f"{limit}  infeasible: {row['way_out']}")
+            continue
+        met = "met" if row["is_met"] else "BROKEN"
+        took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {met}, {row['measured_s']:.3f} s"
+        print(f"{limit}  {took} (predicted {row['predicted_s']:.3f} s)  {row['changes']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How long a plan takes for a device that is not here: GPT-2 Small and ResNet-50, no weights allocated.
+
+`python benchmarks/planning_time.py [--quick] [--json]` prints `planning_s` rows: seconds of `trimtab.plan_elsewhere`
+for an H100, the model made on fake tensors, each time in a process of its own; and by how much that process grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from prediction_models import ResNet50
+from torch.nn import functional as F
+
+import trimtab
+from trimtab.decide.statistics import mean_interval
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.machine import environment
+from trimtab.tasks.language_modelling import next_token_loss
+from trimtab.tasks.models.gpt import GPT, GPTShape
+
+DEVICE = "H100 SXM"
+GPT2_SMALL = GPTShape(50257, 1024, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True)
+MODELS = {"gpt2_small": 32, "resnet50": 128}  # rows of a batch
+RUNS = 8
+
+
+def loop(name: str) -> tuple[Any, ...]:
+    """Return a model, its optimizer, loss and batch, none of them in memory."""
+    rows = MODELS[name]
+    with Fakes():
+        if name == "gpt2_small":
+            model: torch.nn.Module = GPT(GPT2_SMALL).train()
+            return model, torch.optim.AdamW(model.parameters()), next_token_loss, (torch.zeros(rows, 1025).long(),)
+        model = ResNet50().train()
+        batch = torch.zeros(rows, 3, 224, 224), torch.zeros(rows).long()
+        return model, torch.optim.AdamW(model.parameters()), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch
+
+
+def once(name: str) -> dict[str, Any]:
+    """Plan one model."""
+    given = loop(name)
+    before = _most_held()
+    start = time.perf_counter()
+    plan = trimtab.plan_elsewhere(*given, DEVICE)
+    seconds = time.perf_counter() - start
+    found = {"planning_s": seconds, "grown_bytes": _most_held() - before, "changes": plan.changes_in_words}
+    return found | {"predicted_s": plan.predicted.step_s, "predicted_bytes": plan.predicted.peak_bytes}
+
+
+def _most_held() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def row_of(name: str, runs: int) -> dict[str, Any]:
+    """Plan a model in some fresh processes."""
+    found = []
+    for _ in range(runs):
+        done = subprocess.run([sys.executable, __file__, "--once", name], capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout))
+        print(f"{name}: {found[-1]['planning_s']:.2f} s", file=sys.stderr, flush=True)
+    interval = mean_interval([each["planning_s"] for each in found])
+    row = {"metric": "planning_s", "model": name, "device": DEVICE, "mean": interval.mean}
+    row |= {"low": interval.low, "high": interval.high, "n": interval.n}
+    return row | {key: found[-1][key] for key in ("grown_bytes", "changes", "predicted_s", "predicted_bytes")}
+
+
+def main() -> None:
+    """Plan, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--once", choices=list(MODELS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.once:
+        print(json.dumps(once(options.once)))
+        return
+    rows = [row_of(name, 2 if options.quick else RUNS) for name in MODELS]
+    if options.json:
+        print(json.dumps({"schema": 1, "name": "planning_time", "environment": environment(), "rows": rows}))
+        return
+    for row in rows:
+        took = f"{row['mean']:.2f} s (95% {row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
+        print(f"{row['model']:<12} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}")
+
+
+if __name__ == "__main__":
+    main()

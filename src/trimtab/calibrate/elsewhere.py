@@ -1,0 +1,107 @@
+"""The profile of a loop for a device that is not here: traced, nothing run, so that every figure is predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.calibrate.loss_head import largest_head
+from trimtab.calibrate.tracing import trace_elsewhere
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.plan import Check
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
+from trimtab.core.progress import silent
+from trimtab.decide.search import chunk_candidates, mode_candidates
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.machine import environment
+from trimtab.runtime.batches import count_rows
+from trimtab.runtime.engine import LossFn
+from trimtab.runtime.loss_head import watched
+from trimtab.runtime.optimizers import check_ownership, is_fused, supports_fused
+from trimtab.runtime.splitting import has_batch_statistics
+
+_SPLITS = "no module computes over the batch; proved where it will run"
+
+
+def profile_elsewhere(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    device: DeviceSpec,
+    *,
+    reference: Reference,
+    objective: Objective,
+    budget: Budget,
+    progress: Callable[[str], None] = silent,
+) -> Profile:
+    """Trace the loop in each precision that the device has, and with its loss head in chunks.
+
+    Args:
+        model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
+        device: whose peaks and bandwidth are known.
+
+    Raises:
+        ModelError: a step cannot be traced.
+    """
+    start = time.perf_counter()
+    check_ownership(model, optimizer)
+    facts = _facts(model, optimizer, loss_fn, batch, device)
+    check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
+    profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
+    modes = _modes(profile)
+    for candidate in [*modes, *(chunked for mode in modes for chunked in chunk_candidates(profile, mode))]:
+        progress(f"tracing: {candidate.describe()}")
+        found = _alike(profile, candidate) or trace_elsewhere(model, optimizer, loss_fn, batch, candidate)
+        if found is not None:
+            profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
+    return replace(profile, profiling_s=time.perf_counter() - start)
+
+
+def _modes(profile: Profile) -> list[Candidate]:
+    """Return precisions worth a trace, their step fused: layouts differ in nothing that a data sheet knows."""
+    device, loop = profile.device, profile.loop
+    found = [mode for mode in mode_candidates(profile) if mode.memory_layout == "keep"]
+    if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:  # as fast, and of fp32's range
+        found = [mode for mode in found if mode.precision != "fp16" or profile.reference.precision == "fp16"]
+    return [replace(mode, fused_optimizer=loop.supports_fused or loop.is_fused) for mode in found]
+
+
+def _alike(profile: Profile, candidate: Candidate) -> Traced | None:
+    """Return the trace of a candidate of the same operators, if there is one: tf32 is fp32 to them."""
+    twins = {"tf32": "fp32", "fp32": "tf32"}
+    other = replace(candidate, precision=twins.get(candidate.precision, candidate.precision))
+    return next((traced for traced in profile.traces if traced.candidate == other), None)
+
+
+def _facts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, device: DeviceSpec
+) -> LoopFacts:
+    rows, parameters = count_rows(batch), list(model.parameters())
+    fakes = Fakes()
+    model_there, batch_there = fakes.copy((model, batch))
+    with fakes, torch.no_grad(), watched(model_there) as heads:
+        loss_fn(model_there, batch_there)
+    head = largest_head(heads)
+    return LoopFacts(
+        num_parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        optimizer=type(optimizer).__name__,
+        batch_rows=rows,
+        terms_per_step=float(rows),
+        terms="rows",
+        flops_per_step=None,
+        has_convolutions=any(p.dim() == 4 for p in parameters),
+        supports_fused=supports_fused(optimizer),
+        is_fused=is_fused(optimizer),
+        layout="contiguous",
+        head_tokens=head and head[0],
+        head_words=head and head[1],
+    )

@@ -1,0 +1,75 @@
+"""Peaks and work of candidates that were not run: traced on fake tensors, at two sizes of a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import TrimtabError
+from trimtab.core.profile import Candidate, Traced
+from trimtab.measure.step_trace import SizeTrace, trace_peaks
+from trimtab.runtime import loss_head, optimizers
+from trimtab.runtime.batches import count_rows, slices
+from trimtab.runtime.engine import LossFn
+from trimtab.runtime.precision import autocast
+
+_FEWEST = 2  # rows: operators treat one in their own way
+_HERE = torch.device("cpu")
+
+
+def trace_candidates(
+    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None]
+) -> tuple[Traced, ...]:
+    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials."""
+    found = []
+    for candidate in candidates:
+        progress(f"tracing: {candidate.describe()}")
+        with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
+            scratch = subject.device.type == "cpu"
+            traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, run.autocast, scratch=scratch)
+            found += [] if traced is None else [Traced(candidate, *traced)]
+    return tuple(found)
+
+
+def trace_elsewhere(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
+) -> Traced | None:
+    """Return a candidate's trace as for another device; None where the batch is too small to be cut.
+
+    Args:
+        model, optimizer, batch: on this CPU, or without memory.
+
+    Raises:
+        ModelError: the step cannot be traced.
+    """
+    with _applied(model, optimizer, candidate):
+        forward = lambda: autocast(candidate.precision, _HERE)  # noqa: E731
+        traced = _trace(model, optimizer, loss_fn, batch, forward, scratch=False)
+    return None if traced is None else Traced(candidate, *traced)
+
+
+@contextlib.contextmanager
+def _applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
+    with contextlib.ExitStack() as undo:
+        if candidate.loss_chunk is not None:
+            undo.callback(loss_head.use_chunks(model, candidate.loss_chunk))
+        if candidate.fused_optimizer and not optimizers.is_fused(optimizer):
+            undo.callback(optimizers.use_fused(optimizer))
+        yield
+
+
+def _trace(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, forward: Any, *, scratch: bool
+) -> SizeTrace | None:
+    rows = count_rows(batch)
+    fewer, more = max(_FEWEST, rows // 4), max(_FEWEST + 1, rows // 2)
+    if rows < more:
+        return None
+    small, large = (next(slices(batch, rows, size))[0] for size in (fewer, more))
+    sizes = (fewer, more)
+    return trace_peaks(model, optimizer, loss_fn, (small, large), sizes, autocast=forward, counts_scratch=scratch)

@@ -1,0 +1,187 @@
+"""Seconds and bytes of a step for any candidate: as they were measured, else predicted from a profile's parts.
+
+A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of each precision and layout is what trials
+of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; the optimizer's step
+and the loss head are timed alone. All is kept in units of one trial's step: a machine whose speed drifts between stages
+moves none of it. Bytes are those counted of a trial, else traced ones with a margin. Where nothing was tried, on a
+device that is not here, seconds are those of its roofline.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from trimtab.core.profile import Candidate, Profile, Traced, Trial
+from trimtab.decide.readings import speed_ratio
+from trimtab.decide.roofline import step_seconds
+
+# A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
+MARGIN = 0.02
+_UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a candidate's step is expected to take.
+
+    Args:
+        step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor traced. counted:
+            whether the bytes are a trial's.
+    """
+
+    step_s: float | None
+    peak_bytes: int | None
+    counted: bool = False
+
+
+class CostModel:
+    """What a profile says of candidates."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        modes = [trial for trial in profile.stage("modes") if trial.block_s and not trial.control]
+        sliced = [trial for trial in profile.stage("sizes") if trial.block_s and not trial.control]
+        self._unit = next(iter([*modes, *sliced]), None)
+        like = modes or sliced[:1]
+        self._modes = {t.candidate: 1 / speed_ratio(t, self._unit).mean for t in like if self._unit}
+        self._saved = self._alone("optimizer", "fused_optimizer") | self._alone("head", "loss_chunk")
+        self._extra: dict[int, float] = {}
+        self._extra = self._of_sizes()
+
+    @property
+    def modes(self) -> tuple[Candidate, ...]:
+        """Precisions and layouts that ran, each at the size it was tried at; the fastest first."""
+        if self._unit is None:
+            return tuple(dict.fromkeys(replace(traced.candidate, loss_chunk=None) for traced in self._profile.traces))
+        return tuple(sorted(self._modes, key=lambda candidate: self._modes[candidate]))
+
+    def predict(self, candidate: Candidate) -> Predicted:
+        """Return a candidate's cost."""
+        relative, unit_s = self._relative(candidate), self._unit_s()
+        step_s = None if relative is None or unit_s is None else relative * unit_s
+        if self._unit is None:
+            step_s = self._by_roofline(candidate)
+        counted = self._counted(candidate)
+        return Predicted(step_s, counted or self._traced(candidate), counted=counted is not None)
+
+    def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
+        """Return whether nothing is known that speaks against it: counted bytes, or traced ones without a margin."""
+        found = self._counted(candidate) or self._bare(candidate)
+        return found is None or found <= limit_bytes
+
+    def is_within(self, candidate: Candidate, limit_bytes: int) -> bool:
+        """Return whether its peak is known, and within a limit."""
+        found = self.predict(candidate).peak_bytes
+        return found is not None and found <= limit_bytes
+
+    def _unit_s(self) -> float | None:
+        return None if self._unit is None else self._unit.step_s
+
+    def _relative(self, candidate: Candidate) -> float | None:
+        """Return a candidate's seconds in units of the first trial's."""
+        for tried, relative in self._modes.items():
+            if tried.alike(candidate, "fused_optimizer", "micro_batch", "allocator", "loss_chunk"):
+                sizes = self._extra_of(candidate) - self._extra_of(tried)
+                ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
+                theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))
+                return max(0.0, relative + sizes - ours + theirs) * self._of_faults(candidate, tried)
+        return None
+
+    def _of_faults(self, candidate: Candidate, tried: Candidate) -> float:
+        """Return the factor by which the page faults of a step that hands its memory back make it longer."""
+        share = self._profile.fault_share
+        if candidate.allocator == tried.allocator:
+            return 1.0
+        share = _UNKNOWN_FAULTS if share is None else share
+        return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
+
+    def saves(self, name: str, value: object) -> float:
+        """Return what a value of a part that is timed alone saves, as a share of the first trial's step."""
+        return self._saved.get((name, value), 0.0)
+
+    def _alone(self, stage: str, name: str) -> dict[tuple[str, object], float]:
+        trials, unit_s = [t for t in self._profile.stage(stage) if not t.control and t.block_s], self._unit_s()
+        if len(trials) < 2 or not unit_s:
+            return {}
+        first, *others = trials
+        own = (first.step_s or 0.0) / unit_s
+        return {(name, getattr(t.candidate, name)): own * (1 - 1 / speed_ratio(t, first).mean) for t in others}
+
+    def _of_sizes(self) -> dict[int, float]:
+        """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
+        trials = [trial for trial in self._profile.stage("sizes") if not trial.control and trial.block_s]
+        if not trials:
+            return {}
+        first, relative = trials[0], self._relative(trials[0].candidate)
+        if relative is None:
+            return {}
+        return {self._count(t.candidate): relative * (1 / speed_ratio(t, first).mean - 1) for t in trials}
+
+    def _extra_of(self, candidate: Candidate) -> float:
+        """Return what a number of micro-batches adds, on straight lines through those that were tried."""
+        count, points = self._count(candidate), sorted(self._extra.items())
+        if not points:
+            return 0.0
+        if len(points) == 1:
+            return points[0][1]
+        pairs = list(itertools.pairwise(points))
+        (k, low), (m, high) = next((pair for pair in pairs if count <= pair[1][0]), pairs[-1])
+        slope = (high - low) / (m - k)
+        if count > m:  # what more of them save by fitting a cache they do not save without end
+            return high + max(0.0, slope) * (count - m)
+        return low + (slope if count >= k else max(0.0, slope)) * (count - k)
+
+    def _count(self, candidate: Candidate) -> int:
+        return math.ceil(self._profile.loop.batch_rows / candidate.micro_batch)
+
+    def _counted(self, candidate: Candidate) -> int | None:
+        """Return the bytes counted of a trial, which neither the allocator's mode nor a fused step moves much."""
+        alike = [t for t in self._weighed() if t.candidate.alike(candidate, "allocator", "fused_optimizer")]
+        same = [t for t in alike if t.candidate.fused_optimizer == candidate.fused_optimizer]
+        return next((trial.peak_bytes for trial in reversed(same or alike)), None)
+
+    def _weighed(self) -> list[Trial]:
+        return [trial for trial in self._profile.trials if not trial.control and trial.peak_bytes is not None]
+
+    def _traced(self, candidate: Candidate) -> int | None:
+        bare = self._bare(candidate)
+        return None if bare is None else math.ceil(bare * (1 + self.margin))
+
+    def _bare(self, candidate: Candidate) -> int | None:
+        traced = self._trace_of(candidate)
+        model = None if traced is None else traced.whole if self._count(candidate) == 1 else traced.sliced
+        return None if model is None else model.peak_bytes(candidate.micro_batch)
+
+    def _by_roofline(self, candidate: Candidate) -> float | None:
+        """Return seconds on a device where nothing was tried."""
+        traced = self._trace_of(candidate)
+        if traced is None or traced.work is None:
+            return None
+        device, rows = self._profile.device, candidate.micro_batch
+        return step_seconds(traced.work, device, candidate.precision, rows, self._count(candidate))
+
+    def _trace_of(self, candidate: Candidate) -> Traced | None:
+        for ignored in (("allocator", "micro_batch"), ("allocator", "micro_batch", "fused_optimizer")):
+            for traced in self._profile.traces:
+                if traced.candidate.alike(candidate, *ignored):
+                    return traced
+        return None
+
+    @functools.cached_property
+    def margin(self) -> float:
+        """What a traced peak is raised by: the worst that a trial took beyond its trace, and no less than `MARGIN`."""
+        return max([MARGIN, *self._misses()])
+
+    def _misses(self) -> Iterable[float]:
+        for trial in self._weighed():
+            bare = self._bare(trial.candidate)
+            if bare:
+                yield (trial.peak_bytes or 0) / bare - 1
+
+
+def _parts(candidate: Candidate) -> tuple[tuple[str, object], ...]:
+    return ("fused_optimizer", candidate.fused_optimizer), ("loss_chunk", candidate.loss_chunk)

@@ -1,0 +1,190 @@
+"""Why each setting of a plan is what it is, and why the others are not: sentences from a profile's trials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trimtab.core.objective import PRECISIONS, Budget
+from trimtab.core.plan import Rejected, Scalar
+from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.decide import search
+from trimtab.decide.finals import Outcome
+from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
+from trimtab.decide.space import WORTH_FUSING, Point, fusing_share
+from trimtab.decide.statistics import Interval, is_gain, resolution
+
+_ALONE = {"fused_optimizer": "optimizer", "loss_chunk": "head"}
+_PARTS = {"fused_optimizer": "the optimizer's step alone", "loss_chunk": "the loss head alone"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What can be said of a plan's choices.
+
+    Args:
+        found: everything it was chosen from. winner: what was chosen. outcome: of the final that chose it; None where
+            the cost model did.
+    """
+
+    profile: Profile
+    found: Sequence[Point]
+    winner: Candidate
+    outcome: Outcome | None
+    budget: Budget
+
+    def reason(self, name: str) -> str:
+        """Return why a setting is what it is."""
+        if getattr(self.winner, name) == getattr(self.profile.reference_candidate, name):
+            return self._kept(name)
+        return self._changed(name)
+
+    def losers(self, name: str) -> tuple[Rejected, ...]:
+        """Return the values that were considered and lost, each with the reason of the trial nearest to the winner."""
+        chosen: Scalar = getattr(self.winner, name)
+        found: dict[Scalar, str] = {}
+        for trial in self._others(name):
+            found.setdefault(getattr(trial.candidate, name), self._why_not(trial, name))
+        if name == "precision":
+            refusals = ((p, search.precision_refusal(self.profile.device, p)) for p in PRECISIONS)
+            found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
+        before: Scalar = getattr(self.profile.reference_candidate, name)
+        if before != chosen:
+            found.setdefault(before, "the reference; slower, or over the budget, by what the trials predict")
+        if name == "micro_batch":
+            found |= {rows: why for rows, why in self._refused_sizes() if rows not in found}
+        return tuple(Rejected(value, reason) for value, reason in found.items() if value != chosen)
+
+    def _changed(self, name: str) -> str:
+        must = self.outcome.must_leave if self.outcome is not None else self._refusal_of_reference()
+        needed = f"the loop as it is cannot stay ({must}): " if must is not None and name == "micro_batch" else ""
+        if name in _ALONE:
+            return needed + self._alone(name)
+        rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
+        if rival is not None and rival.block_s and (speed := self._speed_over(rival)) is not None:
+            return needed + self._worth(speed, rival, name)
+        if name == "allocator":
+            share = self.profile.fault_share
+            said = "page faults are not counted" if share is None else f"page faults take {100 * share:.2g}% of a step"
+            return f"{needed}{said}"
+        return f"{needed}put first by what the trials of its parts predict"
+
+    def _worth(self, speed: Interval, rival: Trial, name: str) -> str:
+        ours = self._own(rival.stage)
+        less = 0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved(ours, rival)
+        text = f"{figures(speed)} of {_value(rival.candidate, name)}"
+        return f"{100 * less:.0f}% less peak memory at {text}" if less >= 0.05 else text
+
+    def _alone(self, name: str) -> str:
+        """Return what a part that is timed alone says of the chosen value."""
+        stage = _ALONE[name]
+        trials = [trial for trial in self.profile.stage(stage) if not trial.control and trial.block_s]
+        ours = next((t for t in trials if getattr(t.candidate, name) == getattr(self.winner, name)), None)
+        if ours is None or ours is trials[0]:
+            return "put first by what is traced of its memory"
+        share = f", {100 * fusing_share(self.profile):.2g}% of a whole step" if name == "fused_optimizer" else ""
+        return f"{_PARTS[name]} at {figures(speed_ratio(ours, trials[0]))}{share}"
+
+    def _kept(self, name: str) -> str:
+        others = list(self._others(name))
+        if not others:
+            return self._untried(name)
+        if name in _ALONE and all(trial.stage == _ALONE[name] for trial in others):
+            return f"as the loop has it: {self._why_not(others[0], name)}"
+        in_final = [trial for trial in others if trial.stage.startswith(search.FINAL)]
+        if not in_final:
+            return "as the loop has it: nothing tried is predicted to be better by enough to be run against it"
+        control = None if self.outcome is None else self.outcome.control
+        resolved = resolution(control)
+        if not math.isfinite(resolved):
+            return f"as the loop has it: {resolves(control)}"
+        speeds = [speed for trial in in_final if (speed := self._speed_of(trial)) is not None]
+        if all(speed.mean - 1 <= resolved for speed in speeds):
+            return f"as the loop has it: nothing tried gains more than the {100 * resolved:.2g}% that can be resolved"
+        return "as the loop has it: nothing tried is clear of the noise"
+
+    def _why_not(self, trial: Trial, name: str) -> str:
+        """Return why a trial's value of a setting was not taken."""
+        if trial.is_whole and (refusal := unfit(trial, self.budget)) is not None:
+            return refusal
+        if trial.error is not None:
+            return trial.error
+        speed = self._speed_of(trial)
+        if speed is None:
+            return "not compared with what was chosen"
+        said, control = figures(speed), control_interval(self.profile, trial.stage)
+        if name in _ALONE and trial.stage == _ALONE[name]:
+            said = f"{_PARTS[name]} at {said}"
+            if name == "fused_optimizer" and is_gain(speed, control):
+                share = f"{100 * fusing_share(self.profile):.2g}% for {100 * WORTH_FUSING:.0f}%"
+                return f"too little of a whole step, {share}: {said}"
+        if speed.high < 1:
+            return f"slower: {said}"
+        if control is None:
+            return f"not put first: {said}"
+        return f"no gain: {said}; {resolves(control)}"
+
+    def _others(self, name: str) -> Iterator[Trial]:
+        """Yield trials of other values of a setting, those first that differ from the winner in least else."""
+        stages = ["modes", "optimizer", "head", "sizes", *search.final_rounds(self.profile)]
+        chosen = getattr(self.winner, name)
+        trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
+        alone = _ALONE.get(name)
+        apart = [
+            t for t in trials if t.stage.startswith(search.FINAL) or (t.is_whole if alone is None else t.stage == alone)
+        ]
+        apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t]
+        yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
+
+    def _is_only(self, trial: Trial, name: str) -> bool:
+        """Return whether, where a trial was run, somebody was who differs from it by the winner's value alone."""
+        ours = self._own(trial.stage)
+        return ours is not None and ours.candidate.differences(trial.candidate) == (name,)
+
+    def _own(self, stage: str) -> Trial | None:
+        """Return who stands for the winner in a stage: who differs from it in least."""
+        trials = [trial for trial in self.profile.stage(stage) if not trial.control and trial.block_s]
+        return min(trials, key=lambda trial: len(trial.candidate.differences(self.winner)), default=None)
+
+    def _speed_over(self, rival: Trial) -> Interval | None:
+        ours = self._own(rival.stage)
+        return None if ours is None or not rival.block_s else speed_ratio(ours, rival)
+
+    def _speed_of(self, trial: Trial) -> Interval | None:
+        ours = self._own(trial.stage)
+        return None if ours is None or ours is trial or not trial.block_s else speed_ratio(trial, ours)
+
+    def _refusal_of_reference(self) -> str | None:
+        reference = self.profile.reference_candidate
+        return next((point.refusal for point in self.found if point.candidate == reference), None)
+
+    def _refused_sizes(self) -> Iterator[tuple[Scalar, str]]:
+        """Yield sizes of the winner that break the budget."""
+        for point in self.found:
+            if point.refusal is not None and point.candidate.alike(self.winner, "micro_batch"):
+                yield point.candidate.micro_batch, point.refusal
+
+    def _untried(self, name: str) -> str:
+        loop, check = self.profile.loop, self.profile.check
+        if name == "micro_batch":
+            return "the user's batch: " + ("it cannot be smaller" if check.splittable else check.reason)
+        if name == "memory_layout" and loop.layout_hazard:
+            return "channels_last is not safe: " + loop.layout_hazard
+        if name == "memory_layout":
+            return "already channels_last" if loop.layout == "channels_last" else "the model has no convolutions"
+        if name == "fused_optimizer":
+            return "already fused" if loop.is_fused else f"{loop.optimizer} has no fused step to switch on"
+        if name == "allocator" and loop.can_retain:
+            refused = search.retaining_refusal(self.profile)
+            return f"as the loop has it: {refused or 'retaining memory was not tried'}"
+        if name == "allocator":
+            return "only host memory under glibc can be retained"
+        if name == "loss_chunk":
+            return search.chunking_refusal(self.profile) or "as the loop has it"
+        return "as the loop has it"
+
+
+def _value(candidate: Candidate, name: str) -> str:
+    value = getattr(candidate, name)
+    return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

@@ -1,0 +1,85 @@
+"""Who wins the final: the reference, until somebody is clearly better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.decide.readings import control_interval, is_free, score_ratio, speed_ratio, unfit
+from trimtab.decide.statistics import Interval, is_gain
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a final decided.
+
+    Args:
+        winner: its trial. reference: that of the user's loop. control: how far that is from itself.
+        must_leave: why the reference cannot stay, or None.
+    """
+
+    winner: Trial
+    reference: Trial
+    control: Interval | None
+    must_leave: str | None = None
+
+    @property
+    def speed(self) -> Interval | None:
+        """How many times the reference's speed the winner has; None where that did not run, or won."""
+        if self.winner is self.reference or not (self.reference.block_s and self.winner.block_s):
+            return None
+        return speed_ratio(self.winner, self.reference)
+
+
+def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -> Outcome | None:
+    """Return a final's outcome; None where nobody in it fits.
+
+    Rivals come in the order in which they were predicted. The first that is clearly better than the reference leads,
+    until another is clearly better than it; one that changes less takes its place unless it is clearly worse; and so
+    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead.
+    """
+    reference, *rivals = [trial for trial in profile.stage(stage) if not trial.control]
+    control, must_leave = control_interval(profile, stage), _refusal(profile, reference, budget)
+    fitting = [trial for trial in rivals if _refusal(profile, trial, budget) is None]
+    if must_leave is not None and not fitting:
+        return None
+    unit = reference if reference.block_s else fitting[0]
+
+    def is_better(ours: Trial, theirs: Trial) -> bool:
+        return is_gain(score_ratio(ours, theirs, objective, unit), control)
+
+    def is_accepted(trial: Trial) -> bool:
+        if must_leave is not None:
+            return True
+        if trial.candidate.differences(reference.candidate) == ("fused_optimizer",):
+            # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown.
+            return speed_ratio(trial, reference).high >= 1
+        return is_better(trial, reference)
+
+    accepted = [trial for trial in fitting if is_accepted(trial)]
+    winner = accepted[0] if accepted else reference
+    for trial in accepted[1:]:
+        winner = trial if is_better(trial, winner) else winner
+    for trial in accepted:
+        fewer = _changes(trial, reference.candidate) < _changes(winner, reference.candidate)
+        winner = trial if fewer and not is_better(winner, trial) else winner
+    kept = [] if must_leave is not None or accepted else [reference]
+    winner = _lightest([*fitting, *kept], winner)
+    return Outcome(winner, reference, control, must_leave)
+
+
+def _refusal(profile: Profile, trial: Trial, budget: Budget) -> str | None:
+    """Return why a trial cannot win: also where its settings failed before."""
+    return profile.error_of(trial.candidate) or unfit(trial, budget)
+
+
+def _changes(trial: Trial, reference: Candidate) -> frozenset[str]:
+    return frozenset(trial.candidate.differences(reference))
+
+
+def _lightest(fitting: Sequence[Trial], winner: Trial) -> Trial:
+    """Return who saves most memory at the winner's speed, or the winner."""
+    free = [trial for trial in fitting if trial is not winner and is_free(trial, winner)]
+    return min(free, key=lambda trial: trial.peak_bytes or 0, default=winner)

@@ -1,0 +1,90 @@
+"""What trials say: speed of one against another, which limit one breaks, what the machine resolves."""
+
+from __future__ import annotations
+
+import math
+
+from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.profile import Profile, Trial
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
+
+# After this many blocks a stage may drop who lost each of them; what is accepted takes as many as any verdict.
+MIN_BLOCKS = 3
+# Memory alone is worth a change only if it costs at most this much speed (interval's lower end) and saves at least this
+# share of the peak.
+FREE_SPEED = 0.99
+WORTH_SAVING = 0.05
+
+
+def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
+    """Return how many times faster `ours` is, paired by block."""
+    return ratio_interval([b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False)])
+
+
+def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:
+    """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts."""
+    if objective.time == 1.0:
+        return speed_ratio(ours, theirs)
+    base = Cost(unit.step_s or 0.0, unit.peak_bytes)
+    ratios = [
+        objective.score(Cost(b, theirs.peak_bytes), base) / objective.score(Cost(a, ours.peak_bytes), base)
+        for a, b in zip(ours.block_s, theirs.block_s, strict=False)
+    ]
+    return ratio_interval(ratios)
+
+
+def control_interval(profile: Profile, stage: str) -> Interval | None:
+    """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed."""
+    trials = profile.stage(stage)
+    control = next((trial for trial in trials if trial.control), None)
+    if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
+        return None
+    return speed_ratio(control, trials[0])
+
+
+def resolves(control: Interval | None) -> str:
+    """Return in words what an A/A control resolves."""
+    if not math.isfinite(resolution(control)):
+        return "without an A/A control nothing can be resolved"
+    return f"the A/A control resolves {100 * resolution(control):.2g}%"
+
+
+def figures(speed: Interval) -> str:
+    """Return a speed in words."""
+    if not math.isfinite(speed.high):
+        return f"{speed.mean:.3g}x the speed (n={speed.n})"
+    return f"{speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})"
+
+
+def unfit(trial: Trial, budget: Budget) -> str | None:
+    """Return why a trial of whole steps cannot be chosen, or None."""
+    if trial.error is not None:
+        return trial.error
+    if len(trial.block_s) < MIN_BLOCKS:
+        return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
+    return over_budget(trial.step_s, trial.peak_bytes, budget)
+
+
+def over_budget(step_s: float | None, peak_bytes: int | None, budget: Budget) -> str | None:
+    """Return which hard limit a cost breaks, or None; what is not known breaks none."""
+    limit = budget.memory_bytes
+    if limit is not None and peak_bytes is not None and peak_bytes > limit:
+        return f"peak memory {format_bytes(peak_bytes)} is over the budget of {format_bytes(limit)}"
+    if budget.time is not None and step_s is not None and step_s > budget.time:
+        return f"{format_seconds(step_s)} per step is over the budget of {format_seconds(budget.time)}"
+    return None
+
+
+def is_free(ours: Trial, theirs: Trial) -> bool:
+    """Return whether a trial saves memory against another at no cost in speed."""
+    if ours.peak_bytes is None or theirs.peak_bytes is None:
+        return False
+    speed = speed_ratio(ours, theirs)
+    is_as_fast = speed.n >= MIN_PAIRS_FOR_VERDICT and speed.low >= FREE_SPEED
+    return is_as_fast and saved(ours, theirs) >= WORTH_SAVING
+
+
+def saved(ours: Trial, theirs: Trial) -> float:
+    """Return the share of another trial's peak that one saves."""
+    return 1 - (ours.peak_bytes or 0) / (theirs.peak_bytes or 1)

@@ -1,0 +1,194 @@
+"""The finite space a plan is chosen from, what each point of it is expected to cost, and which come first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.objective import Budget, Cost, Objective
+from trimtab.core.profile import Candidate, Profile
+from trimtab.decide.cost_model import CostModel, Predicted
+from trimtab.decide.readings import FREE_SPEED, WORTH_SAVING, control_interval, over_budget, speed_ratio
+from trimtab.decide.statistics import is_gain
+
+# The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
+# to be this share.
+WORTH_FUSING = 0.01
+# A candidate that is predicted to be no better than this is not run against the loop.
+WORTH_A_RUN = 0.99
+# A change is doubted, and the candidate without it run too, where it is predicted to bring no more than this.
+DOUBTED = 1.05
+
+
+@dataclass(frozen=True)
+class Point:
+    """A candidate and its expected cost; `refusal` says why it cannot be chosen."""
+
+    candidate: Candidate
+    cost: Predicted
+    refusal: str | None = None
+
+
+def halvings(profile: Profile) -> tuple[int, ...]:
+    """Return the sizes of a micro-batch that are considered, the whole batch first; it alone where splitting is not."""
+    rows = profile.loop.batch_rows
+    if not profile.check.splittable:
+        return (rows,)
+    return tuple(dict.fromkeys(-(-rows // 2**i) for i in range(rows.bit_length() + 1)))
+
+
+def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
+    """Return every candidate whose time can be told."""
+    model, reference = CostModel(profile), profile.reference_candidate
+    candidates = dict.fromkeys((reference, *_combined(profile, model)))
+    costs = {candidate: model.predict(candidate) for candidate in candidates}
+    return tuple(Point(c, cost, _refusal(profile, c, cost, budget)) for c, cost in costs.items() if cost.step_s)
+
+
+def _combined(profile: Profile, model: CostModel) -> Iterator[Candidate]:
+    chunks = {trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s}
+    fused = {profile.reference_candidate.fused_optimizer} if not fuses(profile) else {True}
+    if not profile.trials:  # nothing was tried: by what was traced
+        chunks = {traced.candidate.loss_chunk for traced in profile.traces}
+        fused = {traced.candidate.fused_optimizer for traced in profile.traces}
+    for mode in model.modes:
+        for allocator in sorted({mode.allocator, "keep"}, reverse=True):
+            for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
+                for rows in halvings(profile):
+                    for is_fused in fused:
+                        yield replace(
+                            mode, allocator=allocator, loss_chunk=chunk, micro_batch=rows, fused_optimizer=is_fused
+                        )
+
+
+def fuses(profile: Profile) -> bool:
+    """Return whether the optimizer's step alone is clearly faster fused, by enough of a whole step."""
+    trials = [trial for trial in profile.stage("optimizer") if not trial.control]
+    if len(trials) < 2 or not all(trial.block_s for trial in trials):
+        return False
+    own, fused = trials
+    is_clear = is_gain(speed_ratio(fused, own), control_interval(profile, "optimizer"))
+    return is_clear and fusing_share(profile) >= WORTH_FUSING
+
+
+def fusing_share(profile: Profile) -> float:
+    """Return what a fused step saves of a whole one."""
+    return CostModel(profile).saves("fused_optimizer", True)
+
+
+def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:
+    if (died := profile.error_of(candidate)) is not None:
+        return died
+    if budget.memory_bytes is not None and cost.peak_bytes is None:
+        return "its peak memory is neither counted nor traced"
+    refusal = over_budget(cost.step_s, cost.peak_bytes, budget)
+    return refusal if refusal is None or cost.counted else f"predicted: {refusal}"
+
+
+def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[Candidate, ...]:
+    """Return who is run against the reference: the best of all, the lightest as fast, the best less a doubted change.
+
+    Nobody where nothing is predicted to be better; the nearest of all where nothing meets the budget.
+    """
+    found = points(profile, budget)
+    reference = next((p for p in found if p.candidate == profile.reference_candidate), None)
+    fitting = [point for point in found if point.refusal is None]
+    if not fitting:
+        near = nearest(found, budget)
+        return () if near is None or near == reference else (near.candidate,)
+    scores = {point.candidate: score(point, objective, reference or fitting[0]) for point in fitting}
+    best = _simplest(fitting, scores, profile.reference_candidate)
+    stays = reference is not None and reference.refusal is None
+    chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
+    lightest = _lightest(fitting, best)
+    chosen += [lightest] if lightest is not None else []
+    chosen += _doubted(fitting, best, scores, profile) if chosen else []
+    return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
+
+
+def score(point: Point, objective: Objective, reference: Point) -> float:
+    """Return C in units of the reference's cost; infinite where a weighted term of it is not known."""
+    ours, theirs = (Cost(p.cost.step_s or math.inf, p.cost.peak_bytes) for p in (point, reference))
+    if objective.memory > 0 and None in (ours.memory_bytes, theirs.memory_bytes):
+        return math.inf
+    return objective.score(ours, theirs)
+
+
+def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
+    """Return who breaks its worst limit least, of those that run; then the fastest."""
+    known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
+    alive = [p for p in known if p.refusal is None or over_budget(p.cost.step_s, p.cost.peak_bytes, budget)]
+
+    def excess(point: Point) -> tuple[float, float]:
+        step_s, peak = point.cost.step_s or 0.0, point.cost.peak_bytes or 0
+        memory = peak / budget.memory_bytes if budget.memory_bytes else 0.0
+        return max(memory, step_s / budget.time if budget.time else 0.0, 1.0), step_s
+
+    return min(alive, key=excess, default=None)
+
+
+def pareto(found: Sequence[Point]) -> tuple[Point, ...]:
+    """Return those that nobody beats in both time and memory, the fastest first."""
+    known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
+    front: list[Point] = []
+    for point in sorted(known, key=lambda p: (p.cost.step_s or 0.0, p.cost.peak_bytes or 0)):
+        if not front or (point.cost.peak_bytes or 0) < (front[-1].cost.peak_bytes or 0):
+            front.append(point)
+    return tuple(front)
+
+
+def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candidate) -> tuple[float, float] | None:
+    """Return the memory weights, as shares of time's and memory's together, at which nobody that fits beats a choice.
+
+    None where costs are not known, or there is no such weight: by a final it may win though its mean does not.
+    """
+    known = [p for p in found if p.cost.step_s is not None and p.cost.peak_bytes is not None]
+    costs = {p.candidate: (p.cost.step_s or 0.0, float(p.cost.peak_bytes or 0)) for p in known}
+    if chosen not in costs or not all(costs.get(reference, (0.0, 0.0))):
+        return None
+    (own_s, own), (unit_s, unit) = costs[chosen], costs[reference]
+    low, high = 0.0, 1.0
+    for point in known:
+        if point.refusal is not None or point.candidate == chosen:
+            continue
+        seconds, size = costs[point.candidate]
+        longer, larger = (seconds - own_s) / unit_s, (size - own) / unit
+        if longer == larger:  # at every weight alike
+            low = low if longer >= 0 else math.inf
+        elif longer > larger:
+            high = min(high, longer / (longer - larger))
+        else:
+            low = max(low, longer / (longer - larger))
+    return (low, high) if low <= high else None
+
+
+def is_worth_a_change(best: Point, reference: Point, objective: Objective) -> bool:
+    """Return whether a point is predicted to be better than the reference by what is worth a run."""
+    return score(best, objective, reference) < WORTH_A_RUN * score(reference, objective, reference)
+
+
+def _simplest(fitting: Sequence[Point], scores: dict[Candidate, float], reference: Candidate) -> Point:
+    """Return the best, or who is as good to what is worth a run and changes less."""
+    limit = min(scores.values()) / WORTH_A_RUN
+    near = [point for point in fitting if scores[point.candidate] <= limit]
+    return min(near, key=lambda point: (len(point.candidate.differences(reference)), scores[point.candidate]))
+
+
+def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
+    """Return who needs least memory among those that are as fast as the best, if it saves enough."""
+    if best.cost.peak_bytes is None or best.cost.step_s is None:
+        return None
+    limit_s, limit = best.cost.step_s / FREE_SPEED, (1 - WORTH_SAVING) * best.cost.peak_bytes
+    as_fast = [p for p in fitting if (p.cost.step_s or 0.0) <= limit_s and p.cost.peak_bytes is not None]
+    light = [point for point in as_fast if (point.cost.peak_bytes or 0) <= limit]
+    return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
+
+
+def _doubted(fitting: Sequence[Point], best: Point, scores: dict[Candidate, float], profile: Profile) -> list[Point]:
+    """Return the best less the change that is predicted to bring least, if that is little."""
+    reference = profile.reference_candidate
+    changed = [name for name in best.candidate.differences(reference) if name != "fused_optimizer"]
+    without = [replace(best.candidate, **{name: getattr(reference, name)}) for name in changed]
+    doubted = [p for p in fitting if p.candidate in without and scores[p.candidate] < DOUBTED * scores[best.candidate]]
+    return sorted(doubted, key=lambda point: scores[point.candidate])[:1]

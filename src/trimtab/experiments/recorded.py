@@ -1,0 +1,31 @@
+"""A profile that was recorded, decided anew: under other limits, or for a device that is not here."""
+
+from __future__ import annotations
+
+from trimtab.core.codec import read_json
+from trimtab.core.errors import FormatError
+from trimtab.core.hardware import absent_device
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.decide.planner import choose
+
+
+def decide_recorded(path: str, budget: Budget, objective: Objective, device: str | None) -> Plan:
+    """Return the plan of a profile's file.
+
+    Raises:
+        FormatError: it is no profile, or holds no traces for another device. InfeasibleError: as of `choose`.
+    """
+    recorded = read_json(Profile, path)
+    if device is None:
+        return choose(recorded, objective, budget)
+    spec = absent_device(device)
+    if not recorded.traces:
+        raise FormatError(
+            path,
+            given="a profile without traces",
+            expected="one that says something of another device",
+            way_out="Record it with `trimtab profile TASK -o FILE.json`, of a task whose steps can be traced.",
+        )
+    return choose(recorded.elsewhere(spec), objective, budget.within(spec.memory_bytes))

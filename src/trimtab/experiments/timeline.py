@@ -1,0 +1,45 @@
+"""What one step of a loop holds, by part and over time: traced, so that it is the same on every machine."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from trimtab.api import start
+from trimtab.core.errors import TrimtabError
+from trimtab.core.plan import Plan
+from trimtab.core.step_memory import StepMemory
+from trimtab.measure.step_trace import trace_step
+from trimtab.recipes.loop import autocast, move
+from trimtab.runtime.batches import slices
+from trimtab.tasks.task import Task, TaskData
+
+
+def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | None) -> StepMemory | None:
+    """Return the memory of a step of the task's plain loop, or of a plan's; None where it cannot be traced.
+
+    A step function of the user's own is not looked into: the loop is then what its task says.
+    """
+    torch.manual_seed(0)
+    model = task.make_model().to(device).train()
+    optimizer = task.make_optimizer(model)
+    batch = move(next(data.batches(0, task.batch_rows)), device)
+    with contextlib.ExitStack() as stack:
+        count, rows, forward = 1, task.batch_rows, lambda: autocast(task.reference.precision, device)
+        if plan is not None:
+            run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_rows))
+            count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
+        micro = next(slices(batch, task.batch_rows, rows))[0]
+        try:
+            return trace_step(
+                model,
+                optimizer,
+                task.loss_fn,
+                micro,
+                autocast=forward,
+                num_micro_batches=min(count, 2),
+                counts_scratch=device.type == "cpu",
+            )
+        except TrimtabError:
+            return None

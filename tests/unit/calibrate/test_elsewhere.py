@@ -1,0 +1,123 @@
+"""A plan for a device that is not here: traced and predicted, and nothing of the loop is touched."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.calibrate.elsewhere import profile_elsewhere
+from trimtab.core.errors import InfeasibleError, ValueGivenError
+from trimtab.core.hardware import DeviceSpec, absent_device
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.step_trace import trace_step
+from trimtab.tasks.language_modelling import next_token_loss
+from trimtab.tasks.models.gpt import GPT, GPTShape
+
+H100 = absent_device("H100 SXM")
+SHAPE = GPTShape(vocab_size=2048, context=32, num_layers=2, num_heads=2, width=32)
+ROWS = 16
+
+
+def loop():
+    torch.manual_seed(0)
+    model = GPT(SHAPE).train()
+    batch = (torch.randint(0, 2048, (ROWS, 33)),)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), next_token_loss, batch
+
+
+def profiled(*given, device: DeviceSpec = H100, **others):
+    known = {"reference": trimtab.Reference(), "objective": trimtab.Objective(), "budget": trimtab.Budget()}
+    return profile_elsewhere(*given, device, **(known | others))
+
+
+def test_each_precision_of_the_device_is_traced_whole_and_in_chunks():
+    profile = profiled(*loop())
+    assert profile.trials == ()
+    found = {(each.candidate.precision, each.candidate.loss_chunk) for each in profile.traces}
+    assert found == {(precision, chunk) for precision in ("fp32", "tf32", "bf16") for chunk in (None, 128, 64)}
+    assert all(each.candidate.fused_optimizer for each in profile.traces)
+
+
+def test_nothing_of_the_loop_is_touched():
+    model, optimizer, loss_fn, batch = loop()
+    before = copy.deepcopy(model.state_dict())
+    trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert not any(group["fused"] for group in optimizer.param_groups)
+    assert model.head.chunk_rows is None
+    assert "loss" not in vars(model.head)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peaks_are_those_of_a_trace_at_any_size(precision):
+    model, optimizer, loss_fn, batch = loop()
+    profile = profiled(model, optimizer, loss_fn, batch)
+    traced = next(t for t in profile.traces if t.candidate.precision == precision and t.candidate.loss_chunk == 64)
+    model.head.chunk_rows = 64
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")  # noqa: E731
+    for rows, k in ((12, 1), (6, 2)):
+        step = trace_step(
+            model, optimizer, loss_fn, (batch[0][:rows],), autocast=autocast, num_micro_batches=k, granule=1
+        )
+        found = traced.whole if k == 1 else traced.sliced
+        whole_batch = (ROWS - rows) * batch[0][0].numel() * 8  # a slice is a view of all of it
+        assert found.peak_bytes(rows) == pytest.approx(step.peak_bytes + whole_batch, rel=2e-3)
+
+
+def test_a_plan_is_predicted_and_says_so():
+    slow = replace(H100, peak_flops={"fp32": 1e9, "tf32": 2e9, "bf16": 8e9})
+    plan = trimtab.plan_elsewhere(*loop(), slow)
+    assert (plan.measured, plan.baseline, plan.verified) == (None, None, None)
+    assert plan.precision.value == "bf16"
+    assert plan.predicted.step_s > 0
+    assert "this plan, predicted: " in str(plan)
+    assert "this plan, measured: " not in str(plan)
+
+
+def test_less_memory_is_met_by_smaller_chunks_or_micro_batches():
+    free = trimtab.plan_elsewhere(*loop(), "H100 SXM")
+    tight = trimtab.plan_elsewhere(
+        *loop(), "H100 SXM", budget=trimtab.Budget(memory=int(0.75 * free.predicted.peak_bytes))
+    )
+    assert tight.predicted.peak_bytes <= 0.75 * free.predicted.peak_bytes
+    with pytest.raises(InfeasibleError, match="is predicted to need"):
+        trimtab.plan_elsewhere(*loop(), "H100 SXM", budget=trimtab.Budget(memory=1000))
+
+
+def test_a_device_s_own_memory_is_a_limit():
+    small = replace(H100, memory_bytes=1000)
+    with pytest.raises(InfeasibleError):
+        trimtab.plan_elsewhere(*loop(), small)
+
+
+def test_batch_statistics_are_not_split():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(2, 3, 8, 8))
+    loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
+    batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
+    plan = trimtab.plan_elsewhere(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, "H100 SXM")
+    assert plan.micro_batch.value == 8
+    assert not plan.check.splittable
+
+
+def test_a_loop_without_memory_can_be_planned():
+    with Fakes():
+        model, optimizer, loss_fn, batch = loop()
+    plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
+    there = trimtab.plan_elsewhere(*loop(), "H100 SXM")
+    assert (plan.predicted, plan.changes) == (there.predicted, there.changes)
+
+
+@pytest.mark.parametrize("device", ["Frobnicator 9000", ""])
+def test_a_device_that_is_not_known_is_refused(device):
+    with pytest.raises(ValueGivenError, match="peaks are known"):
+        trimtab.plan_elsewhere(*loop(), device)

@@ -1,0 +1,114 @@
+"""Predicted seconds and bytes: exact on a machine that is what the model supposes, and never out of units."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_machine import HEAD, MIB, Machine, measured
+
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.profile import Candidate, Profile
+from trimtab.decide.cost_model import MARGIN, CostModel
+from trimtab.decide.space import points
+
+REFERENCE = Candidate("fp32", "keep", False, 64)
+MEMORY = Objective(time=1, memory=1)
+factors = st.floats(0.5, 3.0)
+
+
+@given(
+    st.fixed_dictionaries({"bf16": factors, "channels_last": factors, "retain": st.just(1 / 0.7)}),
+    factors,
+    st.floats(0.0, 0.5),
+    st.fixed_dictionaries({2048: factors, 1024: factors}),
+)
+def test_a_machine_that_adds_up_is_predicted_exactly(speed, fused_speed, split_s, head_speed):
+    """But for what a faster kernel scales: the machine's precision speeds up the head's share too."""
+    machine = Machine(speed=speed, fused_speed=fused_speed, split_s=split_s, head_speed=head_speed)
+    profile = measured(machine, faults_per_step=3e5, fault_s=1e-6, **HEAD)
+    for point in points(profile, Budget()):
+        own = replace(point.candidate, allocator="retain")
+        if point.candidate == own:
+            assert point.cost.step_s == pytest.approx(machine.step_s("", own), rel=1e-6)
+        else:
+            assert point.cost.step_s == pytest.approx(machine.step_s("", own) / 0.7, rel=1e-6)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_a_machine_whose_speed_drifts_moves_no_ratio(drift):
+    machine = Machine(speed={"bf16": 2.0}, split_s=0.2, drift=drift, seed=3)
+    model = CostModel(measured(machine, can_retain=False))
+    base = model.predict(REFERENCE).step_s
+    half = model.predict(replace(REFERENCE, precision="bf16")).step_s
+    assert half / base == pytest.approx(0.55)
+    if not drift:
+        assert model.predict(replace(REFERENCE, micro_batch=8)).step_s / base == pytest.approx(1 + 7 * 0.2)
+
+
+def test_what_was_never_tried_has_no_cost():
+    model = CostModel(measured(Machine()))
+    found = model.predict(replace(REFERENCE, precision="fp16"))
+    assert (found.step_s, found.peak_bytes, found.counted) == (None, None, False)
+    assert CostModel(replace(measured(Machine()), trials=())).predict(REFERENCE).step_s is None
+
+
+def test_sizes_lie_on_straight_lines_and_a_cache_saves_not_without_end():
+    seconds = {64: 1.0, 32: 0.8, 16: 0.9, 8: 1.0, 4: 3.0, 2: 3.0, 1: 3.0}
+    facts = {"can_retain": False, "has_convolutions": False, "supports_fused": False}
+    machine = Machine(step_of=lambda stage, c: seconds[c.micro_batch], traces=False)
+    found = measured(machine, budget=Budget(memory=1), **facts)
+    few = [t for t in found.trials if t.stage != "sizes" or t.candidate.micro_batch >= 16]
+    model = CostModel(replace(found, trials=tuple(few)))
+
+    def at(rows: int) -> float:
+        return round(model.predict(replace(REFERENCE, micro_batch=rows)).step_s or 0, 6)
+
+    assert [at(rows) for rows in (64, 32, 22, 16, 8)] == [1.0, 0.8, 0.85, 0.9, 1.1]
+    falling = Machine(step_of=lambda stage, c: {64: 1.0, 16: 0.8}[c.micro_batch])
+    profile = measured(falling, **facts)
+    before = replace(profile, trials=tuple(t for t in profile.trials if not t.stage.startswith("final")))
+    assert CostModel(before).predict(replace(REFERENCE, micro_batch=1)).step_s == pytest.approx(0.8)
+
+
+def test_counted_bytes_go_before_traced_ones():
+    machine = Machine(traced=0.9)
+    profile = measured(machine, objective=MEMORY, can_retain=False)
+    model = CostModel(profile)
+    counted, traced = (model.predict(replace(REFERENCE, micro_batch=rows)) for rows in (64, 2))
+    assert (counted.counted, counted.peak_bytes) == (True, 740 * MIB)
+    assert not traced.counted
+    assert model.margin == pytest.approx(1 / 0.9 - 1)  # the miss of those that were counted
+    assert traced.peak_bytes == pytest.approx(120 * MIB)
+
+
+def test_a_trace_is_held_with_a_margin():
+    profile = replace(measured(Machine(), objective=MEMORY), trials=())
+    found = CostModel(profile).predict(REFERENCE)
+    assert found.peak_bytes == pytest.approx((1 + MARGIN) * 740 * MIB)
+    assert CostModel(profile).may_fit(REFERENCE, 740 * MIB)
+    assert not CostModel(profile).may_fit(REFERENCE, 739 * MIB)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0.005, 0.05), st.integers(0, 100))
+def test_the_unit_of_time_is_the_trials(unit, noise, seed):
+    machine = Machine(speed={"bf16": 1.7}, noise=noise, seed=seed)
+    profile = measured(machine)
+    scaled = replace(
+        profile,
+        trials=tuple(replace(t, block_s=tuple(unit * s for s in t.block_s)) for t in profile.trials),
+    )
+    for ours, theirs in zip(points(profile, Budget()), points(scaled, Budget()), strict=True):
+        assert theirs.cost.step_s == pytest.approx(unit * ours.cost.step_s)
+        assert theirs.cost.peak_bytes == ours.cost.peak_bytes
+
+
+@given(st.floats(0.0, 0.5), st.sampled_from([True, False]))
+def test_smaller_slices_never_take_more_memory(split_s, traces):
+    profile: Profile = measured(Machine(split_s=split_s, traces=traces), objective=MEMORY)
+    model = CostModel(profile)
+    peaks = [model.predict(replace(REFERENCE, micro_batch=rows)).peak_bytes for rows in (64, 16)]
+    assert all(larger > smaller for larger, smaller in itertools.pairwise(peaks))
