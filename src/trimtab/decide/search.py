@@ -6,7 +6,8 @@
     sizes      -> slices of the batch, where the check allows splitting
     final      -> the reference against those that the cost model of all this puts first: they decide
 
-The first four tell the cost model what it is made of; nothing is accepted for them. Where what was put first turns out
+The first four tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
+in that of a whole one. Where what was put first turns out
 to break the budget, the model has learned, and there is another final. Replaying a recorded profile gives the same
 stages.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import ALONE, Candidate, Profile
+from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
@@ -59,8 +60,8 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
                 tokens = head_tokens(profile, candidates[0]) if name == "head" else 0
-                is_alone = name in ALONE
-                return Stage(name, candidates, control=is_alone, accepts=is_alone, head_tokens=tokens)
+                accepts = name == "optimizer"  # whose gain no final would show
+                return Stage(name, candidates, control=accepts, accepts=accepts, head_tokens=tokens)
     return _next_final(profile, objective, budget)
 
 

@@ -40,7 +40,7 @@ def test_the_profile_knows_the_head_s_logits():
 def test_chunks_are_tried_alone_and_their_peaks_are_whole_steps():
     stage = profiled().stage("head")
     assert [trial.candidate.loss_chunk for trial in stage if not trial.control] == [None, 64]
-    whole, chunked, _ = stage
+    whole, chunked = stage
     assert chunked.error is None
     assert chunked.peak_bytes < 0.8 * whole.peak_bytes
     assert not chunked.is_whole

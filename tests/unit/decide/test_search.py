@@ -44,7 +44,7 @@ def test_stages_come_in_order_and_the_final_is_of_what_they_put_first():
     machine = Machine(speed={"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}, fused_speed=3.0, head_speed={2048: 2.0})
     measured(machine, **HEAD)
     assert names(machine) == list(STAGES)
-    assert [stage.control for stage in machine.stages] == [False, True, True, False, True]
+    assert [stage.control for stage in machine.stages] == [False, True, False, False, True]
     modes, optimizer, head, by_size, final = machine.stages
     retaining = replace(REFERENCE, allocator="retain")
     assert modes.candidates[0] == retaining
