@@ -2,7 +2,7 @@
 #
 #   PYTHON       the Python that makes .venv (3.11 or newer); found when not given
 #   PYTEST_ARGS  more arguments for pytest:       make test PYTEST_ARGS="tests/unit -x"
-#   WORKERS      test processes, 0 for this one:  make test WORKERS=2
+#   WORKERS      test processes of one thread, 0 for one of all:  make test WORKERS=0
 #   GPU_PYTHON   a Python whose torch has CUDA:   make gpu-check GPU_PYTHON=python3
 
 SHELL := /bin/bash
@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTEST_ARGS ?=
-WORKERS ?= 0
+WORKERS ?= 2
 GPU_PYTHON ?= $(BIN)/python
 
 help: ## Show this list
@@ -47,7 +47,8 @@ demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints w
 	@echo "Report: runs/demo/report.html (the same as text: runs/demo/report.md)"
 
 test: $(STAMP) ## Run the tests
-	@$(BIN)/python -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
+	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
+		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check
