@@ -121,7 +121,9 @@ def plan_elsewhere(
         budget=limits,
         progress=progress,
     )
-    return choose(found, weights, limits)
+    chosen = choose(found, weights, limits)
+    unproved = chosen.check is not None and chosen.check.splittable  # by the modules alone: nothing was run
+    return dataclasses.replace(chosen, check=None) if unproved else chosen
 
 
 def plan(

@@ -173,6 +173,8 @@ def compare(
     given = None if plan_file is None else read_json(Plan, plan_file)
     if given is not None:
         _refuse_adapt(adapt, "--plan")
+        if memory is not None:
+            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
     wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) is not None
     peers = not quick if peers is None else peers
     whole = 0 if quick and whole is None else whole

@@ -161,7 +161,7 @@ def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, 
     assert "this plan, predicted: " in elsewhere.out
     assert "this plan, measured: " not in elsewhere.out
     weighed = trimtab("plan", "profile.json", "--memory-weight", "1", "--json")
-    assert from_json(Plan, weighed.out).verified is None  # the final was of time alone
+    assert from_json(Plan, weighed.out).planning_s > 0
     explained(trimtab("plan", "profile.json", "--time", "1e-9"), "over the budget", "nearest that runs")
     direct = trimtab("plan", "tiny.py:task", "--device", "A100 80GB", "--json")
     assert from_json(Plan, direct.out).measured is None

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.loss_head import largest_head
-from trimtab.calibrate.tracing import trace_elsewhere
+from trimtab.calibrate.tracing import MIN_ROWS, trace_elsewhere
+from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
@@ -20,6 +21,7 @@ from trimtab.core.progress import silent
 from trimtab.decide.search import chunk_candidates, mode_candidates
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.machine import environment
+from trimtab.measure.step_trace import cannot_trace
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.loss_head import watched
@@ -48,10 +50,12 @@ def profile_elsewhere(
         device: whose peaks and bandwidth are known.
 
     Raises:
-        ModelError: a step cannot be traced.
+        ModelError: a step cannot be traced, or the model is not on the CPU. ValueGivenError: under 3 rows, of which
+            no two sizes can be traced; or a device of unknown bandwidth or peaks.
     """
     start = time.perf_counter()
     check_ownership(model, optimizer)
+    _check_traceable(model, batch, device)
     facts = _facts(model, optimizer, loss_fn, batch, device)
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
@@ -62,6 +66,18 @@ def profile_elsewhere(
         if found is not None:
             profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
     return replace(profile, profiling_s=time.perf_counter() - start)
+
+
+def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
+    place, rows = next(model.parameters()).device.type, count_rows(batch)
+    if place != "cpu":
+        raise ModelError(
+            "model", given=f"parameters on {place}", expected="parameters on the CPU, or without memory there"
+        )
+    if rows < MIN_ROWS:
+        raise ValueGivenError("example_batch", given=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
+    if not device.bandwidth_bytes_s or not device.peak_flops:
+        raise ValueGivenError("device", given=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
 
 
 def _modes(profile: Profile) -> list[Candidate]:
@@ -86,8 +102,11 @@ def _facts(
     rows, parameters = count_rows(batch), list(model.parameters())
     fakes = Fakes()
     model_there, batch_there = fakes.copy((model, batch))
-    with fakes, torch.no_grad(), watched(model_there) as heads:
-        loss_fn(model_there, batch_there)
+    try:
+        with fakes, torch.no_grad(), watched(model_there) as heads:
+            loss_fn(model_there, batch_there)
+    except Exception as error:
+        raise cannot_trace(error) from error
     head = largest_head(heads)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),

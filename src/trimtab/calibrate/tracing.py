@@ -18,7 +18,7 @@ from trimtab.runtime.batches import count_rows, slices
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.precision import autocast
 
-_FEWEST = 2  # rows: operators treat one in their own way
+MIN_ROWS = 3  # of a batch: of two sizes the smaller one has two rows, as operators treat one in their own way
 _HERE = torch.device("cpu")
 
 
@@ -67,9 +67,9 @@ def _trace(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, forward: Any, *, scratch: bool
 ) -> SizeTrace | None:
     rows = count_rows(batch)
-    fewer, more = max(_FEWEST, rows // 4), max(_FEWEST + 1, rows // 2)
-    if rows < more:
+    if rows < MIN_ROWS:
         return None
-    small, large = (next(slices(batch, rows, size))[0] for size in (fewer, more))
-    sizes = (fewer, more)
+    # A half and all: a loss in chunks of a fourth of the tokens is in several at both.
+    sizes = max(MIN_ROWS - 1, rows // 2), rows
+    small, large = (next(slices(batch, rows, size))[0] for size in sizes)
     return trace_peaks(model, optimizer, loss_fn, (small, large), sizes, autocast=forward, counts_scratch=scratch)

@@ -26,7 +26,7 @@ from trimtab.calibrate.probe import Probe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
-from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
 from trimtab.decide.search import Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
@@ -164,7 +164,7 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
         running = [arm for arm in running if arm.error is None]
         done += 1
         if done == MIN_BLOCKS and stage.drops:
-            running = [arm for arm in running if arm.control or not _is_behind(arm, arms[0])]
+            running = [arm for arm in running if arm.control or not _may_be_dropped(arm, arms[0])]
             if blocks.slow and _has_lost_its_rivals(arms, running):
                 break
         if done == blocks.enough and stage.control and _is_promising(arms, running):
@@ -181,11 +181,12 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     return True
 
 
-def _is_behind(arm: _Arm, incumbent: _Arm) -> bool:
-    """Return whether a rival lost every block so far: an equal one does so in 1 of 8 stages, and it would not win."""
-    if arm is incumbent or not incumbent.block_s:
+def _may_be_dropped(arm: _Arm, incumbent: _Arm) -> bool:
+    """Return whether a rival has lost: not one with a fused step alone, whose gain drowns in that of a whole one."""
+    if arm is incumbent or not incumbent.block_s or arm.candidate.alike(incumbent.candidate, "fused_optimizer"):
         return False
-    return all(ours > theirs for ours, theirs in zip(arm.block_s, incumbent.block_s, strict=True))
+    is_lighter = (arm.peak_bytes or math.inf) <= (1 - WORTH_SAVING) * (incumbent.peak_bytes or 0)
+    return is_behind(arm.block_s, incumbent.block_s, is_lighter=is_lighter)
 
 
 def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float) -> None:

@@ -90,7 +90,7 @@ class FrontPoint:
     """Settings that nothing considered beats in both time and memory.
 
     Args:
-        step_s, peak_bytes: as measured, else as predicted. refusal: why they were not chosen from, or "".
+        step_s: as predicted. peak_bytes: as counted, else as predicted. refusal: why they were not chosen from, or "".
     """
 
     settings: str
@@ -129,7 +129,8 @@ class Plan:
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
         batch_rule: that rule, with its bounds; None where the batch is the user's.
         check: the equivalence proof, or None when it was not run.
-        reference, baseline: the loop measured against, and its cost.
+        reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
+            all is predicted; "" where it was measured.
         predicted: cost of the chosen settings, before they were run against the loop. measured: in that run, or None.
         verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
         stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
@@ -154,6 +155,7 @@ class Plan:
     check: Check | None = None
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
+    elsewhere: str = ""
     predicted: Measured | None = None
     measured: Measured | None = None
     verified: tuple[float, float] | None = None
@@ -280,7 +282,8 @@ _TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
 def _explain(plan: Plan) -> str:
     """Return the page: verdict, each choice with its reason and losers, cost, check, advice."""
     lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {plan.batch_rows} rows per step"]
-    lines += [_cost("reference", plan.baseline), _cost("this plan, predicted", plan.predicted)]
+    lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline))
+    lines.append(_cost("this plan, predicted", plan.predicted))
     if plan.measured is not None:
         lines.append(_cost("this plan, measured", plan.measured))
     lines.append("")
@@ -300,13 +303,17 @@ def _explain(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
+    if not plan.changes and plan.elsewhere:
+        return f"Change nothing: on {plan.elsewhere} nothing traced is predicted to be better. Nothing was run."
     if not plan.changes:
         return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
     text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
-    if plan.baseline and plan.measured:
+    if plan.baseline and plan.measured and plan.verified:
         text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
     elif plan.baseline and plan.predicted:
-        text += f": predicted at {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed, and never run"
+        where = f" on {plan.elsewhere}" if plan.elsewhere else ""
+        ran = "never run" if plan.measured is None else "not run against the loop"
+        text += f": predicted at {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, and {ran}"
     if plan.splits and plan.check is None:
         text += ". That splitting keeps this model's maths is not proved"
     return text + "."

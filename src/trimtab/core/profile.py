@@ -15,6 +15,8 @@ from trimtab.core.work import StepWork
 PROFILE_SCHEMA = 2
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
+# What the stages that decide are called, the first of them; others have a number behind it.
+FINAL = "final"
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,14 @@ class Profile:
         return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
 
     def elsewhere(self, device: DeviceSpec) -> Profile:
-        """Return what it says of a device that is not here: what was traced, and nothing that was measured."""
+        """Return what it says of a device that is not here: what was traced, and nothing that was measured.
+
+        Peaks hold the scratch of the machine that they were traced on, and precisions are those that it traced.
+        """
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
-        return replace(self, device=device, loop=loop, trials=(), phases_s={})
+        plain = {replace(each.candidate, allocator="keep"): each for each in reversed(self.traces)}
+        traces = tuple(replace(each, candidate=candidate) for candidate, each in plain.items())
+        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=traces)
 
     @property
     def reference_candidate(self) -> Candidate:

@@ -3,8 +3,9 @@
 A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of each precision and layout is what trials
 of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; the optimizer's step
 and the loss head are timed alone. All is kept in units of one trial's step: a machine whose speed drifts between stages
-moves none of it. Bytes are those counted of a trial, else traced ones with a margin. Where nothing was tried, on a
-device that is not here, seconds are those of its roofline.
+moves no whole step against another, though the share of a part that was timed alone. Bytes are those counted of a
+trial, else traced ones with a margin. Where nothing was tried, on a device that is not here, seconds are those of its
+roofline.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class CostModel:
     @property
     def modes(self) -> tuple[Candidate, ...]:
         """Precisions and layouts that ran, each at the size it was tried at; the fastest first."""
-        if self._unit is None:
+        if not self._profile.trials:
             return tuple(dict.fromkeys(replace(traced.candidate, loss_chunk=None) for traced in self._profile.traces))
         return tuple(sorted(self._modes, key=lambda candidate: self._modes[candidate]))
 
@@ -63,7 +64,7 @@ class CostModel:
         """Return a candidate's cost."""
         relative, unit_s = self._relative(candidate), self._unit_s()
         step_s = None if relative is None or unit_s is None else relative * unit_s
-        if self._unit is None:
+        if not self._profile.trials:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
         return Predicted(step_s, counted or self._traced(candidate), counted=counted is not None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
-from trimtab.core.profile import Candidate, Profile, Trial
+from trimtab.core.profile import FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
 from trimtab.decide.finals import Outcome
 from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
@@ -36,6 +36,8 @@ class Told:
 
     def reason(self, name: str) -> str:
         """Return why a setting is what it is."""
+        if not self.profile.trials:
+            return self._predicted(name)
         if getattr(self.winner, name) == getattr(self.profile.reference_candidate, name):
             return self._kept(name)
         return self._changed(name)
@@ -46,6 +48,8 @@ class Told:
         found: dict[Scalar, str] = {}
         for trial in self._others(name):
             found.setdefault(getattr(trial.candidate, name), self._why_not(trial, name))
+        if not self.profile.trials:
+            found |= dict(self._predicted_others(name))
         if name == "precision":
             refusals = ((p, search.precision_refusal(self.profile.device, p)) for p in PRECISIONS)
             found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
@@ -55,6 +59,17 @@ class Told:
         if name == "micro_batch":
             found |= {rows: why for rows, why in self._refused_sizes() if rows not in found}
         return tuple(Rejected(value, reason) for value, reason in found.items() if value != chosen)
+
+    def _predicted(self, name: str) -> str:
+        """Return why, of a device where nothing was tried."""
+        if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
+            must = self._refusal_of_reference() if name in ("micro_batch", "loss_chunk") else None
+            return f"put first by its trace and the peaks of {self.profile.device.name}" + (f"; {must}" if must else "")
+        if name == "micro_batch" and not self.profile.check.splittable:
+            return f"the user's batch: {self.profile.check.reason}"
+        if name in ("memory_layout", "allocator"):
+            return "as the loop has it: no data sheet tells what another is worth"
+        return "as the loop has it: nothing traced is predicted to be better"
 
     def _changed(self, name: str) -> str:
         must = self.outcome.must_leave if self.outcome is not None else self._refusal_of_reference()
@@ -92,7 +107,7 @@ class Told:
             return self._untried(name)
         if name in _ALONE and all(trial.stage == _ALONE[name] for trial in others):
             return f"as the loop has it: {self._why_not(others[0], name)}"
-        in_final = [trial for trial in others if trial.stage.startswith(search.FINAL)]
+        in_final = [trial for trial in others if trial.stage.startswith(FINAL)]
         if not in_final:
             return "as the loop has it: nothing tried is predicted to be better by enough to be run against it"
         control = None if self.outcome is None else self.outcome.control
@@ -131,9 +146,7 @@ class Told:
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         alone = _ALONE.get(name)
-        apart = [
-            t for t in trials if t.stage.startswith(search.FINAL) or (t.is_whole if alone is None else t.stage == alone)
-        ]
+        apart = [t for t in trials if t.stage.startswith(FINAL) or (t.is_whole if alone is None else t.stage == alone)]
         apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t]
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 
@@ -158,6 +171,17 @@ class Told:
     def _refusal_of_reference(self) -> str | None:
         reference = self.profile.reference_candidate
         return next((point.refusal for point in self.found if point.candidate == reference), None)
+
+    def _predicted_others(self, name: str) -> Iterator[tuple[Scalar, str]]:
+        """Yield other values of a setting with what they are predicted to take, all else as it was chosen."""
+        own = next((point.cost for point in self.found if point.candidate == self.winner), None)
+        for point in self.found:
+            if own is None or not own.step_s or point.candidate.differences(self.winner) != (name,):
+                continue
+            longer = (point.cost.step_s or 0.0) / own.step_s
+            larger = (point.cost.peak_bytes or 0) / (own.peak_bytes or 1)
+            took = f"predicted at {longer:.2f}x the time and {larger:.2f}x the memory"
+            yield getattr(point.candidate, name), point.refusal or took
 
     def _refused_sizes(self) -> Iterator[tuple[Scalar, str]]:
         """Yield sizes of the winner that break the budget."""

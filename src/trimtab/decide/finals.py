@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.readings import control_interval, is_free, score_ratio, speed_ratio, unfit
-from trimtab.decide.statistics import Interval, is_gain
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,18 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     unit = reference if reference.block_s else fitting[0]
 
     def is_better(ours: Trial, theirs: Trial) -> bool:
-        return is_gain(score_ratio(ours, theirs, objective, unit), control)
+        found = score_ratio(ours, theirs, objective, unit)
+        if control is None and must_leave is not None:  # nothing is claimed against the reference: who is faster?
+            return found.n >= MIN_PAIRS_FOR_VERDICT and found.low > 1
+        return is_gain(found, control)
 
     def is_accepted(trial: Trial) -> bool:
         if must_leave is not None:
             return True
         if trial.candidate.differences(reference.candidate) == ("fused_optimizer",):
             # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown.
-            return speed_ratio(trial, reference).high >= 1
+            found = speed_ratio(trial, reference)
+            return found.n >= MIN_PAIRS_FOR_VERDICT and found.high >= 1
         return is_better(trial, reference)
 
     accepted = [trial for trial in fitting if is_accepted(trial)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.cost_model import CostModel
@@ -58,7 +58,8 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
         check=profile.check,
         reference=profile.reference,
-        baseline=_measured(profile, reference),
+        baseline=_measured(profile, reference) if profile.trials else _predicted(profile, reference),
+        elsewhere="" if profile.trials else profile.device.name,
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
@@ -91,31 +92,38 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
 
 def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget) -> _Decision:
     rounds = final_rounds(profile)
-    if rounds and (objective, budget) == (profile.objective, profile.budget):
-        outcome = finals.decide(profile, rounds[-1], objective, budget)
-        if outcome is None:
-            raise _infeasible(profile, found, budget)
+    outcome = finals.decide(profile, rounds[-1], objective, budget) if rounds else None
+    was_asked = (objective, budget) == (profile.objective, profile.budget)
+    if outcome is not None and was_asked:
         return _Decision(outcome.winner.candidate, outcome)
-    fitting = [point for point in found if point.refusal is None]
-    if not fitting:
+    winner = None if outcome is None else outcome.winner.candidate
+    lost = {t.candidate for name in rounds for t in profile.stage(name)} - {winner, profile.reference_candidate}
+    fitting = [point for point in found if point.refusal is None and point.candidate not in lost]
+    if not fitting or (rounds and was_asked):
         raise _infeasible(profile, found, budget)
-    reference = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
-    best = min(fitting, key=lambda point: space.score(point, objective, reference))
-    kept = reference.refusal is None and not space.is_worth_a_change(best, reference, objective)
-    return _Decision(reference.candidate if kept else best.candidate, None)
+    unit = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
+    scores = {point.candidate: space.score(point, objective, unit) for point in fitting}
+    best = space.simplest(fitting, scores, profile.reference_candidate).candidate
+    if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
+        return _Decision(winner, outcome)
+    return _Decision(best, None)
 
 
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
-    near = space.nearest(found, budget)
+    near, rounds = space.nearest(found, budget), final_rounds(profile)
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         given = f"a loop that did not run ({reasons})"
         return InfeasibleError("plan", given=given, expected="at least one trial that runs")
-    cost = near.cost
+    cost, finals_missed = near.cost, sum(point.refusal is None for point in found)
+    if rounds and finals_missed:
+        why = f"{len(rounds)} times what was predicted to meet it did not, at last {near.candidate.describe()}"
+    else:
+        why = f"a limit that no settings meet: {near.candidate.describe()}"
     how = "needs" if cost.counted else "is predicted to need"
     return InfeasibleError(
         "budget",
-        given=f"a limit that no settings meet: {near.candidate.describe()}: {near.refusal}",
+        given=f"{why}: {near.refusal}",
         expected="a budget that some settings meet",
         way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
         f"and {format_seconds(cost.step_s)} per step.",
@@ -128,13 +136,14 @@ def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:
 
 
 def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
-    """Return a candidate's cost as last measured on whole steps."""
+    """Return a candidate's cost as measured in a final, else where it was tried first."""
     whole = [trial for trial in profile.trials if trial.is_whole and not trial.control]
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:
         return None
+    chosen = trials[-1] if trials[-1].stage.startswith(FINAL) else trials[0]
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
-    return Measured(trials[-1].step_s or 0.0, peaks[-1] if peaks else None)
+    return Measured(chosen.step_s or 0.0, peaks[-1] if peaks else None)
 
 
 def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:

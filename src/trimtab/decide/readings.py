@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import Profile, Trial
@@ -15,6 +16,7 @@ MIN_BLOCKS = 3
 # share of the peak.
 FREE_SPEED = 0.99
 WORTH_SAVING = 0.05
+CLEARLY_SLOWER = 0.95
 
 
 def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
@@ -55,6 +57,16 @@ def figures(speed: Interval) -> str:
     if not math.isfinite(speed.high):
         return f"{speed.mean:.3g}x the speed (n={speed.n})"
     return f"{speed.mean:.3g}x the speed (95% {speed.low:.3g} to {speed.high:.3g}, n={speed.n})"
+
+
+def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: bool) -> bool:
+    """Return whether blocks of a rival are all slower than the incumbent's, as an equal one's are in 1 of 8 stages.
+
+    One that needs less memory may still be as fast as makes no difference: it is behind where it is clearly slower.
+    """
+    if not all(a > b for a, b in zip(ours, theirs, strict=True)):
+        return False
+    return not is_lighter or ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)]).mean < CLEARLY_SLOWER
 
 
 def unfit(trial: Trial, budget: Budget) -> str | None:

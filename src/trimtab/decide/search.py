@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
@@ -28,7 +28,6 @@ from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
 WORTH_RETAINING = 0.02
 # Below this multiple of fp32's matrix-product speed a precision is not tried: no faster there, it only adds casts.
 SCREEN = 1.2
-FINAL = "final"
 STAGES = ("modes", "optimizer", "head", "sizes", FINAL)
 MOST_FINALS = 3
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
@@ -101,7 +100,8 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage
     name = FINAL if not rounds else f"{FINAL} {len(rounds) + 1}"
     cost = CostModel(profile).predict(reference)
     must_leave = reference in failed or over_budget(cost.step_s, cost.peak_bytes, budget) is not None
-    return Stage(name, (reference, *found), control=bool(found), accepts=True, drops=not must_leave)
+    drops = objective.time == 1.0 and not must_leave  # a slower one may win by what else counts
+    return Stage(name, (reference, *found), control=bool(found), accepts=True, drops=drops)
 
 
 def base_candidate(profile: Profile) -> Candidate:

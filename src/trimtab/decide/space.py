@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.decide.cost_model import CostModel, Predicted
-from trimtab.decide.readings import FREE_SPEED, WORTH_SAVING, control_interval, over_budget, speed_ratio
+from trimtab.decide.readings import FREE_SPEED, WORTH_SAVING, control_interval, over_budget, speed_ratio, unfit
 from trimtab.decide.statistics import is_gain
 
 # The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
@@ -18,16 +18,18 @@ WORTH_FUSING = 0.01
 # A candidate that is predicted to be no better than this is not run against the loop.
 WORTH_A_RUN = 0.99
 # A change is doubted, and the candidate without it run too, where it is predicted to bring no more than this.
-DOUBTED = 1.05
+DOUBTED = 1.1
+_MOST_DOUBTED = 3
 
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate and its expected cost; `refusal` says why it cannot be chosen."""
+    """A candidate and its expected cost; `refusal` says why it cannot be chosen, `has_failed` that it did not run."""
 
     candidate: Candidate
     cost: Predicted
     refusal: str | None = None
+    has_failed: bool = False
 
 
 def halvings(profile: Profile) -> tuple[int, ...]:
@@ -43,7 +45,11 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     model, reference = CostModel(profile), profile.reference_candidate
     candidates = dict.fromkeys((reference, *_combined(profile, model)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
-    return tuple(Point(c, cost, _refusal(profile, c, cost, budget)) for c, cost in costs.items() if cost.step_s)
+    return tuple(
+        Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
+        for c, cost in costs.items()
+        if cost.step_s
+    )
 
 
 def _combined(profile: Profile, model: CostModel) -> Iterator[Candidate]:
@@ -80,6 +86,9 @@ def fusing_share(profile: Profile) -> float:
 def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:
     if (died := profile.error_of(candidate)) is not None:
         return died
+    final = [t for t in profile.trials if t.stage.startswith(FINAL) and t.candidate == candidate and not t.control]
+    if final:
+        return unfit(final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
         return "its peak memory is neither counted nor traced"
     refusal = over_budget(cost.step_s, cost.peak_bytes, budget)
@@ -98,7 +107,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
         near = nearest(found, budget)
         return () if near is None or near == reference else (near.candidate,)
     scores = {point.candidate: score(point, objective, reference or fitting[0]) for point in fitting}
-    best = _simplest(fitting, scores, profile.reference_candidate)
+    best = simplest(fitting, scores, profile.reference_candidate)
     stays = reference is not None and reference.refusal is None
     chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
     lightest = _lightest(fitting, best)
@@ -116,9 +125,9 @@ def score(point: Point, objective: Objective, reference: Point) -> float:
 
 
 def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
-    """Return who breaks its worst limit least, of those that run; then the fastest."""
+    """Return who breaks its worst limit least, of those that break one and did not fail; then the fastest."""
     known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
-    alive = [p for p in known if p.refusal is None or over_budget(p.cost.step_s, p.cost.peak_bytes, budget)]
+    alive = [p for p in known if p.refusal is not None and not p.has_failed]
 
     def excess(point: Point) -> tuple[float, float]:
         step_s, peak = point.cost.step_s or 0.0, point.cost.peak_bytes or 0
@@ -168,7 +177,7 @@ def is_worth_a_change(best: Point, reference: Point, objective: Objective) -> bo
     return score(best, objective, reference) < WORTH_A_RUN * score(reference, objective, reference)
 
 
-def _simplest(fitting: Sequence[Point], scores: dict[Candidate, float], reference: Candidate) -> Point:
+def simplest(fitting: Sequence[Point], scores: Mapping[Candidate, float], reference: Candidate) -> Point:
     """Return the best, or who is as good to what is worth a run and changes less."""
     limit = min(scores.values()) / WORTH_A_RUN
     near = [point for point in fitting if scores[point.candidate] <= limit]
@@ -186,9 +195,9 @@ def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
 
 
 def _doubted(fitting: Sequence[Point], best: Point, scores: dict[Candidate, float], profile: Profile) -> list[Point]:
-    """Return the best less the change that is predicted to bring least, if that is little."""
+    """Return the best less one of its changes, each time one that is predicted to bring little."""
     reference = profile.reference_candidate
     changed = [name for name in best.candidate.differences(reference) if name != "fused_optimizer"]
     without = [replace(best.candidate, **{name: getattr(reference, name)}) for name in changed]
     doubted = [p for p in fitting if p.candidate in without and scores[p.candidate] < DOUBTED * scores[best.candidate]]
-    return sorted(doubted, key=lambda point: scores[point.candidate])[:1]
+    return sorted(doubted, key=lambda point: scores[point.candidate])[:_MOST_DOUBTED]

@@ -124,12 +124,13 @@ def compare(
         check_step(task, data, device)
     plans = given or _plans(task, data, device, out, settings, budget, objective, progress)
     facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
+    step_s = _reference_s(plans, facts)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
         race_begun = time.perf_counter()
         if settings.quick and races and race_begun - begun + race_s > _QUICK_END_S:
             break
-        entries = _entries(task, plans, settings, brief=_is_brief(settings, seed))
+        entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed))
         entries = [e for e in entries if not facts[e.name].error]
         races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
         race_s = time.perf_counter() - race_begun
@@ -202,9 +203,15 @@ def _plans(
     return plans
 
 
-def _entries(task: Task, plans: Plans, settings: Settings, *, brief: bool) -> list[Entry]:
-    rows = task.budget_rows
-    step_s = plans.plans["S"].baseline.step_s if plans.plans["S"].baseline else 1.0
+def _reference_s(plans: Plans, facts: Mapping[str, ArmFacts]) -> float:
+    """Return about how long a step of the reference takes here; a plan that was given may be from elsewhere."""
+    baseline = plans.plans["S"].baseline if plans.profiles else None
+    return baseline.step_s if baseline else sum(facts["reference"].phases_s.values()) or 1.0
+
+
+def _entries(task: Task, plans: Plans, settings: Settings, step_s: float | None = None, *, brief: bool) -> list[Entry]:
+    rows, baseline = task.budget_rows, plans.plans["S"].baseline
+    step_s = step_s or (baseline.step_s if baseline else 1.0)
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if settings.quick else (_FEW_STEPS, _FEW_S)
     few, control = (
         min(rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)

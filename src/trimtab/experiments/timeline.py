@@ -7,7 +7,6 @@ import contextlib
 import torch
 
 from trimtab.api import start
-from trimtab.core.errors import TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.core.step_memory import StepMemory
 from trimtab.measure.step_trace import trace_step
@@ -21,6 +20,13 @@ def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | N
 
     A step function of the user's own is not looked into: the loop is then what its task says.
     """
+    try:
+        return _traced(task, data, device, plan)
+    except Exception:  # whatever cannot be started or traced here is left out of a report that has all the rest
+        return None
+
+
+def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None) -> StepMemory:
     torch.manual_seed(0)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
@@ -31,15 +37,12 @@ def step_memory(task: Task, data: TaskData, device: torch.device, plan: Plan | N
             run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_rows))
             count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
         micro = next(slices(batch, task.batch_rows, rows))[0]
-        try:
-            return trace_step(
-                model,
-                optimizer,
-                task.loss_fn,
-                micro,
-                autocast=forward,
-                num_micro_batches=min(count, 2),
-                counts_scratch=device.type == "cpu",
-            )
-        except TrimtabError:
-            return None
+        return trace_step(
+            model,
+            optimizer,
+            task.loss_fn,
+            micro,
+            autocast=forward,
+            num_micro_batches=min(count, 2),
+            counts_scratch=device.type == "cpu",
+        )

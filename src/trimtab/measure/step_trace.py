@@ -136,13 +136,18 @@ def _traced(
             with _block_marks(model, blocks, storages) as marks:
                 step.run(num_micro_batches)
     except Exception as error:  # whatever a model does, torch may have no fake of it
-        raise ModelError(
-            "model",
-            given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
-            expected="one whose course does not depend on values, with no tensors but the model's and the batch's",
-            way_out="Its memory can be measured instead, by running it.",
-        ) from error
+        raise cannot_trace(error) from error
     return step, marks
+
+
+def cannot_trace(error: Exception) -> ModelError:
+    """Return the error of a step that does not run on fakes, with torch's own reason."""
+    return ModelError(
+        "model",
+        given=f"a step that cannot be traced ({type(error).__name__}: {str(error).partition(chr(10))[0]:.200})",
+        expected="one whose course does not depend on values, with no tensors but the model's and the batch's",
+        way_out="Its memory can be measured instead, by running it.",
+    )
 
 
 class _Step:

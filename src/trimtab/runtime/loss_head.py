@@ -49,7 +49,7 @@ def watched(model: nn.Module) -> Iterator[dict[LossHead, int]]:
     def watch(head: LossHead) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         def loss(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             seen[head] = seen.get(head, 0) + targets.numel()
-            return LossHead.loss(head, features, targets)
+            return type(head).loss(head, features, targets)
 
         return loss
 

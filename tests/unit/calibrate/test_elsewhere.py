@@ -11,7 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate.elsewhere import profile_elsewhere
-from trimtab.core.errors import InfeasibleError, ValueGivenError
+from trimtab.core.errors import InfeasibleError, ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.step_trace import trace_step
@@ -55,15 +55,16 @@ def test_nothing_of_the_loop_is_touched():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_peaks_are_those_of_a_trace_at_any_size(precision):
+@pytest.mark.parametrize("chunk", [128, 64])
+def test_peaks_are_those_of_a_trace_at_any_size(precision, chunk):
     model, optimizer, loss_fn, batch = loop()
     profile = profiled(model, optimizer, loss_fn, batch)
-    traced = next(t for t in profile.traces if t.candidate.precision == precision and t.candidate.loss_chunk == 64)
-    model.head.chunk_rows = 64
+    traced = next(t for t in profile.traces if t.candidate.precision == precision and t.candidate.loss_chunk == chunk)
+    model.head.chunk_rows = chunk
     for group in optimizer.param_groups:
         group["fused"] = True
     autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")  # noqa: E731
-    for rows, k in ((12, 1), (6, 2)):
+    for rows, k in ((16, 1), (12, 1), (6, 2)):
         step = trace_step(
             model, optimizer, loss_fn, (batch[0][:rows],), autocast=autocast, num_micro_batches=k, granule=1
         )
@@ -75,11 +76,15 @@ def test_peaks_are_those_of_a_trace_at_any_size(precision):
 def test_a_plan_is_predicted_and_says_so():
     slow = replace(H100, peak_flops={"fp32": 1e9, "tf32": 2e9, "bf16": 8e9})
     plan = trimtab.plan_elsewhere(*loop(), slow)
-    assert (plan.measured, plan.baseline, plan.verified) == (None, None, None)
+    assert (plan.measured, plan.verified, plan.check) == (None, None, None)
+    assert plan.baseline.step_s > plan.predicted.step_s
     assert plan.precision.value == "bf16"
     assert plan.predicted.step_s > 0
     assert "this plan, predicted: " in str(plan)
     assert "this plan, measured: " not in str(plan)
+    assert str(plan).splitlines()[0].endswith("x the speed on H100 SXM, and never run.")
+    assert "not proved" in str(replace(plan, micro_batch=replace(plan.micro_batch, value=8, changed=True)))
+    assert {loser.value for loser in plan.precision.losers} >= {"fp32", "tf32"}
 
 
 def test_less_memory_is_met_by_smaller_chunks_or_micro_batches():
@@ -107,6 +112,7 @@ def test_batch_statistics_are_not_split():
     plan = trimtab.plan_elsewhere(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, "H100 SXM")
     assert plan.micro_batch.value == 8
     assert not plan.check.splittable
+    assert "the user's batch: a module computes over the batch" in str(plan)
 
 
 def test_a_loop_without_memory_can_be_planned():
@@ -115,6 +121,16 @@ def test_a_loop_without_memory_can_be_planned():
     plan = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, "H100 SXM")
     there = trimtab.plan_elsewhere(*loop(), "H100 SXM")
     assert (plan.predicted, plan.changes) == (there.predicted, there.changes)
+
+
+def test_what_cannot_be_traced_is_said_at_the_door():
+    model, optimizer, _, batch = loop()
+    with pytest.raises(ModelError, match="cannot be traced"):
+        trimtab.plan_elsewhere(model, optimizer, lambda m, b: m(b[0]).sum() * m(b[0]).sum().item(), batch, "H100 SXM")
+    with pytest.raises(ValueGivenError, match="2 rows"):
+        trimtab.plan_elsewhere(model, optimizer, next_token_loss, (batch[0][:2],), "H100 SXM")
+    with pytest.raises(ValueGivenError, match="unknown peaks"):
+        trimtab.plan_elsewhere(*loop(), replace(H100, bandwidth_bytes_s=None))
 
 
 @pytest.mark.parametrize("device", ["Frobnicator 9000", ""])

@@ -99,6 +99,7 @@ plans = st.integers(1, 10**6).flatmap(
         check=optional(check_values),
         reference=references,
         baseline=optional(measured),
+        elsewhere=text,
         predicted=optional(measured),
         measured=optional(measured),
         verified=optional(st.tuples(floats, floats)),

@@ -193,13 +193,14 @@ def test_the_page_shows_costs_check_and_advice():
         baseline=Measured(0.5, 2 * 2**30),
         predicted=Measured(0.2, 2**30),
         measured=Measured(0.25, 2**30),
+        verified=(1.9, 2.1),
         planning_s=90.0,
         search_s=30.0,
         advice=("use the fused head",),
     )
     page = str(plan)
     for words in (
-        "Change micro batch 4 (tier F: other dynamics): 2.00x the speed in trials.",
+        "Change micro batch 4 (tier F: other dynamics): 2.00x the speed in trials (95% 1.90 to 2.10).",
         "against: declared tf32 eager loop, 8 rows per step",
         "reference: 500 ms per step, peak memory 2 GiB",
         "this plan, predicted: 200 ms per step, peak memory 1 GiB",
@@ -213,7 +214,7 @@ def test_the_page_shows_costs_check_and_advice():
 
 @pytest.mark.parametrize(
     ("verified", "said"),
-    [((1.5, 2.5), " (95% 1.50 to 2.50)."), ((0.9, 1.2), " (95% 0.90 to 1.20, not to be told from 1)."), (None, ".")],
+    [((1.5, 2.5), " (95% 1.50 to 2.50)."), ((0.9, 1.2), " (95% 0.90 to 1.20, not to be told from 1).")],
 )
 def test_the_verdict_says_how_sure_its_speed_is(verified, said):
     plan = dataclasses.replace(

@@ -12,6 +12,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Traced, Trial
 from trimtab.decide.planner import choose
+from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
 from trimtab.decide.search import Stage, next_stage, next_traces
 
 MIB = 2**20
@@ -102,7 +103,17 @@ class Machine:
         drifts = [self._rng.lognormvariate(0, self.drift) for _ in range(num_blocks)]
         arms = [(candidate, False) for candidate in stage.candidates]
         arms += [(stage.candidates[0], True)] if stage.control else []
-        return tuple(self._trial(stage, candidate, control, drifts) for candidate, control in arms)
+        first, *others = [self._trial(stage, candidate, control, drifts) for candidate, control in arms]
+        return first, *(self._dropped(stage, first, trial) for trial in others)
+
+    @staticmethod
+    def _dropped(stage: Stage, first: Trial, trial: Trial) -> Trial:
+        """Return a trial with as many blocks as it gets to run."""
+        ours, theirs = trial.block_s[:MIN_BLOCKS], first.block_s[:MIN_BLOCKS]
+        lighter = (trial.peak_bytes or 2**60) <= (1 - WORTH_SAVING) * (first.peak_bytes or 0)
+        kept = trial.control or trial.candidate.alike(first.candidate, "fused_optimizer") or not (ours and theirs)
+        lost = stage.drops and not kept and is_behind(ours, theirs, is_lighter=lighter)
+        return replace(trial, block_s=ours) if lost else trial
 
     def _trial(self, stage: Stage, candidate: Candidate, control: bool, drifts: list[float]) -> Trial:
         error = self.fails(stage.name, candidate)

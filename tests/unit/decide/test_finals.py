@@ -117,7 +117,7 @@ def test_where_nobody_fits_there_is_no_outcome():
 
 def test_where_the_reference_cannot_run_who_was_put_first_wins():
     broken = Trial("final", REFERENCE, error="out of memory")
-    found = decided(trial(HALF, 2.0), trial(TOGETHER, 1.99), reference=broken)
+    found = decided(trial(HALF, 2.0), trial(TOGETHER, 2.0), reference=broken)
     assert found.winner.candidate == HALF
     assert (found.must_leave, found.speed) == ("out of memory", None)
 
@@ -149,7 +149,7 @@ def test_memory_is_weighed_in_a_rivals_units_where_the_reference_did_not_run():
     profile = Profile(CPU, LOOP, SPLITTABLE, Reference(), (broken, trial(HALF, 1.0), light, again))
     found = decide(profile, "final", Objective(time=1, memory=1), Budget())
     assert found is not None
-    assert found.winner.candidate == HALF  # put first; without a control nothing is clearly better than that
+    assert found.winner.candidate.micro_batch == 32
 
 
 @pytest.mark.parametrize("blocks", [3, 4])
@@ -159,6 +159,19 @@ def test_fewer_than_five_blocks_accept_nothing(blocks):
 
 def test_without_a_control_that_ran_nothing_is_a_gain():
     assert winner(trial(HALF, 0.5), control=()) == REFERENCE
+
+
+@pytest.mark.parametrize(("slower", "winner_is"), [(1.3, "retain"), (1.0, "keep")])
+def test_where_the_reference_cannot_run_fewer_changes_win_unless_they_are_clearly_slower(slower, winner_is):
+    broken = Trial("final", REFERENCE, error="out of memory")
+    half = replace(REFERENCE, micro_batch=32)
+    found = decided(trial(replace(half, allocator="retain"), 1.0), trial(half, slower), reference=broken, control=())
+    assert found.winner.candidate.allocator == winner_is
+
+
+def test_a_fused_step_alone_takes_as_many_blocks_as_any_verdict():
+    fused = replace(REFERENCE, fused_optimizer=True)
+    assert winner(trial(fused, (1.08, 1.081, 1.079)), control=STEADY) == REFERENCE
 
 
 @pytest.mark.parametrize(("later", "kept"), [(1.001, True), (1.0, True), (1.05, False)])

@@ -293,8 +293,8 @@ def test_a_choice_stands_at_the_weights_it_was_made_with(memory):
     plan = choose(profile, objective, Budget())
     low, high = plan.stands_between
     assert low <= memory <= high
-    for weight in (low, high):  # at the ends another is as good; beyond them, better
-        beyond = weight + (0.02 if weight == high else -0.02)
+    for weight in (low, high):  # at the ends another is as good; well beyond them, better
+        beyond = weight + (0.1 if weight == high else -0.1)
         if 0 <= beyond <= 1:
             assert choose(profile, Objective(time=1 - beyond, memory=beyond), Budget()).micro_batch != plan.micro_batch
 
@@ -330,6 +330,38 @@ def test_a_plan_that_was_never_run_says_so():
     plan = choose(recorded, Objective(), Budget(memory=125 * MIB))
     assert (plan.micro_batch.value, plan.measured, plan.verified) == (2, None, None)
     assert ": predicted at 0.24x the speed, and never run" in str(plan)
+
+
+def test_a_limit_that_binds_nothing_changes_nothing_of_a_plan():
+    recorded = measured(Machine(speed={"bf16": 1.5}, noise=0.01), can_retain=False)
+    plan, same = (choose(recorded, Objective(), Budget(memory=limit)) for limit in (None, 2**60))
+    assert (plan.changes, plan.verified) == (same.changes, same.verified)
+    assert plan.verified is not None
+
+
+def test_what_a_final_rejected_is_not_taken_under_another_limit():
+    def step(stage: str, candidate: Candidate) -> float:
+        return 0.96 if candidate.precision == "bf16" and not stage.startswith("final") else 1.0
+
+    recorded = measured(Machine(step_of=step), can_retain=False, check=REFUSED, has_convolutions=False)
+    assert recorded.stage("final")
+    assert choose(recorded, Objective(), Budget(memory=2**60)).changes == ()
+
+
+def test_a_loop_that_can_be_traced_and_never_runs_is_no_matter_of_its_budget():
+    with pytest.raises(InfeasibleError, match=r"did not run \(ValueError: no\)"):
+        planned(Machine(fails=lambda stage, candidate: "ValueError: no"), budget=Budget(memory=800 * MIB))
+
+
+def test_a_neutral_change_does_not_ride_on_a_real_one():
+    """In the trials of parts channels_last looked 6% faster; in the final it is worth nothing."""
+
+    def step(stage: str, candidate: Candidate) -> float:
+        layout = 1 / 1.06 if candidate.memory_layout != "keep" and not stage.startswith("final") else 1.0
+        return (0.6 if candidate.precision == "bf16" else 1.0) * layout
+
+    plan = planned(Machine(step_of=step, noise=0.002), can_retain=False, check=REFUSED, supports_fused=False)
+    assert plan.changes == ("precision",)
 
 
 def test_a_recorded_profile_is_decided_by_the_objective_that_is_given():

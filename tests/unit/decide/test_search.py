@@ -225,8 +225,24 @@ def test_traces_are_asked_for_where_memory_counts(objective, budget):
     assert next_traces(profile, objective, budget) == ()
 
 
-def test_a_final_that_finds_its_budget_broken_has_learned_for_another():
-    """Steps take a tenth more than is traced: what is predicted to fit does not, and the miss becomes a margin."""
+def test_a_final_that_finds_its_limit_broken_has_learned_for_another():
+    """bf16 is faster alone than it turns out to be: at last it is over the limit, and channels_last is not."""
+
+    def step(stage: str, candidate: Candidate) -> float:
+        half = 2.0 if stage.startswith("final") else 0.5
+        return (half if candidate.precision == "bf16" else 1.2) * (0.6 if candidate.memory_layout != "keep" else 1.0)
+
+    machine = Machine(step_of=step)
+    budget = Budget(time=0.75)
+    profile = measured(machine, budget=budget, can_retain=False, supports_fused=False, check=REFUSED)
+    assert final_rounds(profile) == ("final", "final 2", "final 3")
+    plan = choose(profile, Objective(), budget)
+    assert (plan.precision.value, plan.memory_layout.value) == ("fp32", "channels_last")
+    assert plan.measured.step_s == pytest.approx(0.72)
+
+
+def test_what_a_trace_missed_is_known_before_the_final():
+    """Steps take a tenth more than is traced: the miss of those that ran becomes the margin of those that did not."""
     machine = Machine(traced=0.9, split_s=0.01)
     profile = measured(machine, budget=Budget(memory=255 * MIB), can_retain=False)  # 16 rows take 260, traced 234
     assert final_rounds(profile) == ("final",)
