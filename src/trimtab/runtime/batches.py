@@ -25,8 +25,8 @@ def count_rows(batch: Batch) -> int:
     Raises:
         BatchError: no leaf has rows, leaves disagree, or a leaf is of a kind that cannot be sliced.
     """
-    if _is_flat(batch) and len(rows := {tensor.shape[0] for tensor in batch}) == 1 and 0 not in rows:
-        return rows.pop()
+    if rows := _rows_of_flat(batch):
+        return rows
     sizes = {path: len(leaf) for path, leaf in _leaves(batch, "batch") if _has_rows(leaf)}
     if not sizes:
         raise BatchError(
@@ -58,7 +58,10 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`; the batch itself when nothing has to move."""
-    if all(tensor.device == device for tensor in (batch if _is_flat(batch) else tensors_in(batch))):
+    for tensor in batch if _rows_of_flat(batch) else tensors_in(batch):
+        if tensor.device != device:
+            break
+    else:
         return batch
     return _map(batch, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
 
@@ -79,9 +82,15 @@ def iterate(field: str, batches: Any) -> Iterator[Batch]:
     return iter(batches)
 
 
-def _is_flat(batch: Any) -> bool:
-    """Return whether a batch is a tuple or list of tensors with rows: most are, and every window asks."""
-    return type(batch) in (tuple, list) and bool(batch) and all(type(each) is Tensor and each.dim() for each in batch)
+def _rows_of_flat(batch: Any) -> int:
+    """Return the rows of a tuple or list of tensors of as many rows: most are one, and every window asks; else 0."""
+    rows = 0
+    if type(batch) is tuple or type(batch) is list:
+        for each in batch:
+            if type(each) is not Tensor or not each.dim() or (rows and each.size(0) != rows):
+                return 0
+            rows = each.size(0)
+    return rows
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -221,8 +221,9 @@ class Run(RunView):
         self._control.stepped(window.num_batches, applied=applied)
         if applied:
             self._stopping.stepped(self.grad_norm)
-            self._recovery.passed(self.plan.micro_batch_of(self.plan.batch_rows))
-        self._voids.note(self.loss, applied=applied)
+            self._recovery.passed(self.plan)
+        if self._may_void:
+            self._voids.note(self.loss, applied=applied)
         if not applied and self._precision.loss_scale is not None:
             reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
             if reason is not None:
@@ -312,7 +313,7 @@ class Run(RunView):
         if self._closed:
             return
         self._abandon()
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizers.drop_gradients(self._optimizer)
         self._closed = True
         self._undo.close()
         for each in (self._recovery.account(), self._control.close()):
@@ -354,13 +355,12 @@ class Run(RunView):
     def open_window(self, window: Window) -> None:
         """Called by the window before its first micro-batch."""
         self._require_open()
-        self._order.require_idle("window")
+        self._order.open(window)
         if self._may_void:
             self._recovery.note_start()
-        self._order.open(window)
         self._control.opened(window.num_batches, window.num_micro_batches)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizers.drop_gradients(self._optimizer)
         self._weights.open(window.rows, window.num_micro_batches)
 
     @property
@@ -389,7 +389,7 @@ class Run(RunView):
             return
         if self._order.unscaled:
             self._precision.renew()
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizers.drop_gradients(self._optimizer)
         self._order.reset()
         self._sync.end()
         self._control.dropped()

@@ -50,6 +50,16 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise OptimizerError("optimizer", given="only frozen parameters", expected="at least one trainable parameter")
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Do as `optimizer.zero_grad(set_to_none=True)`, without what torch's does besides: half its time (docs/LOG.md)."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
+
+
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether every group already runs the fused step."""
     return all(group.get("fused") is True for group in optimizer.param_groups)

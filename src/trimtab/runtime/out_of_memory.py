@@ -59,6 +59,11 @@ class MicroBatchLimit:
         self._wait, self._good = _GROW_AFTER, 0
         self._grew = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether memory never ran out, or not for long."""
+        return self.rows is None and not self._grew
+
     def of(self, planned: int) -> int:
         """Return rows per micro-batch where a plan has `planned`."""
         return planned if self.rows is None else min(planned, self.rows)
@@ -83,7 +88,7 @@ class MicroBatchLimit:
 
     def passed(self, planned: int) -> int | None:
         """A window fitted; returns the larger micro-batch that is tried from the next one on, or None."""
-        if self.rows is None and not self._grew:
+        if self.is_idle:
             return None
         self._good += 1
         if self._good < self._wait:

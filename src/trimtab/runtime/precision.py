@@ -14,6 +14,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.runtime.modes import SharedMode
 
 WIDER = ("bf16", "fp32")  # than fp16, in range
+_AS_IT_IS = contextlib.nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,7 +29,7 @@ def check_available(precision: str, device: torch.device) -> None:
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return the context for the forward pass; one that does nothing for fp32 and tf32."""
     dtype = _DTYPES.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    return _AS_IT_IS if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def wider(device: torch.device) -> str:

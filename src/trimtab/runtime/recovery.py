@@ -123,9 +123,11 @@ class Recovery:
         price = self._spent_s / (time.perf_counter() - self._began)
         return {"technique": "window start", "price": price, "windows": self._windows, "saved": self._saved}
 
-    def passed(self, planned: int) -> None:
+    def passed(self, plan: Plan) -> None:
         """A window fitted: some time after memory ran out, a larger micro-batch is tried again."""
+        if self.limit.is_idle:
+            return
         before = self.limit.rows
-        after = self.limit.passed(planned)
+        after = self.limit.passed(plan.micro_batch_of(plan.batch_rows))
         if after is not None:
             self._note("grown", {"from": before, "to": after})

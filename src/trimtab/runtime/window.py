@@ -54,7 +54,10 @@ class Window:
         self.num_micro_batches = self._count()
 
     def _count(self) -> int:
-        return sum(-(-rows // micro) for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
+        count = 0
+        for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True):
+            count += -(-rows // micro)
+        return count
 
     @property
     def micro_batch(self) -> int:
@@ -80,16 +83,14 @@ class Window:
         self._loop.open_window(self)
         self._used = True
         left = self.num_micro_batches
-        for micro, rows, of_next in self._slices():
-            left -= 1
-            self._loop.begin_micro_batch(self, rows, of_next=of_next, last=left == 0)
-            yield to_device(micro, self._device)
-            self._loop.end_micro_batch(self)
-
-    def _slices(self) -> Iterator[tuple[Any, int, bool]]:
         for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
-            for i, (micro, micro_rows) in enumerate(slices(batch, rows, micro_batch)):
-                yield micro, micro_rows, i == 0
+            of_next = True
+            for micro, micro_rows in slices(batch, rows, micro_batch):
+                left -= 1
+                self._loop.begin_micro_batch(self, micro_rows, of_next=of_next, last=left == 0)
+                yield to_device(micro, self._device)
+                self._loop.end_micro_batch(self)
+                of_next = False
 
 
 def check_call(loop: Loop, window: Any, loss_fn: Any) -> None:

@@ -37,11 +37,10 @@ class WindowStart:
         buffers = [module._buffers.get(name) for module, name, _ in self._places]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._sort(buffers)
-        with torch.no_grad():
-            if self._always[0]:
-                torch._foreach_copy_(*self._always)
-            for each in self._watched:
-                each.note()
+        if self._always[0]:
+            torch._foreach_copy_(*self._always)
+        for each in self._watched:
+            each.note()
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         self._generators = torch.get_rng_state(), cuda  # NumPy's alone would take 85 us a window
 
@@ -53,7 +52,7 @@ class WindowStart:
                 continue
             changes = is_persistent and (buffer.is_floating_point() or buffer.is_complex())
             if changes or buffer.nbytes < _LARGE:
-                always.append(buffer)
+                always.append(buffer.detach() if buffer.requires_grad else buffer)  # copies must not be in a graph
             else:
                 watched.append(_Watched(buffer))
         self._always, self._watched = ([torch.empty_like(each) for each in always], always), watched
@@ -93,7 +92,8 @@ class _Watched:
     def note(self) -> None:
         """Copy it, where it has changed since the last call."""
         if self._buffer._version != self._version:
-            self._copy = self._buffer.clone() if self._copy is None else self._copy.copy_(self._buffer)
+            value = self._buffer.detach()
+            self._copy = value.clone() if self._copy is None else self._copy.copy_(value)
             self._version = self._buffer._version
 
     def restore(self) -> None:

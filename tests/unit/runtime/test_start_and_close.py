@@ -17,6 +17,7 @@ from trimtab.core.plan import Plan
 from trimtab.measure import allocator
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.snapshot import fingerprint
+from trimtab.runtime import optimizers
 
 ROWS = 4
 RETAIN = {"allocator": "retain"} if allocator.can_retain() else {}
@@ -401,3 +402,19 @@ def test_a_loss_scale_that_is_no_number_is_refused(value):
         with pytest.raises(ValueGivenError, match=r"state\.precision\.scaler\.scale"):
             run.load_state_dict(state)
         assert run.loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_gradients_are_dropped_as_the_optimizer_itself_would(wrapped: bool) -> None:
+    """Two groups, one parameter without a gradient; an optimizer's own `zero_grad` is called, not gone around."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    calls: list[bool] = []
+    if wrapped:
+        whole = optimizer.zero_grad
+        optimizer.zero_grad = lambda set_to_none=True: (calls.append(set_to_none), whole(set_to_none))  # type: ignore[method-assign]
+    for each in parameters[1:]:
+        each.grad = torch.ones(2)
+    optimizers.drop_gradients(optimizer)
+    assert all(each.grad is None for each in parameters)
+    assert calls == [True] * wrapped

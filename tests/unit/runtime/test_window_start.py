@@ -40,6 +40,19 @@ def test_values_and_generators_are_put_back():
         model.mean.fill_(float(window))
 
 
+def test_a_buffer_that_asks_for_a_gradient_is_put_back_and_its_copies_ask_for_none():
+    model = Model(mean=torch.zeros(2, requires_grad=True))
+    start = WindowStart(model)
+    for value in (1.0, 2.0):
+        start.note()
+        with torch.no_grad():
+            model.mean.add_(value)
+        start.restore()
+        assert torch.equal(model.mean, torch.zeros(2))
+    (copies, _) = start._always
+    assert not any(each.requires_grad for each in copies)
+
+
 def test_a_persistent_buffer_that_was_replaced_stands_again():
     model = Model(mean=torch.zeros(2))
     start, kept = WindowStart(model), model.mean
