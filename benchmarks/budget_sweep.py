@@ -6,20 +6,18 @@ peak of the plan without a budget: what was predicted of each plan, and what it 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import command
 import torch
 
 import trimtab
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import mean_interval
-from trimtab.measure.machine import environment
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.timing import time_call
 from trimtab.tasks import load_task
@@ -88,25 +86,22 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Plan and run, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Plan and run, and print what came of it."""
+    parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     options = parser.parse_args()
     tasks = options.tasks[:1] if options.quick else options.tasks
     rows = [row for name in tasks for row in sweep(name, SHARES[::3] if options.quick else SHARES)]
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "budget_sweep", "environment": environment(), "rows": rows}))
-        return
-    for row in rows:
-        limit = f"{row['model']:<16} {row['budget_bytes'] / 2**20:8.1f} MiB"
-        if not row["feasible"]:
-            print(f"{limit}  infeasible: {row['way_out']}")
-            continue
-        met = "met" if row["is_met"] else "BROKEN"
-        took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {met}, {row['measured_s']:.3f} s"
-        print(f"{limit}  {took} (predicted {row['predicted_s']:.3f} s)  {row['changes']}")
+    command.show("budget_sweep", rows, _line, as_json=options.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    limit = f"{row['model']:<16} {row['budget_bytes'] / 2**20:8.1f} MiB"
+    if not row["feasible"]:
+        return f"{limit}  infeasible: {row['way_out']}"
+    met = "met" if row["is_met"] else "BROKEN"
+    took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {met}, {row['measured_s']:.3f} s"
+    return f"{limit}  {took} (predicted {row['predicted_s']:.3f} s)  {row['changes']}"
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ settings of a task's whole space, in seconds of the pick over theirs, paired by 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import command
 import torch
 
 import trimtab
@@ -23,7 +22,6 @@ from trimtab.decide.planner import choose
 from trimtab.decide.readings import speed_ratio
 from trimtab.decide.search import Stage, mode_candidates
 from trimtab.decide.space import halvings
-from trimtab.measure.machine import environment
 from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt")
@@ -77,20 +75,18 @@ def _tell(text: str) -> None:
 
 
 def main() -> None:
-    """Run, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Run, and print how the pick compares."""
+    parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     options = parser.parse_args()
     tasks = options.tasks[:1] if options.quick else options.tasks
     rows = [row for name in tasks for row in rows_of(name, quick=options.quick)]
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "exhaustive", "environment": environment(), "rows": rows}))
-        return
-    for row in rows:
-        ratio = f"{row['mean']:.3f} (95% {row['low']:.3f} to {row['high']:.3f}, n={row['n']})"
-        print(f"{row['task']:<16} pick ({row['pick']}) takes {ratio} of {row['other']}")
+    command.show("exhaustive", rows, _line, as_json=options.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = f"{row['mean']:.3f} (95% {row['low']:.3f} to {row['high']:.3f}, n={row['n']})"
+    return f"{row['task']:<16} pick ({row['pick']}) takes {ratio} of {row['other']}"
 
 
 if __name__ == "__main__":

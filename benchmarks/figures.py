@@ -51,12 +51,16 @@ def pages(root: Path) -> dict[Path, str]:
     """Return what README.md and the pages in docs should hold."""
     results = [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in _files(root)]
     comparisons = [found for found in results if found["name"] == "compare"]
-    adaptive = [found for found in results if found["name"] in ("monitor", "regret")]
+
+    def of(*names: str) -> Iterator[str]:
+        return _sections([found for found in results if found["name"] in names])
+
     made = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": _sections(results)},
-        root / "docs" / "memory.md": {"figures": _sections([each for each in results if each["name"] == "prediction"])},
-        root / "docs" / "accumulation.md": {"model": _savings(), "figures": _sections(adaptive)},
+        root / "docs" / "memory.md": {"figures": of("prediction")},
+        root / "docs" / "planning.md": {"figures": of("exhaustive", "budget_sweep", "planning_time")},
+        root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
     }
     texts = {path: path.read_text(encoding="utf-8") for path in made}
     for path, parts in made.items():
@@ -234,16 +238,57 @@ def _regret(rows: list[Row]) -> Iterator[str]:
 
 def _prediction(rows: list[Row]) -> Iterator[str]:
     """Yield a line a step, and what the errors are like."""
-    for key, name in (("error", "traced"), ("calibrated_error", "with scratch")):
+    names = {
+        "error": "peak, traced",
+        "calibrated_error": "peak, with operators' scratch",
+        "time_error": "seconds, on a line through two other sizes",
+        "roofline_error": "seconds, by the device's peaks alone",
+    }
+    known = {key: name for key, name in names.items() if key in rows[0]}
+    for key, name in known.items():
         errors = sorted(abs(row[key]) for row in rows)
-        yield f"{name.capitalize()}: median error {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}."
+        yield f"- {name}: median error {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}"
     yield ""
-    yield "| model | rows | precision | optimizer | counted, MiB | traced | with operators' scratch | tracing, s |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield f"| model | rows | precision | optimizer | counted, MiB | {' | '.join(known.values())} | tracing, s |"
+    yield "|---|---|---|---|---|" + "---|" * len(known) + "---|"
     for row in rows:
         step = f"| {row['model']} | {row['batch']} | {row['precision']} | {row['optimizer']} "
-        counted = f"| {row['measured_bytes'] / 2**20:.1f} "
-        yield step + counted + f"| {row['error']:+.2%} | {row['calibrated_error']:+.2%} | {row['traced_s']:.1f} |"
+        errors = " | ".join(f"{row[key]:+.2%}" for key in known)
+        yield step + f"| {row['measured_bytes'] / 2**20:.1f} | {errors} | {row['traced_s']:.1f} |"
+
+
+def _budgets(rows: list[Row]) -> Iterator[str]:
+    yield "| task | limit, MiB | share | peak when run, MiB | met | seconds predicted | measured (95%) | changes |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        limit = f"| {row['model']} | {row['budget_bytes'] / 2**20:.1f} | {row['share']:.0%} "
+        if not row["feasible"]:
+            yield limit + f"| | infeasible | | | {row['way_out']} |"
+            continue
+        took = f"{row['measured_s']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        met = "yes" if row["is_met"] else "**no**"
+        peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {row['predicted_s']:.3f} "
+        yield limit + peak + f"| {took} | {row['changes']} |"
+
+
+def _picks(rows: list[Row]) -> Iterator[str]:
+    yield "| task | settings run | picked | against | the pick's seconds over theirs (95%) | n | A/A control |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        control = f"{row['control_low']:.3f} to {row['control_high']:.3f}"
+        picked = f"| {row['task']} | {row['space']} | {row['pick']} | {row['other']} "
+        yield picked + f"| {ratio} | {row['n']} | {control} |"
+
+
+def _planning_times(rows: list[Row]) -> Iterator[str]:
+    yield "| model | for | seconds of planning (95%) | n | host memory it took, MiB | predicted step | changes |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        took = f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        step = f"{1000 * row['predicted_s']:.0f} ms, {row['predicted_bytes'] / 2**30:.1f} GiB"
+        where = f"| {row['model']} | {row['device']} | {took} | {row['n']} "
+        yield where + f"| {row['grown_bytes'] / 2**20:.0f} | {step} | {row['changes']} |"
 
 
 def _savings() -> Iterator[str]:
@@ -268,6 +313,9 @@ KINDS = {
     "monitor": _monitor,
     "regret": _regret,
     "prediction": _prediction,
+    "budget_sweep": _budgets,
+    "exhaustive": _picks,
+    "planning_time": _planning_times,
 }
 
 

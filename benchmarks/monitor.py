@@ -11,15 +11,14 @@ micro-batch (no hooks; not exact), a copy of the gradient after each (of which n
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import command
 import torch
 
 import trimtab
@@ -27,7 +26,6 @@ from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
-from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -167,10 +165,8 @@ def mechanism_rows(name: str, k: int, pairs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Measure, and print what it costs."""
+    parser = command.parser(__doc__)
     parser.add_argument("--mechanisms", action="store_true", help="ways to see the norms, in every window")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -178,17 +174,18 @@ def main() -> None:
         pairs = quick if options.quick else full
         print(f"{name}, {k} micro-batches, {pairs} rounds", file=sys.stderr)
         rows += mechanism_rows(name, k, max(10, pairs // 3)) if options.mechanisms else [monitor_row(name, k, pairs)]
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "monitor", "environment": environment(), "rows": rows}))
-        return
-    for row in rows:
-        bar = f"  bar {1.005 + row['control_half_width']:.4f}" if "control_half_width" in row else ""
-        print(f"{row['task']}  {row['estimator']}: {row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f}){bar}")
-        if "price_of_a_window" in row:
-            print(
-                f"  its own clock: {100 * row['price_of_a_window']:.2f}% of a measured window, one in "
-                f"{row['measured_every']}: {100 * row['price_on_average']:.2f}% on average"
-            )
+    command.show("monitor", rows, _line, as_json=options.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    bar = f"  bar {1.005 + row['control_half_width']:.4f}" if "control_half_width" in row else ""
+    line = f"{row['task']}  {row['estimator']}: {row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f}){bar}"
+    if "price_of_a_window" not in row:
+        return line
+    return (
+        f"{line}\n  its own clock: {100 * row['price_of_a_window']:.2f}% of a measured window, one in "
+        f"{row['measured_every']}: {100 * row['price_on_average']:.2f}% on average"
+    )
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import command
 import torch
 
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval, resolution
-from trimtab.measure.machine import environment
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
@@ -85,39 +83,28 @@ def alternate(task: Task, num_micro_batches: int, pairs: int) -> tuple[Interval,
 
 
 def main() -> None:
-    """Measure every case and print a table, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = []
-    for name, num_micro_batches, full, quick in CASES:
-        pairs = quick if options.quick else full
-        print(f"{name}, {num_micro_batches} micro-batches, {pairs} rounds", file=sys.stderr)
-        ours, control = alternate(load_task(name), num_micro_batches, pairs)
-        rows.append(
-            {
-                "metric": "loop_overhead_ratio",
-                "task": name,
-                "num_micro_batches": num_micro_batches,
-                "mean": ours.mean,
-                "low": ours.low,
-                "high": ours.high,
-                "n": ours.n,
-                "resolution": resolution(control),
-                "control_half_width": control.half_width,
-            }
-        )
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "overhead", "environment": environment(), "rows": rows}))
-        return
-    for row in rows:
-        bar = 1.01 + row["control_half_width"]
-        verdict = "within" if row["high"] <= bar else "over"
-        print(
-            f"{row['task']:<16} k={row['num_micro_batches']}  {row['mean']:.4f} "
-            f"(95% {row['low']:.4f} to {row['high']:.4f}, n={row['n']})  {verdict} 1% + A/A half-width {bar:.4f}"
-        )
+    """Measure every case, and print what the loop costs."""
+    options = command.parser(__doc__).parse_args()
+    rows = [row_of(name, k, quick if options.quick else full) for name, k, full, quick in CASES]
+    command.show("overhead", rows, _line, as_json=options.json)
+
+
+def row_of(name: str, num_micro_batches: int, pairs: int) -> dict[str, Any]:
+    """Measure a case."""
+    print(f"{name}, {num_micro_batches} micro-batches, {pairs} rounds", file=sys.stderr)
+    ours, control = alternate(load_task(name), num_micro_batches, pairs)
+    row = {"metric": "loop_overhead_ratio", "task": name, "num_micro_batches": num_micro_batches}
+    row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
+    return row | {"resolution": resolution(control), "control_half_width": control.half_width}
+
+
+def _line(row: dict[str, Any]) -> str:
+    bar = 1.01 + row["control_half_width"]
+    verdict = "within" if row["high"] <= bar else "over"
+    return (
+        f"{row['task']:<16} k={row['num_micro_batches']}  {row['mean']:.4f} "
+        f"(95% {row['low']:.4f} to {row['high']:.4f}, n={row['n']})  {verdict} 1% + A/A half-width {bar:.4f}"
+    )
 
 
 if __name__ == "__main__":

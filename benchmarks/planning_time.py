@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+import command
 import torch
 from prediction_models import ResNet50
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 import trimtab
 from trimtab.decide.statistics import mean_interval
 from trimtab.measure.fakes import Fakes
-from trimtab.measure.machine import environment
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -72,22 +72,20 @@ def row_of(name: str, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plan, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Plan, and print how long it took."""
+    parser = command.parser(__doc__)
     parser.add_argument("--once", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
         print(json.dumps(once(options.once)))
         return
     rows = [row_of(name, 2 if options.quick else RUNS) for name in MODELS]
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "planning_time", "environment": environment(), "rows": rows}))
-        return
-    for row in rows:
-        took = f"{row['mean']:.2f} s (95% {row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
-        print(f"{row['model']:<12} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}")
+    command.show("planning_time", rows, _line, as_json=options.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    took = f"{row['mean']:.2f} s (95% {row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
+    return f"{row['model']:<12} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}"
 
 
 if __name__ == "__main__":

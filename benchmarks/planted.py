@@ -9,16 +9,15 @@ binomial interval. `--precision`: what is fastest on the machine at hand, declar
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
+from typing import Any
 
+import command
 import torch
 from torch import nn
 
 import trimtab
-from trimtab.measure.machine import environment
 
 PLANS, QUICK_PLANS = 30, 3
 ROWS, WIDTH, CLASSES = 128, 768, 10
@@ -53,10 +52,8 @@ def upper_bound(found: int, n: int, confidence: float = 0.975) -> float:
 
 
 def main() -> None:
-    """Plan n times, and print a line or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Plan n times, and print how often something was changed."""
+    parser = command.parser(__doc__)
     parser.add_argument("--precision", default="fp32")
     options = parser.parse_args()
     n = QUICK_PLANS if options.quick else PLANS
@@ -67,10 +64,12 @@ def main() -> None:
     found = sum(map(bool, changes))
     row = {"metric": "false_gain_share", "share": found / n, "high": upper_bound(found, n), "n": n}
     row["changes"] = sorted({name for each in changes for name in each})
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "planted", "environment": environment(), "rows": [row]}))
-    else:
-        print(f"{found} of {n} plans change something (95%: at most {100 * row['high']:.0f}%)")
+    command.show("planted", [row], _line, as_json=options.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    found = round(row["share"] * row["n"])
+    return f"{found} of {row['n']} plans change something (95%: at most {100 * row['high']:.0f}%)"
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ while it ran; its seconds, on a straight line through two other sizes, by the de
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -18,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import command
 import torch
 from prediction_models import KINDS, OPTIMIZERS, Kind
 from torch import Tensor
 
 from trimtab.decide.roofline import step_seconds
-from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.machine import device_spec
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.step_trace import trace_peaks, trace_step
 from trimtab.measure.timing import time_call
@@ -116,17 +115,12 @@ def rows_of(names: list[str], *, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Predict, measure, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Predict, measure, and print how far they are apart."""
+    parser = command.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     rows = list(rows_of(options.models, quick=options.quick))
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "prediction", "environment": environment(), "rows": rows}))
-        return
-    print(*map(_line, rows), sep="\n")
+    command.show("prediction", rows, _line, as_json=options.json)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ fixed arm from other seeds: what a figure here is worth. `--keep FOLDER` goes on
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -33,13 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command
 import torch
 from regret_cases import CASES, Case, Course, kept, local_times, rank_times, train, train_fixed, train_held
 
 import trimtab
 from trimtab.decide.accumulation import Times
 from trimtab.decide.statistics import ratio_interval
-from trimtab.measure.machine import environment
 
 FIXED = (1, 2, 4, 8, 16)
 HELD = "goodput, held"
@@ -215,10 +214,8 @@ def sweep_rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train, and print a table or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    """Train, and print what each policy took."""
+    parser = command.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="arms side by side")
@@ -233,11 +230,7 @@ def main() -> None:
         keep = options.keep or Path(folder)
         for case in cases[:1] if options.quick else cases:
             rows += sweep_rows(case) if options.sweep else case_rows(case, seeds, options.latency, options.jobs, keep)
-    if options.json:
-        print(json.dumps({"schema": 1, "name": "regret", "environment": environment(), "rows": rows}, allow_nan=False))
-        return
-    for row in rows:
-        print(_sweep_line(row) if options.sweep else _line(row))
+    command.show("regret", rows, _sweep_line if options.sweep else _line, as_json=options.json)
 
 
 def _sweep_line(row: dict[str, Any]) -> str:

@@ -11,17 +11,15 @@ precision, layout and optimizer, its warm-up, and a linear decay to zero where t
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import command
 import torch
 from torch import nn
 
-from trimtab.core.codec import to_json
-from trimtab.measure.machine import environment
 from trimtab.tasks import Task, TaskData, load_task
 from trimtab.tasks.task import StrongRecipe
 
@@ -55,7 +53,7 @@ def main() -> None:
     for factor in sorted(args.factors):
         arms.append(run_arm(task, strong, data, factor, num_steps, args.seed))
         print(f"lr {arms[-1].lr:g}: {task.metric.name} {arms[-1].metric:.4f}", file=sys.stderr, flush=True)
-    print(_as_json(task, strong, arms) if args.json else _as_table(task, strong, arms))
+    command.show("strong_sweep", [_row(task, strong, arm) for arm in arms], _line, as_json=args.json)
 
 
 def run_arm(task: Task, strong: StrongRecipe, data: TaskData, factor: float, num_steps: int, seed: int) -> Arm:
@@ -108,46 +106,24 @@ def _step_s(task: Task, strong: StrongRecipe, data: TaskData) -> float:
     return run_arm(task, strong, data, 1.0, TIMED_STEPS, seed=0).train_s / TIMED_STEPS
 
 
-def _as_table(task: Task, strong: StrongRecipe, arms: list[Arm]) -> str:
-    sign = -1 if task.metric.higher_is_better else 1
-    best = min(arms, key=lambda arm: (math.isnan(arm.metric), sign * arm.metric))
-    recipe = f"strong recipe ({strong.precision}{', channels last' if strong.channels_last else ''})"
-    lines = [
-        f"{task.name}, {recipe}, {arms[0].rows:,} rows, {torch.get_num_threads()} threads",
-        f"{'peak lr':>10}  {task.metric.name:>20}  {'train s':>8}",
-    ]
-    lines += [
-        f"{arm.lr:>10g}  {arm.metric:>20.4f}  {arm.train_s:>8.1f}{'  best' if arm is best else ''}" for arm in arms
-    ]
-    return "\n".join(lines)
+def _row(task: Task, strong: StrongRecipe, arm: Arm) -> dict[str, Any]:
+    row = {"metric": "strong_final_metric", "task": task.name, "of": task.metric.name, "precision": strong.precision}
+    row |= {"channels_last": strong.channels_last, "lr": arm.lr, "value": arm.metric}
+    return row | {"rows": arm.rows, "train_s": arm.train_s, "n": 1}
 
 
-def _as_json(task: Task, strong: StrongRecipe, arms: list[Arm]) -> str:
-    rows = [
-        {
-            "metric": "strong_final_metric",
-            "task": task.name,
-            "of": task.metric.name,
-            "precision": strong.precision,
-            "lr": arm.lr,
-            "value": arm.metric,
-            "rows": arm.rows,
-            "train_s": arm.train_s,
-            "n": 1,
-        }
-        for arm in arms
-    ]
-    return to_json({"schema": 1, "name": "strong_sweep", "environment": environment(), "rows": rows})
+def _line(row: dict[str, Any]) -> str:
+    recipe = f"{row['task']} in {row['precision']}{', channels last' if row['channels_last'] else ''}"
+    took = f"after {row['rows']:,} rows, {row['train_s']:.1f} s"
+    return f"{recipe}  lr {row['lr']:>10g}  {row['of']} {row['value']:.4f} {took}"
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--task", default="digits_resnet", help="a task with a strong recipe (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="training seconds per arm (default: the recipe's whole budget)")
     parser.add_argument("--factors", type=float, nargs="+", default=FACTORS, help="of the recipe's learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SECONDS:g} seconds an arm")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     return parser.parse_args()
 
 

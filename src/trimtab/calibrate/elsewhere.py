@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab.calibrate.loss_head import largest_head
+from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.tracing import MIN_ROWS, trace_elsewhere
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -18,14 +18,14 @@ from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
 from trimtab.core.progress import silent
-from trimtab.decide.search import chunk_candidates, mode_candidates
+from trimtab.decide.search import chunk_candidates, memory_counts, mode_candidates
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.machine import environment
 from trimtab.measure.step_trace import cannot_trace
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.loss_head import watched
-from trimtab.runtime.optimizers import check_ownership, is_fused, supports_fused
+from trimtab.runtime.optimizers import check_ownership
 from trimtab.runtime.splitting import has_batch_statistics
 
 _SPLITS = "no module computes over the batch; proved where it will run"
@@ -43,7 +43,7 @@ def profile_elsewhere(
     budget: Budget,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision that the device has, and with its loss head in chunks.
+    """Trace the loop in each precision that the device has; where memory counts, with its loss head in chunks too.
 
     Args:
         model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
@@ -56,15 +56,23 @@ def profile_elsewhere(
     start = time.perf_counter()
     check_ownership(model, optimizer)
     _check_traceable(model, batch, device)
-    facts = _facts(model, optimizer, loss_fn, batch, device)
+    facts = _facts(model, optimizer, loss_fn, batch)
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
+
+    def traced(profile: Profile, candidates: Iterable[Candidate]) -> Profile:
+        for candidate in candidates:
+            progress(f"tracing: {candidate.describe()}")
+            found = _alike(profile, candidate)
+            found = found or trace_elsewhere(model, optimizer, loss_fn, batch, candidate, splits=check.splittable)
+            if found is not None:
+                profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
+        return profile
+
     modes = _modes(profile)
-    for candidate in [*modes, *(chunked for mode in modes for chunked in chunk_candidates(profile, mode))]:
-        progress(f"tracing: {candidate.describe()}")
-        found = _alike(profile, candidate) or trace_elsewhere(model, optimizer, loss_fn, batch, candidate)
-        if found is not None:
-            profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
+    profile = traced(profile, modes)
+    if memory_counts(profile):
+        profile = traced(profile, (chunked for mode in modes for chunked in chunk_candidates(profile, mode)))
     return replace(profile, profiling_s=time.perf_counter() - start)
 
 
@@ -96,10 +104,7 @@ def _alike(profile: Profile, candidate: Candidate) -> Traced | None:
     return next((traced for traced in profile.traces if traced.candidate == other), None)
 
 
-def _facts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, device: DeviceSpec
-) -> LoopFacts:
-    rows, parameters = count_rows(batch), list(model.parameters())
+def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:
     fakes = Fakes()
     model_there, batch_there = fakes.copy((model, batch))
     try:
@@ -107,20 +112,4 @@ def _facts(
             loss_fn(model_there, batch_there)
     except Exception as error:
         raise cannot_trace(error) from error
-    head = largest_head(heads)
-    return LoopFacts(
-        num_parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        optimizer=type(optimizer).__name__,
-        batch_rows=rows,
-        terms_per_step=float(rows),
-        terms="rows",
-        flops_per_step=None,
-        has_convolutions=any(p.dim() == 4 for p in parameters),
-        supports_fused=supports_fused(optimizer),
-        is_fused=is_fused(optimizer),
-        layout="contiguous",
-        head_tokens=head and head[0],
-        head_words=head and head[1],
-    )
+    return loop_facts(model, optimizer, count_rows(batch), heads)

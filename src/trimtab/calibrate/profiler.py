@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from trimtab.calibrate.equivalence import check_splitting
-from trimtab.calibrate.loss_head import largest_head
+from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates
 from trimtab.calibrate.trials import run_stage
@@ -26,9 +26,8 @@ from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.runtime.batches import iterate
-from trimtab.runtime.layout import channels_last_hazard, is_channels_last
+from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
-from trimtab.runtime.optimizers import is_fused, supports_fused
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 NUM_BLOCKS = 5
@@ -84,7 +83,10 @@ def _search(
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
         if wanted:
             asked.update(wanted)
-            profile = replace(profile, traces=profile.traces + trace_candidates(subject, wanted, progress))
+            profile = replace(
+                profile,
+                traces=profile.traces + trace_candidates(subject, wanted, progress, splits=profile.check.splittable),
+            )
         elif (stage := next_stage(profile, objective, budget)) is not None:
             profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
         else:
@@ -159,27 +161,15 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
 
 def _facts(subject: Subject, precision: str) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
-    parameters = list(model.parameters())
     with watched(model) as heads:
         flops, terms, kind = _count_step(subject, precision)
-    head = largest_head(heads)
-    return LoopFacts(
-        num_parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        optimizer=type(optimizer).__name__,
-        batch_rows=subject.rows,
+    return replace(
+        loop_facts(model, optimizer, subject.rows, heads),
         terms_per_step=terms,
         terms=kind,
         flops_per_step=flops,
-        has_convolutions=any(p.dim() == 4 for p in parameters),
-        supports_fused=supports_fused(optimizer),
-        is_fused=is_fused(optimizer),
-        layout="channels_last" if is_channels_last(model) else "contiguous",
         layout_hazard=channels_last_hazard(model),
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
-        head_tokens=head and head[0],
-        head_words=head and head[1],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,21 +24,31 @@ _HERE = torch.device("cpu")
 
 
 def trace_candidates(
-    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None]
+    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], *, splits: bool = True
 ) -> tuple[Traced, ...]:
-    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials."""
+    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials.
+
+    Args:
+        splits: whether steps of several micro-batches are asked for.
+    """
     found = []
     for candidate in candidates:
         progress(f"tracing: {candidate.describe()}")
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
-            scratch = subject.device.type == "cpu"
-            traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, run.autocast, scratch=scratch)
+            how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu", "splits": splits}
+            traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, **how)
             found += [] if traced is None else [Traced(candidate, *traced)]
     return tuple(found)
 
 
 def trace_elsewhere(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    candidate: Candidate,
+    *,
+    splits: bool = True,
 ) -> Traced | None:
     """Return a candidate's trace as for another device; None where the batch is too small to be cut.
 
@@ -48,8 +59,8 @@ def trace_elsewhere(
         ModelError: the step cannot be traced.
     """
     with _applied(model, optimizer, candidate):
-        forward = lambda: autocast(candidate.precision, _HERE)  # noqa: E731
-        traced = _trace(model, optimizer, loss_fn, batch, forward, scratch=False)
+        forward = functools.partial(autocast, candidate.precision, _HERE)
+        traced = _trace(model, optimizer, loss_fn, batch, autocast=forward, splits=splits)
     return None if traced is None else Traced(candidate, *traced)
 
 
@@ -64,7 +75,7 @@ def _applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Cand
 
 
 def _trace(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, forward: Any, *, scratch: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, **how: Any
 ) -> SizeTrace | None:
     rows = count_rows(batch)
     if rows < MIN_ROWS:
@@ -72,4 +83,4 @@ def _trace(
     # A half and all: a loss in chunks of a fourth of the tokens is in several at both.
     sizes = max(MIN_ROWS - 1, rows // 2), rows
     small, large = (next(slices(batch, rows, size))[0] for size in sizes)
-    return trace_peaks(model, optimizer, loss_fn, (small, large), sizes, autocast=forward, counts_scratch=scratch)
+    return trace_peaks(model, optimizer, loss_fn, (small, large), sizes, **how)

@@ -15,7 +15,7 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError
 
 # What measuring may cost of a window's time, on average.
-LIMIT = 0.005
+LIMIT = 0.0025
 # Windows between two looks at an account, and of the first pause.
 REVIEW, PAUSE = 100, 200
 MOST_PAUSE = 10 * PAUSE  # noise grows by an order of magnitude while a model is trained

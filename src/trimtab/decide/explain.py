@@ -67,6 +67,10 @@ class Told:
             return f"put first by its trace and the peaks of {self.profile.device.name}" + (f"; {must}" if must else "")
         if name == "micro_batch" and not self.profile.check.splittable:
             return f"the user's batch: {self.profile.check.reason}"
+        if name == "loss_chunk" and all(traced.candidate.loss_chunk is None for traced in self.profile.traces):
+            return (
+                search.chunking_refusal(self.profile) or "as the loop has it: not traced in chunks, as memory is ample"
+            )
         if name in ("memory_layout", "allocator"):
             return "as the loop has it: no data sheet tells what another is worth"
         return "as the loop has it: nothing traced is predicted to be better"

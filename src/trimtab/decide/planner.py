@@ -32,8 +32,8 @@ class _Decision:
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     """Return the tier-S plan a profile supports: what is chosen, or "change nothing".
 
-    A profile that was recorded for this objective and budget is decided by its final; under others by its cost model,
-    and the plan was then never run.
+    A profile that was recorded for this objective and budget is decided by its final. Under others its final's winner
+    stays where the cost model sees nothing better; else the plan was never run against the loop, and says so.
 
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.

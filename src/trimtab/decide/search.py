@@ -7,13 +7,13 @@
     final      -> the reference against those that the cost model of all this puts first: they decide
 
 The first four tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
-in that of a whole one. Where what was put first turns out
-to break the budget, the model has learned, and there is another final. Replaying a recorded profile gives the same
-stages.
+in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there is
+another final. Replaying a recorded profile gives the same stages.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -78,6 +78,15 @@ def next_traces(
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
     ignored = ("micro_batch", "allocator", "fused_optimizer")
     return tuple(c for c in wanted if not any(traced.candidate.alike(c, *ignored) for traced in profile.traces))
+
+
+def memory_counts(profile: Profile) -> bool:
+    """Return whether the fastest mode that was traced may not be had whole: memory is weighed, or limited below it."""
+    model, limit = CostModel(profile), profile.budget.memory_bytes
+    whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
+    fastest = min(whole, key=lambda mode: model.predict(mode).step_s or math.inf, default=None)
+    fits = fastest is None or limit is None or model.is_within(fastest, limit)
+    return profile.objective.memory > 0 or not fits
 
 
 def final_rounds(profile: Profile) -> tuple[str, ...]:

@@ -72,6 +72,7 @@ def trace_peaks(
     *,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     counts_scratch: bool = False,
+    splits: bool = True,
 ) -> SizeTrace:
     """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
 
@@ -79,13 +80,15 @@ def trace_peaks(
     rows. Of one row it is an estimate: operators treat a size of one in their own way.
 
     Args:
-        batches: of `rows`, the smaller one first and of two at the least.
+        batches: of `rows`, the smaller one first and of two at the least. splits: whether a step of several
+            micro-batches is asked for, which takes a second one to trace; else `sliced` is as `whole`.
 
     Raises:
         ModelError: the step cannot be traced.
     """
     few, many = (
-        _traced(model, optimizer, loss_fn, batch, autocast, 2, (), granule=1, counts_work=True)[0] for batch in batches
+        _traced(model, optimizer, loss_fn, batch, autocast, 1 + splits, (), granule=1, counts_work=True)[0]
+        for batch in batches
     )
     parts = [
         aligned_peaks(ours, theirs, our_kinds, their_kinds)
@@ -230,8 +233,7 @@ class _Step:
     @property
     def first_work(self) -> list[Seen]:
         """Operators of the first micro-batch."""
-        second = [index for index, (_, phase) in enumerate(self._phases) if phase == "forward"][1]
-        return self._storages.work[: self._work_before[second]]
+        return self._storages.work[: self._work_before[2]]  # after one forward and backward
 
     @property
     def step_work(self) -> list[Seen]:

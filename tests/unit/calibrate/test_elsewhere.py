@@ -21,6 +21,7 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 H100 = absent_device("H100 SXM")
 SHAPE = GPTShape(vocab_size=2048, context=32, num_layers=2, num_heads=2, width=32)
 ROWS = 16
+MEMORY_TOO = trimtab.Objective(1.0, 0.5)
 
 
 def loop():
@@ -36,11 +37,24 @@ def profiled(*given, device: DeviceSpec = H100, **others):
 
 
 def test_each_precision_of_the_device_is_traced_whole_and_in_chunks():
-    profile = profiled(*loop())
+    profile = profiled(*loop(), objective=MEMORY_TOO)
     assert profile.trials == ()
     found = {(each.candidate.precision, each.candidate.loss_chunk) for each in profile.traces}
     assert found == {(precision, chunk) for precision in ("fp32", "tf32", "bf16") for chunk in (None, 128, 64)}
     assert all(each.candidate.fused_optimizer for each in profile.traces)
+
+
+def test_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
+    def is_chunked(**others):
+        return any(each.candidate.loss_chunk for each in profiled(*loop(), **others).traces)
+
+    assert not is_chunked()
+    assert not is_chunked(budget=trimtab.Budget(memory="80GiB"))
+    assert is_chunked(budget=trimtab.Budget(memory="4MiB"))
+    assert is_chunked(objective=MEMORY_TOO)
+    kept = trimtab.plan_elsewhere(*loop(), "H100 SXM").loss_chunk
+    assert (kept.value, kept.changed) == (None, False)
+    assert "not traced" in kept.reason
 
 
 def test_nothing_of_the_loop_is_touched():
@@ -58,7 +72,7 @@ def test_nothing_of_the_loop_is_touched():
 @pytest.mark.parametrize("chunk", [128, 64])
 def test_peaks_are_those_of_a_trace_at_any_size(precision, chunk):
     model, optimizer, loss_fn, batch = loop()
-    profile = profiled(model, optimizer, loss_fn, batch)
+    profile = profiled(model, optimizer, loss_fn, batch, objective=MEMORY_TOO)
     traced = next(t for t in profile.traces if t.candidate.precision == precision and t.candidate.loss_chunk == chunk)
     model.head.chunk_rows = chunk
     for group in optimizer.param_groups:

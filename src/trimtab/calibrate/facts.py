@@ -1,0 +1,38 @@
+"""What a loop is, as far as its objects tell without a step being run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trimtab.calibrate.loss_head import largest_head
+from trimtab.core.profile import LoopFacts
+from trimtab.nn import LossHead
+from trimtab.runtime.layout import is_channels_last
+from trimtab.runtime.optimizers import is_fused, supports_fused
+
+
+def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, heads: dict[LossHead, int]) -> LoopFacts:
+    """Return the facts of a loop of `rows` a step, each of which is a term.
+
+    Args:
+        heads: the feature vectors that each of its loss heads is given in a step.
+    """
+    parameters = list(model.parameters())
+    head = largest_head(heads)
+    return LoopFacts(
+        num_parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        optimizer=type(optimizer).__name__,
+        batch_rows=rows,
+        terms_per_step=float(rows),
+        terms="rows",
+        flops_per_step=None,
+        has_convolutions=any(p.dim() == 4 for p in parameters),
+        supports_fused=supports_fused(optimizer),
+        is_fused=is_fused(optimizer),
+        layout="channels_last" if is_channels_last(model) else "contiguous",
+        head_tokens=head and head[0],
+        head_words=head and head[1],
+    )
