@@ -191,6 +191,16 @@ def _overhead(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} | {within} |"
 
 
+def _no_harm(rows: list[Row]) -> Iterator[str]:
+    yield "| task | the plan's throughput over the strong recipe's (95%) | n | A/A control | at least 0.97 | changes |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        control = f"{row['control_low']:.3f} to {row['control_high']:.3f}"
+        shown = "yes" if row["low"] >= 0.97 else "not shown" if row["high"] >= 0.97 else "no"
+        yield f"| {row['task']} | {ratio} | {row['n']} | {control} | {shown} | {row['changes']} |"
+
+
 def _planted(rows: list[Row]) -> Iterator[str]:
     yield "A multilayer perceptron with a fused step, at a batch where splitting costs: what else is tried is slower."
     yield ""
@@ -309,6 +319,7 @@ KINDS = {
     "compare": _comparison,
     "overhead": _overhead,
     "strong_sweep": _sweep,
+    "no_harm": _no_harm,
     "planted": _planted,
     "monitor": _monitor,
     "regret": _regret,

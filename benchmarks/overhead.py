@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import time
@@ -21,13 +22,14 @@ from trimtab.decide.statistics import Interval, ratio_interval, resolution
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task
 
+Step = Callable[[Any], None]
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 1, 1200, 120), ("source_gpt", 1, 204, 12), ("source_gpt", 4, 204, 12))
 # An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
 ORDERS = tuple(itertools.permutations(range(3)))
 
 
-def plain_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
+def plain_step(task: Task, num_micro_batches: int) -> Step:
     """Return the hand-written loop's step: same model, same split, same weighting, nothing else."""
     torch.manual_seed(0)
     model = task.make_model().train()
@@ -46,7 +48,7 @@ def plain_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
     return step
 
 
-def trimtab_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
+def trimtab_step(task: Task, num_micro_batches: int) -> Step:
     """Return our loop's step with a fixed plan."""
     torch.manual_seed(0)
     model = task.make_model().train()
@@ -59,14 +61,11 @@ def trimtab_step(task: Task, num_micro_batches: int) -> Callable[[Any], None]:
     return step
 
 
-def alternate(task: Task, num_micro_batches: int, pairs: int) -> tuple[Interval, Interval]:
+def alternate(
+    theirs_of: Callable[[], Step], ours_of: Callable[[], Step], batches: Iterator[Any], pairs: int
+) -> tuple[Interval, Interval]:
     """Return (ours over theirs, the control over theirs): rounds of one step each, in all six orders in turn."""
-    arms = [
-        plain_step(task, num_micro_batches),
-        trimtab_step(task, num_micro_batches),
-        plain_step(task, num_micro_batches),
-    ]
-    batches: Iterator[Any] = task.load_data().batches(0, task.batch_rows)
+    arms = [theirs_of(), ours_of(), theirs_of()]
     seconds: list[list[float]] = [[], [], []]
     for index in range(pairs + 3):
         batch = next(batches)
@@ -92,7 +91,12 @@ def main() -> None:
 def row_of(name: str, num_micro_batches: int, pairs: int) -> dict[str, Any]:
     """Measure a case."""
     print(f"{name}, {num_micro_batches} micro-batches, {pairs} rounds", file=sys.stderr)
-    ours, control = alternate(load_task(name), num_micro_batches, pairs)
+    task = load_task(name)
+    made = (
+        functools.partial(plain_step, task, num_micro_batches),
+        functools.partial(trimtab_step, task, num_micro_batches),
+    )
+    ours, control = alternate(*made, task.load_data().batches(0, task.batch_rows), pairs)
     row = {"metric": "loop_overhead_ratio", "task": name, "num_micro_batches": num_micro_batches}
     row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
     return row | {"resolution": resolution(control), "control_half_width": control.half_width}

@@ -29,6 +29,7 @@ from trimtab.decide.planner import adapt_learning_rate, choose
 from trimtab.distributed.exchange import connect, has_peers
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
+from trimtab.runtime.exchange import Alone
 from trimtab.runtime.recorder import Recorder
 
 ADAPTATIONS = ("learning_rate", "batch")
@@ -46,6 +47,7 @@ def profile(
     reference: Reference | None = None,
     longest_batch: Any = None,
     data: Iterable[Any] | None = None,
+    total_steps: int | None = None,
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     progress: Callable[[str], None] = silent,
@@ -62,6 +64,8 @@ def profile(
         data: the loop's loader; a few batches are drawn from it, to see how long the loop waits for them. Its torch
             generators are put back and workers started for this end, so that its next epochs are as without it. An
             iterator is that much further on afterwards.
+        total_steps: optimizer steps of the whole run, where they are known: they say how long measuring may take, and
+            whether compiling the model can pay.
         num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
@@ -78,9 +82,9 @@ def profile(
     batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
     blocks = checks.integer("num_blocks", num_blocks, low=3)
-    return profile_loop(
-        subject, reference, objective, budget, data=data, num_blocks=blocks, traces=traces, progress=progress
-    )
+    steps = None if total_steps is None else checks.integer("total_steps", total_steps)
+    given = {"data": data, "total_steps": steps, "num_blocks": blocks, "traces": traces, "progress": progress}
+    return profile_loop(subject, reference, objective, budget, **given)
 
 
 def plan_elsewhere(
@@ -139,6 +143,7 @@ def plan(
     adapt: str | None = None,
     batch_rule: BatchRule | None = None,
     data: Iterable[Any] | None = None,
+    total_steps: int | None = None,
     num_blocks: int = NUM_BLOCKS,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
@@ -175,6 +180,7 @@ def plan(
         reference=reference,
         longest_batch=longest_batch,
         data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
+        total_steps=total_steps,
         num_blocks=num_blocks,
         progress=progress,
     )
@@ -236,9 +242,15 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    exchange = connect(model)
-    if exchange is None and has_peers() and out_of_memory is None:
-        out_of_memory = "stop"  # its gradients may be reduced by hand, and the other ranks would wait
+    exchange = connect(model) or Alone(has_peers=has_peers())
+    if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
+        out_of_memory = out_of_memory or "stop"
+        if plan.batch_rule is not None:
+            raise ValueGivenError(
+                "plan.batch_rule",
+                given="a batch that is freed, on one of several ranks that nothing joins as far as can be seen",
+                expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
+            )
     return Run(
         model,
         optimizer,

@@ -101,3 +101,16 @@ def test_a_slow_link_asks_for_more_accumulation(found):
     fast, slow = (found[each][0]["ks"] for each in (0.0, 0.1))
     assert slow[-1] >= 4
     assert slow[-1] > fast[-1]
+
+
+def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp_path):
+    """The eleventh window is to be of two batches, for their time, and one rank has but one left."""
+    whole = "itertools.islice(run.windows(batches()), 110)"
+    uneven = """itertools.chain(
+            run.windows(itertools.islice(batches(), 12 - rank)), run.windows(itertools.islice(batches(), 40))
+        )"""
+    assert whole in RANK
+    run_ranks(RANK.replace(whole, uneven), tmp_path, 0.0, "by account", "goodput")
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text())["ks"] for rank in range(2))
+    assert (one[10], other[10]) == (2, 1)
+    assert one[:10] + one[11:] == other[:10] + other[11:]

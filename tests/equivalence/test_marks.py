@@ -6,6 +6,8 @@ to be closer than it is.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
@@ -25,6 +27,7 @@ CHANGES = {
     "allocator": ("retain",) if allocator.can_retain() else (),
     "fused_optimizer": (True,),
     "loss_chunk": (7, 1),
+    "compiled": (True,) if shutil.which("g++") else (),
     "schedule": ("warmup_cosine",),
     "learning_rate_scale": (1.5,),
     "batch_policy": ("fixed",),  # two batches a window

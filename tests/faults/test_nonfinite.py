@@ -52,7 +52,7 @@ class Loop:
         loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         if self.window == BAD and self.place == "loss":
             return loss * self.value
-        return Poison.apply(loss, math.nan) if self.window == BAD and self.place == "gradient" else loss
+        return Poison.apply(loss, self.value) if self.window == BAD and self.place == "gradient" else loss
 
     def train(self, run, stop_at=WINDOWS):
         torch.manual_seed(2)
@@ -208,10 +208,24 @@ def test_fp16_on_a_loss_that_is_no_number_stops_instead_of_stepping_silently():
         batch[1][:] = math.nan
     loop.batches *= 10
     with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
-        with pytest.raises(NonFiniteError, match="a loss of nan, and gradients that overflow at any loss scale"):
+        with pytest.raises(NonFiniteError, match="without a finite gradient, the last with a loss of nan"):
             loop.train(run, stop_at=60)
-        assert run.applied_steps == 0
-        assert run.consumed_rows < 25 * ROWS
+        assert (run.applied_steps, run.consumed_rows) == (0, PATIENCE * ROWS)
+
+
+def test_bad_data_does_not_lower_the_loss_scale():
+    """One window in three is no number; by its loss it is not fp16 that failed."""
+    loop = Loop()
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
+        while run.applied_steps == 0:
+            run.train_step(run.window(loop.batches[0]), loop.loss)
+        settled = run.loss_scale
+        for index in range(60):
+            batch = [part.clone() for part in loop.batches[index % WINDOWS]]
+            batch[1][0] = math.nan if index % 3 == 0 else 0.5
+            run.train_step(run.window(batch), loop.loss)
+        assert run.applied_steps == 41
+        assert run.loss_scale == settled
 
 
 def test_where_fp16_was_left_gradients_that_are_no_numbers_are_still_skipped():

@@ -8,6 +8,7 @@ from torch import nn
 from trimtab.calibrate.loss_head import largest_head
 from trimtab.core.profile import LoopFacts
 from trimtab.nn import LossHead
+from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.layout import is_channels_last
 from trimtab.runtime.optimizers import is_fused, supports_fused
 
@@ -33,6 +34,7 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         supports_fused=supports_fused(optimizer),
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",
+        is_compiled=is_compiled(model),
         head_tokens=head and head[0],
         head_words=head and head[1],
     )

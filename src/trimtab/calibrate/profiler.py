@@ -18,8 +18,9 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
-from trimtab.decide.search import next_stage, next_traces
+from trimtab.decide.search import is_hurried, next_stage, next_traces
 from trimtab.measure import allocator, page_faults
+from trimtab.measure.attention import ScoresSeen
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
@@ -42,6 +43,7 @@ def profile_loop(
     budget: Budget,
     *,
     data: Iterable[Any] | None = None,
+    total_steps: int | None = None,
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     progress: Callable[[str], None] = silent,
@@ -54,14 +56,13 @@ def profile_loop(
         check = check_splitting(subject, reference.precision)
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
-        profile = Profile(
-            device, facts, check, reference, environment=environment(), objective=objective, budget=budget
-        )
+        asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
+        profile = Profile(device, facts, check, reference, environment=environment(), **asked)
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s)
         profile = replace(profile, loop=facts, phases_s=phases)
-        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces)
+        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start)
     if drawing_s is not None and phases:
         phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
@@ -75,11 +76,13 @@ def _search(
     snapshot: Snapshot,
     *,
     traces: bool,
+    start: float,
 ) -> Profile:
     """Return the profile with every trace and trial that its search asks for."""
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
     while True:
+        profile = replace(profile, hurried=profile.hurried or is_hurried(profile, time.perf_counter() - start))
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
         if wanted:
             asked.update(wanted)
@@ -88,7 +91,9 @@ def _search(
                 traces=profile.traces + trace_candidates(subject, wanted, progress, splits=profile.check.splittable),
             )
         elif (stage := next_stage(profile, objective, budget)) is not None:
-            profile = profile.with_trials(run_stage(subject, stage, num_blocks, progress, profile.trials))
+            patient = not profile.hurried
+            found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
+            profile = profile.with_trials(found)
         else:
             return profile
         snapshot.restore()
@@ -162,26 +167,29 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
 def _facts(subject: Subject, precision: str) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     with watched(model) as heads:
-        flops, terms, kind = _count_step(subject, precision)
+        flops, terms, kind, scores_bytes = _count_step(subject, precision)
     return replace(
         loop_facts(model, optimizer, subject.rows, heads),
         terms_per_step=terms,
         terms=kind,
         flops_per_step=flops,
+        scores_bytes=scores_bytes,
         layout_hazard=channels_last_hazard(model),
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
     )
 
 
-def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str]:
-    """Return (FLOP of forward and backward, terms, "rows" or "tokens") of the example batch, in the loop's precision.
+def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str, int]:
+    """Return (FLOP of forward and backward, terms, "rows" or "tokens", bytes of scores) of the example batch.
 
-    FLOP are None where they cannot be counted; terms are rows where the loss was never seen.
+    In the loop's precision. FLOP are None where they cannot be counted; terms are rows where the loss was never seen.
     """
     terms: list[Any] = []
+    scores = ScoresSeen()
 
     def forward_backward() -> None:
-        loss, count = subject.loss(precision=precision)
+        with scores:
+            loss, count = subject.loss(precision=precision)
         terms.append(count)
         loss.backward()
 
@@ -193,4 +201,5 @@ def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, 
             if not is_out_of_memory(error):
                 raise
     count = terms[0] if terms else None
-    return flops, float(subject.rows if count is None else count), "rows" if count is None else "tokens"
+    kind, number = ("rows", subject.rows) if count is None else ("tokens", count)
+    return flops, float(number), kind, scores.kept_bytes

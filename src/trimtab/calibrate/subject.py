@@ -64,6 +64,7 @@ class Subject:
             allocator=candidate.allocator,
             fused_optimizer=candidate.fused_optimizer,
             loss_chunk=candidate.loss_chunk,
+            compiled=candidate.compiled,
         )
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
         return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop")

@@ -52,6 +52,7 @@ class _Arm:
     first_s: float = math.inf
     peak_bytes: int | None = None
     error: str | None = None
+    compile_s: float | None = None
     block_s: list[float] = field(default_factory=list)
 
 
@@ -61,7 +62,7 @@ class _Blocks:
 
     Args:
         steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
-        num_blocks: blocks asked for. start: the state that every block begins with.
+        num_blocks: blocks asked for. patient: whether more may be run. start: the state that every block begins with.
         progress: called with a line of text.
     """
 
@@ -70,6 +71,7 @@ class _Blocks:
     steps: int
     step_s: float
     num_blocks: int
+    patient: bool
     start: Snapshot
     progress: Callable[[str], None]
 
@@ -83,7 +85,7 @@ class _Blocks:
     @property
     def most(self) -> int:
         """Blocks to run while a likely gain is in the noise."""
-        return _MOST * self.num_blocks
+        return _MOST * self.num_blocks if self.patient else self.num_blocks
 
     @property
     def slow(self) -> bool:
@@ -97,11 +99,14 @@ def run_stage(
     num_blocks: int,
     progress: Callable[[str], None],
     known: Sequence[Trial] = (),
+    *,
+    patient: bool = True,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
     Args:
-        known: trials of earlier stages.
+        known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
+            is in the noise.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -125,7 +130,7 @@ def run_stage(
         steps = max(1, round(_BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
-        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, start, progress), arms, running)
+        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress), arms, running)
     return tuple(_trial(stage, arm, step_s) for arm in arms)
 
 
@@ -199,8 +204,10 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
         with subject.start(arm.candidate) as run:
             arm.first_s = time_call(lambda: _step(run, subject), subject.device)
             _step_until_applied(run, subject)
-            if subject.device.type == "cuda" or arm.first_s < _SLOW_S or arm.first_s > slowest:
+            compiled, once_s = arm.candidate.compiled, arm.first_s
+            if subject.device.type == "cuda" or once_s < _SLOW_S or once_s > slowest or compiled:
                 arm.first_s = time_call(lambda: _step(run, subject), subject.device)
+            arm.compile_s = max(0.0, once_s - arm.first_s) if compiled else None
             _require_finite(run)
             if measure_memory:
                 subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
@@ -321,4 +328,4 @@ def _trial(stage: Stage, arm: _Arm, incumbent_s: float) -> Trial:
     error = arm.error
     if error is None and not blocks:
         error = f"stopped after warm-up: {format_seconds(arm.first_s)} per step against {format_seconds(incumbent_s)}"
-    return Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
+    return Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control, arm.compile_s)

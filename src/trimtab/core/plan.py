@@ -18,7 +18,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 4
+PLAN_SCHEMA = 5
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -105,6 +105,7 @@ KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
 KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
 KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
+KEEP_COMPILED = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
 KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
@@ -123,6 +124,7 @@ class Plan:
         allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
         fused_optimizer: whether the optimizer's step runs as one fused kernel.
         loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves it as it is.
+        compiled: whether torch compiles the model's forward, the first time that it runs.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
@@ -147,6 +149,7 @@ class Plan:
     allocator: Choice = KEEP_ALLOCATOR
     fused_optimizer: Choice = KEEP_OPTIMIZER
     loss_chunk: Choice = KEEP_LOSS_CHUNK
+    compiled: Choice = KEEP_COMPILED
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
@@ -185,8 +188,9 @@ class Plan:
             raise FormatError(
                 "plan.batch_policy", given=repr(self.batch_policy.value), expected=f"{policy}, its rule's"
             )
-        if not isinstance(self.fused_optimizer.value, bool):
-            raise FormatError("plan.fused_optimizer", given=repr(self.fused_optimizer.value), expected="true or false")
+        for name in ("fused_optimizer", "compiled"):
+            if not isinstance(value := getattr(self, name).value, bool):
+                raise FormatError(f"plan.{name}", given=repr(value), expected="true or false")
         if self.splits and self.check is not None and not self.check.splittable:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 

@@ -12,7 +12,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 2
+PROFILE_SCHEMA = 3
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -29,6 +29,7 @@ class Candidate:
     micro_batch: int
     allocator: str = "keep"
     loss_chunk: int | None = None
+    compiled: bool = False
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
         """Return the names of the fields in which the two differ."""
@@ -44,7 +45,8 @@ class Candidate:
         fused = ", fused" if self.fused_optimizer else ""
         retain = "" if self.allocator == "keep" else ", memory retained"
         chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk}"
-        return f"{self.precision}{layout}{fused}{retain}{chunk}, micro-batch {self.micro_batch}"
+        compiled = ", compiled" if self.compiled else ""
+        return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Trial:
         peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
+        compile_s: seconds that its first step took beyond the next one, where it is compiled; else None.
     """
 
     stage: str
@@ -66,6 +69,7 @@ class Trial:
     peak_bytes: int | None = None
     error: str | None = None
     control: bool = False
+    compile_s: float | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -114,6 +118,8 @@ class LoopFacts:
         can_retain: whether the host allocator can be told to keep freed memory.
         faults_per_step, fault_s: page faults of a step, which takes memory back that it had handed back, and seconds of
             one; None: not known.
+        is_compiled: whether the model, or a part of it, is compiled as the loop has it.
+        scores_bytes: bytes a step keeps of softmaxes over square scores, which attention that is written out makes.
         head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
     """
 
@@ -129,12 +135,14 @@ class LoopFacts:
     supports_fused: bool
     is_fused: bool
     layout: str
+    is_compiled: bool = False
     can_retain: bool = False
     layout_hazard: str = ""
     faults_per_step: float | None = None
     fault_s: float | None = None
     head_tokens: int | None = None
     head_words: int | None = None
+    scores_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,8 @@ class Profile:
     """Everything a plan is decided from; JSON, so it can be decided elsewhere and later.
 
     Args:
-        objective, budget: what the trials were chosen for.
+        objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
+        hurried: whether measuring had taken what it may before the search was over, which was then cut short.
     """
 
     device: DeviceSpec
@@ -156,6 +165,8 @@ class Profile:
     objective: Objective = field(default_factory=Objective)
     budget: Budget = field(default_factory=Budget)
     traces: tuple[Traced, ...] = ()
+    total_steps: int | None = None
+    hurried: bool = False
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -188,6 +199,12 @@ class Profile:
     def reference_candidate(self) -> Candidate:
         """The user's loop as a candidate."""
         return Candidate(self.reference.precision, "keep", self.loop.is_fused, self.loop.batch_rows)
+
+    @property
+    def run_s(self) -> float | None:
+        """Seconds of the whole run as the loop is, by the step that was timed by phase; None where not known."""
+        step_s = sum(self.phases_s.values())
+        return None if self.total_steps is None or step_s <= 0 else self.total_steps * step_s
 
     @property
     def fault_share(self) -> float | None:

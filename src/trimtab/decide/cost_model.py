@@ -2,10 +2,10 @@
 
 A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of each precision and layout is what trials
 of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; the optimizer's step
-and the loss head are timed alone. All is kept in units of one trial's step: a machine whose speed drifts between stages
-moves no whole step against another, though the share of a part that was timed alone. Bytes are those counted of a
-trial, else traced ones with a margin. Where nothing was tried, on a device that is not here, seconds are those of its
-roofline.
+and the loss head are timed alone; what compiling saves is a trial's. All is in units of one trial's step: a machine
+whose speed drifts between stages moves no whole step against another, though the share of a part that was timed alone.
+Bytes are those counted of a trial, else traced ones with a margin. Where nothing was tried, on a device that is not
+here, seconds are those of its roofline.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class CostModel:
         self._unit = next(iter([*modes, *sliced]), None)
         like = modes or sliced[:1]
         self._modes = {t.candidate: 1 / speed_ratio(t, self._unit).mean for t in like if self._unit}
-        self._saved = self._alone("optimizer", "fused_optimizer") | self._alone("head", "loss_chunk")
+        self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
+        self._saved |= self._against("compile", "compiled")
         self._extra: dict[int, float] = {}
         self._extra = self._of_sizes()
 
@@ -85,7 +86,7 @@ class CostModel:
     def _relative(self, candidate: Candidate) -> float | None:
         """Return a candidate's seconds in units of the first trial's."""
         for tried, relative in self._modes.items():
-            if tried.alike(candidate, "fused_optimizer", "micro_batch", "allocator", "loss_chunk"):
+            if tried.alike(candidate, "fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled"):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
                 ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
                 theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))
@@ -101,10 +102,10 @@ class CostModel:
         return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
 
     def saves(self, name: str, value: object) -> float:
-        """Return what a value of a part that is timed alone saves, as a share of the first trial's step."""
+        """Return what a value that was tried against another saves, as a share of the first trial's step."""
         return self._saved.get((name, value), 0.0)
 
-    def _alone(self, stage: str, name: str) -> dict[tuple[str, object], float]:
+    def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
         trials, unit_s = [t for t in self._profile.stage(stage) if not t.control and t.block_s], self._unit_s()
         if len(trials) < 2 or not unit_s:
             return {}
@@ -185,4 +186,4 @@ class CostModel:
 
 
 def _parts(candidate: Candidate) -> tuple[tuple[str, object], ...]:
-    return ("fused_optimizer", candidate.fused_optimizer), ("loss_chunk", candidate.loss_chunk)
+    return tuple((name, getattr(candidate, name)) for name in ("fused_optimizer", "loss_chunk", "compiled"))

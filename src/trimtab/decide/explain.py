@@ -12,7 +12,7 @@ from trimtab.core.profile import FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
 from trimtab.decide.finals import Outcome
 from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
-from trimtab.decide.space import WORTH_FUSING, Point, fusing_share
+from trimtab.decide.space import WORTH_FUSING, Point, fusing_share, unpaid_compiling
 from trimtab.decide.statistics import Interval, is_gain, resolution
 
 _ALONE = {"fused_optimizer": "optimizer", "loss_chunk": "head"}
@@ -71,7 +71,7 @@ class Told:
             return (
                 search.chunking_refusal(self.profile) or "as the loop has it: not traced in chunks, as memory is ample"
             )
-        if name in ("memory_layout", "allocator"):
+        if name in ("memory_layout", "allocator", "compiled"):
             return "as the loop has it: no data sheet tells what another is worth"
         return "as the loop has it: nothing traced is predicted to be better"
 
@@ -130,6 +130,8 @@ class Told:
         if trial.error is not None:
             return trial.error
         speed = self._speed_of(trial)
+        if name == "compiled" and trial.candidate.compiled and (refusal := unpaid_compiling(self.profile)):
+            return refusal
         if speed is None:
             return "not compared with what was chosen"
         said, control = figures(speed), control_interval(self.profile, trial.stage)
@@ -146,7 +148,7 @@ class Told:
 
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of other values of a setting, those first that differ from the winner in least else."""
-        stages = ["modes", "optimizer", "head", "sizes", *search.final_rounds(self.profile)]
+        stages = [*search.STAGES[:-1], *search.final_rounds(self.profile)]
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         alone = _ALONE.get(name)
@@ -208,6 +210,8 @@ class Told:
             return f"as the loop has it: {refused or 'retaining memory was not tried'}"
         if name == "allocator":
             return "only host memory under glibc can be retained"
+        if name == "compiled":
+            return f"as the loop has it: {search.compiling_refusal(self.profile) or 'not tried'}"
         if name == "loss_chunk":
             return search.chunking_refusal(self.profile) or "as the loop has it"
         return "as the loop has it"

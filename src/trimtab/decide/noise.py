@@ -24,12 +24,15 @@ class WindowNoise:
     """One window's unbiased estimates. Either may be negative; so may any one window's.
 
     Args:
-        trace: S, of tr(Sigma) per row. norm2: G2, of the true gradient's squared norm. degrees: K - 1.
+        trace: S, of tr(Sigma) per row. norm2: G2, of the true gradient's squared norm.
+        degrees: K - 1, which S weighs by. norm2_weight: what G2 weighs by, `M^2 (K - 1) / K` of M rows: the inverse of
+            its variance where it is lost in noise, which is where its error decides.
     """
 
     trace: float
     norm2: float
     degrees: float
+    norm2_weight: float
 
 
 def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float, num: float) -> WindowNoise | None:
@@ -44,7 +47,7 @@ def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float,
     if num < 2 or not spread > 0:
         return None
     trace = (mean_norm2 - norm2) / spread
-    return found_by(trace, norm2 - trace * squares, num)
+    return found_by(trace, norm2 - trace * squares, num, 1 / squares)
 
 
 def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowNoise | None:
@@ -59,7 +62,7 @@ def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowN
     if weights is None or not all(map(math.isfinite, norms2)):
         return None
     trace, norm2 = (math.fsum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
-    return found_by(trace, norm2, len(rows))
+    return found_by(trace, norm2, len(rows), math.fsum(rows))
 
 
 def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]] | None:
@@ -80,32 +83,40 @@ def partial_sum_weights(rows: Sequence[float]) -> tuple[list[float], list[float]
     return [w / x for w, x in zip(intercept, sums, strict=True)], [w / x for w, x in zip(slope, sums, strict=True)]
 
 
-def found_by(trace: float, norm2: float, num: float) -> WindowNoise | None:
-    """Return the estimates of so many micro-batches, or None where they are no numbers."""
-    return WindowNoise(trace, norm2, num - 1) if math.isfinite(trace) and math.isfinite(norm2) else None
+def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise | None:
+    """Return the estimates of so many micro-batches of so many rows in all, or None where they are no numbers."""
+    if not (math.isfinite(trace) and math.isfinite(norm2)):
+        return None
+    return WindowNoise(trace, norm2, num - 1, rows**2 * (1 - 1 / num))
 
 
 class NoiseAverage:
-    """Smooths S and G2 apart, weighted by the degrees of freedom behind them, over the last hundred windows or so.
+    """Smooths S and G2 apart, each by weights of its own, over the last hundred windows or so.
 
-    Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none.
+    Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
+    of a window of k micro-batches varies like 1/k^2 where noise is all there is: by the weights of S, what was seen at
+    k = 1 would keep it uncertain long after k has risen.
     """
 
-    _FIELDS = ("num_windows", "weight", "weight2", "trace", "norm2", "spread")
+    _FIELDS = ("num_windows", "count", "weight", "trace", "norm2_weight", "norm2_weight2", "norm2", "spread")
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._keep = 1 - 1 / memory
         self.num_windows = 0
-        self.weight = self.weight2 = self.trace = self.norm2 = self.spread = 0.0
+        self.count = self.weight = self.trace = 0.0  # of windows, of S: each fades
+        self.norm2_weight = self.norm2_weight2 = self.norm2 = self.spread = 0.0
 
     def add(self, window: WindowNoise, age: int = 1) -> None:
         """Take one window in, so many after the last one that was measured."""
-        w, keep = window.degrees, self._keep ** min(max(age, 1), MOST_AGE)
-        self.weight = keep * self.weight + w
-        self.weight2 = keep**2 * self.weight2 + w * w
-        self.trace += (window.trace - self.trace) * w / self.weight
+        keep = self._keep ** min(max(age, 1), MOST_AGE)
+        self.count = keep * self.count + 1
+        self.weight = keep * self.weight + window.degrees
+        self.trace += (window.trace - self.trace) * window.degrees / self.weight
+        w = window.norm2_weight
+        self.norm2_weight = keep * self.norm2_weight + w
+        self.norm2_weight2 = keep**2 * self.norm2_weight2 + w
         before = window.norm2 - self.norm2
-        self.norm2 += before * w / self.weight
+        self.norm2 += before * w / self.norm2_weight
         self.spread = keep * self.spread + w * before * (window.norm2 - self.norm2)
         self.num_windows += 1
 
@@ -117,8 +128,10 @@ class NoiseAverage:
         return Noise(self.trace, self.norm2, self._norm2_error(), self.num_windows)
 
     def _norm2_error(self) -> float:
-        left = self.weight - self.weight2 / self.weight
-        return math.sqrt(self.spread / left * self.weight2) / self.weight if left > 0 else math.inf
+        """Return the standard error of G2, whose windows vary like one over their weights."""
+        left = self.count - self.norm2_weight2 / self.norm2_weight
+        unit = self.spread / left if left > 1e-9 else math.inf  # the variance of a window of weight 1
+        return math.sqrt(unit * self.norm2_weight2) / self.norm2_weight
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs."""

@@ -17,7 +17,7 @@ from trimtab.decide.search import final_rounds
 from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
-# Of a step's time, the share that waiting for data takes before a word is said of it.
+# Of a step's time, the share that waiting for data takes before a word is said of it; of its peak, that of scores.
 WORTH_ADVICE = 0.05
 
 
@@ -55,6 +55,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         allocator=choice("allocator"),
         fused_optimizer=choice("fused_optimizer"),
         loss_chunk=choice("loss_chunk"),
+        compiled=choice("compiled"),
         clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
         check=profile.check,
         reference=profile.reference,
@@ -161,8 +162,18 @@ def _front_point(point: Point) -> FrontPoint:
 
 def _advice(profile: Profile) -> tuple[str, ...]:
     """Return what would help but is the user's to change."""
+    found = []
     data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
     if whole > 0 and data / whole > WORTH_ADVICE:
         share = f"{100 * data / whole:.0f}%"
-        return (f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",)
-    return ()
+        found.append(
+            f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",
+        )
+    peak = _measured(profile, profile.reference_candidate)
+    scores = profile.loop.scores_bytes
+    if peak is not None and peak.peak_bytes and scores > WORTH_ADVICE * peak.peak_bytes:
+        kept = f"{format_bytes(scores)}, {100 * scores / peak.peak_bytes:.0f}% of its peak"
+        found.append(
+            f"attention is written out and keeps its scores, {kept}: scaled_dot_product_attention of torch keeps none",
+        )
+    return tuple(found)

@@ -4,11 +4,16 @@
     optimizer  -> the optimizer's step alone, as it is against fused
     head       -> the loss head alone, its logits a chunk at a time
     sizes      -> slices of the batch, where the check allows splitting
+    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial
     final      -> the reference against those that the cost model of all this puts first: they decide
 
-The first four tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
+The first five tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
 in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there is
 another final. Replaying a recorded profile gives the same stages.
+
+Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds. As soon as the final
+would go beyond that the search is hurried: sizes that nothing needs and the compiler are left out, and no doubted
+change is tried without the others.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
@@ -28,8 +34,13 @@ from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
 WORTH_RETAINING = 0.02
 # Below this multiple of fp32's matrix-product speed a precision is not tried: no faster there, it only adds casts.
 SCREEN = 1.2
-STAGES = ("modes", "optimizer", "head", "sizes", FINAL)
+STAGES = ("modes", "optimizer", "head", "sizes", "compile", FINAL)
 MOST_FINALS = 3
+# Of a run, the share that measuring may take, and seconds that it always may; and seconds that compiling takes, at the
+# least, for what is not tiny.
+MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
+# Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
+_FINAL_STEPS = 14
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -55,13 +66,25 @@ class Stage:
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
     """Return the next stage to measure, or None when the search is over."""
     for name in STAGES[:-1]:
-        if not profile.stage(name):
+        if not profile.stage(name) and not _is_left_out(name, profile, budget):
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
                 tokens = head_tokens(profile, candidates[0]) if name == "head" else 0
                 accepts = name == "optimizer"  # whose gain no final would show
                 return Stage(name, candidates, control=accepts, accepts=accepts, head_tokens=tokens)
     return _next_final(profile, objective, budget)
+
+
+def is_hurried(profile: Profile, spent_s: float) -> bool:
+    """Return whether measuring that took so long has no time left beside its final."""
+    if profile.run_s is None:
+        return False
+    final_s = _FINAL_STEPS * profile.run_s / (profile.total_steps or 1)
+    return spent_s + final_s > max(MEASURING_S, MEASURING * profile.run_s)
+
+
+def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
+    return profile.hurried and (name == "compile" or (name == "sizes" and _is_told(profile, budget)))
 
 
 def next_traces(
@@ -168,11 +191,17 @@ def head_tokens(profile: Profile, candidate: Candidate) -> int:
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells."""
-    first, limit = _fastest(profile), budget.memory_bytes
+    first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
     ran = any(trial.block_s for trial in profile.stage("modes"))
-    is_known = limit is None or bool(profile.traces) or CostModel(profile).is_within(first, limit)
-    return (first, *(replace(first, micro_batch=rows) for rows in (sizes[:2][-1:] if ran and is_known else sizes)))
+    few = ran and _is_told(profile, budget)
+    return (first, *(replace(first, micro_batch=rows) for rows in (sizes[:2][-1:] if few else sizes)))
+
+
+def _is_told(profile: Profile, budget: Budget) -> bool:
+    """Return whether it is known at which size the fastest mode fits."""
+    limit = budget.memory_bytes
+    return limit is None or bool(profile.traces) or CostModel(profile).is_within(_fastest(profile), limit)
 
 
 def _fastest(profile: Profile) -> Candidate:
@@ -183,6 +212,23 @@ def _fastest(profile: Profile) -> Candidate:
         return next(iter(model.modes), base_candidate(profile))
     fastest, first = (model.predict(each).step_s or 0.0 for each in (model.modes[0], tried[0]))
     return model.modes[0] if fastest < WORTH_A_RUN * first else tried[0]
+
+
+def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    first = _fastest(profile)
+    return (first,) if compiling_refusal(profile) else (first, replace(first, compiled=True))
+
+
+def compiling_refusal(profile: Profile) -> str | None:
+    """Return why the model is not compiled on trial, or None."""
+    if profile.loop.is_compiled:
+        return "already compiled"
+    if profile.run_s is None:
+        return "not tried: how long the run is was not said (total_steps)"
+    if MEASURING * profile.run_s < COMPILING_S:
+        spares = f"spares {format_seconds(MEASURING * profile.run_s)} for trials"
+        return f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compiling takes longer"
+    return None
 
 
 def precision_refusal(device: DeviceSpec, precision: str) -> str | None:
@@ -227,4 +273,5 @@ _CANDIDATES: dict[str, Callable[[Profile, Budget], tuple[Candidate, ...]]] = {
     "optimizer": _optimizer,
     "head": _head,
     "sizes": _sizes,
+    "compile": _compiled,
 }

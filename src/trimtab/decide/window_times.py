@@ -16,6 +16,21 @@ MEMORY, SKIPPED = 50, 2
 MIN_WINDOWS = 3
 
 
+class UsualWindow:
+    """What a loader batch takes in windows that nothing was added to: the median of the last few."""
+
+    def __init__(self) -> None:
+        self._batch_s: deque[float] = deque(maxlen=15)
+
+    def add(self, seconds: float, num_batches: int) -> None:
+        """Take such a window in."""
+        self._batch_s.append(seconds / num_batches)
+
+    def extra(self, seconds: float, num_batches: int) -> float:
+        """Return what a window took beyond as many batches of the usual ones; 0 while those are not known."""
+        return max(0.0, seconds - num_batches * statistics.median(self._batch_s)) if self._batch_s else 0.0
+
+
 class WindowTimes:
     """Medians over the last windows: a disturbed one weighs nothing."""
 

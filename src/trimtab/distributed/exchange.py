@@ -39,6 +39,8 @@ class RankExchange:
     The first `put`, which all ranks reach in the same window, makes a group of its own where theirs is none of gloo.
     """
 
+    has_peers = True
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.num_ranks = dist.get_world_size(group)
         self._of = group

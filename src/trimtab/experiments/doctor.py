@@ -66,4 +66,4 @@ def _findings() -> Iterator[Finding]:
         there = importlib.util.find_spec(package) is not None
         yield Finding(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")
     yield from map(_data, (CIFAR10, WIKITEXT2, GPT2_BPE))
-    yield Finding("compiler", shutil.which("g++") is not None, "for torch.compile, which this version does not choose")
+    yield Finding("compiler", shutil.which("g++") is not None, "for torch.compile on a CPU")

@@ -89,6 +89,7 @@ def make_plans(
         objective=objective,
         reference=task.reference,
         data=data.batches(PLANNING_SEED, task.batch_rows),
+        total_steps=-(-task.budget_rows // task.batch_rows),
         traces=traces,
         progress=progress,
     )
@@ -102,7 +103,13 @@ def make_plans(
         reference = Reference(task.strong.precision, task.strong.clip_norm)
         with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after
             profiles["strong"] = profile(
-                peer.model, peer.optimizer, task.loss_fn, batch, reference=reference, progress=progress
+                peer.model,
+                peer.optimizer,
+                task.loss_fn,
+                batch,
+                reference=reference,
+                total_steps=-(-task.strong.budget_rows // task.batch_rows),
+                progress=progress,
             )
         plans["strong"] = choose(profiles["strong"], Objective(), Budget())
     return Plans(plans, profiles)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime import layout, loss_head, optimizers, precision
+from trimtab.runtime import compiled, layout, loss_head, optimizers, precision
 from trimtab.runtime.modes import retained_memory
+from trimtab.runtime.order import ForwardSeen
 
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -32,14 +32,14 @@ def apply_plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    watch: Callable[[nn.Module], Callable[[], None]],
+    forward: ForwardSeen,
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
     """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
 
     Args:
-        watch: installs what sees the model's forward; returns what removes it.
+        forward: what is to see the model's forward.
         make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
     """
     with contextlib.ExitStack() as undo:
@@ -55,7 +55,10 @@ def apply_plan(
             undo.callback(precision.tf32.hold())
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
-        undo.callback(watch(model))
+        if plan.compiled.value and not compiled.is_compiled(model):
+            undo.callback(compiled.use_compiled(model, forward.note))
+        else:
+            undo.callback(forward.watch(model))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
         if make_state:
             undo.callback(optimizers.make_state(optimizer))

@@ -22,7 +22,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
-from trimtab.decide.window_times import WindowTimes
+from trimtab.decide.window_times import UsualWindow, WindowTimes
 from trimtab.measure.late import Late
 from trimtab.measure.spent import Spent
 from trimtab.measure.window_clock import Stamped, WindowClock
@@ -40,12 +40,17 @@ Note = Callable[[str, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Measured:
-    """A window whose figures are on their way. `rows` of its loader batches; `spent` on measuring it."""
+    """A window whose figures are on their way.
+
+    Args:
+        rows: of its loader batches. spent: on measuring it. extra_s: what it took beyond others, made to show more.
+    """
 
     sums: Late
     stamps: Stamped
     rows: tuple[int, ...]
     spent: Spent
+    extra_s: float
 
     def figures(self, deciding_s: float) -> list[float]:
         """Return sums, then seconds a row, fixed, whole, and spent; nan where a window of one batch does not show them.
@@ -55,8 +60,17 @@ class _Measured:
         seconds, rows, before = self.stamps.read(), sum(self.rows), sum(self.rows[:-1])
         row_s = sum(seconds.batch_s) / before if before else math.nan
         fixed_s, drawing_s = seconds.window_s - row_s * rows, seconds.drawing_s
-        whole_s = seconds.window_s + drawing_s
-        return [*self.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, self.spent.read() + deciding_s]
+        whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
+        spent_s = self.spent.read() + deciding_s + self.extra_s
+        return [*self.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, spent_s]
+
+
+class _Nothing:
+    """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer."""
+
+    def figures(self, deciding_s: float) -> list[float]:
+        """Return as many figures."""
+        return [math.nan] * (NUM_FIGURES + 4)
 
 
 def control_of(
@@ -95,7 +109,7 @@ class BatchControl:
             )
         self.k = min(-(-self._rule.k // self._unit) * self._unit, most(self._rule, self._unit))
         self._base_k = self.k
-        self._average, self._times = NoiseAverage(), WindowTimes()
+        self._average, self._times, self._usual = NoiseAverage(), WindowTimes(), UsualWindow()
         self._account = Account("noise monitor")
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         self._monitor = NoiseMonitor(model, optimizer)
@@ -106,12 +120,13 @@ class BatchControl:
             self._rule, self._unit, self._account, self._times, may_split=may_split, shows_one=shows_one
         )
         self._clock = WindowClock(next(model.parameters()).device)
-        self._measured: _Measured | None = None
+        self._measured: _Measured | _Nothing | None = None
         self._sums: tuple[Late, Spent] | None = None
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
-        self._is_probe = self._was_probe = self._retries_probe = False
+        self._is_probe = self._was_probe = self._retries_probe = self._owes = False
+        self._opened_s = 0.0
         self._pays: bool | None = None
         self._last_gain: float | None = None
         if not self._measures:
@@ -159,10 +174,14 @@ class BatchControl:
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
         self._rows.clear()
-        is_larger = num_batches > self._decided or num_micro_batches > self.k == 1
+        is_split = self.k == 1 and num_micro_batches > 1
+        is_larger = num_batches > self._decided or is_split
         self._is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
-        shows = self._measures and num_micro_batches * self._seen_apart > 1
-        if shows and (self._is_probe or self._account.is_due(free=self._rule.min_windows)):
+        # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
+        self._owes = self._exchange.num_ranks > 1 and self._is_next_due
+        is_due = self._owes or self._is_probe or self._account.is_due(free=self._rule.min_windows)
+        self._opened_s = time.perf_counter()
+        if self._measures and is_due and num_micro_batches * self._seen_apart > 1:
             self._monitor.open(at_once=num_micro_batches == 1)
             self._clock.open()
 
@@ -193,11 +212,8 @@ class BatchControl:
 
     def stepped(self, num_batches: int, *, applied: bool) -> None:
         """The window is over; void, it says nothing. What an earlier one said has arrived."""
-        measured = None
-        if self._sums is not None and applied:
-            late, spent = self._sums
-            measured = _Measured(late, self._clock.end(), tuple(self._rows), spent)
         start = time.perf_counter()
+        measured = self._told(num_batches, start - self._opened_s, applied=applied)
         if applied:
             self._follower.applied(num_batches, self._decided)
         shared = self._exchange.take()
@@ -211,12 +227,22 @@ class BatchControl:
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start
 
+    def _told(self, num_batches: int, seconds: float, *, applied: bool) -> _Measured | _Nothing | None:
+        """Return what a window says, that took so long by the host's clock."""
+        if self._sums is not None and applied:
+            extra_s = self._usual.extra(seconds, num_batches) if self._is_probe else 0.0
+            late, spent = self._sums
+            return _Measured(late, self._clock.end(), tuple(self._rows), spent, extra_s)
+        if self._sums is None and applied:
+            self._usual.add(seconds, num_batches)
+        return _Nothing() if self._owes else None
+
     def dropped(self) -> None:
         """The window was given up, or is over."""
         self._monitor.drop()
         self._clock.drop()
         self._sums = None
-        self._was_probe, self._is_probe = self._is_probe, False
+        self._was_probe, self._is_probe, self._owes = self._is_probe, False, False
 
     def ran_out(self) -> bool:
         """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.
@@ -241,7 +267,8 @@ class BatchControl:
             self._absorbed_at = self._account.windows
         if not math.isnan(sum(row_s)):  # a rank that waits for another takes it for a fixed part of its window
             self._times.add(max(row_s), min(fixed_s))
-        self._account.charge(max(window_s), max(spent_s))
+        if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:
+            self._account.charge(max(window for window, _ in told), max(spent for _, spent in told))
         self._decide()
         self._review()
 
@@ -324,5 +351,6 @@ class BatchControl:
             ("noise", self._average),
             ("times", self._times),
             ("account", self._account),
+            ("probing", self._probing),
             ("rate", self._follower),
         )

@@ -74,7 +74,7 @@ class Run(RunView):
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         exchange = exchange or Alone()
         self._num_ranks = exchange.num_ranks
-        self._voids, self._stopping = Voids(nonfinite, is_alone=self._num_ranks == 1), StopTest(stop)
+        self._voids, self._stopping = Voids(nonfinite, is_alone=not exchange.has_peers), StopTest(stop)
         require_free(model)
         self.model, self.plan = model, for_model(plan, model)
         self.loss = torch.tensor(float("nan"))
@@ -86,7 +86,7 @@ class Run(RunView):
         recovers = recovers_from(out_of_memory, plan, model, self._num_ranks)
         self._recovery = Recovery(model, self._note, is_on=recovers)
         self._control = control_of(plan, model, optimizer, exchange, self._note)
-        self._undo = apply_plan(model, optimizer, plan, self._order.forward.watch, make_state=recovers)
+        self._undo = apply_plan(model, optimizer, plan, self._order.forward, make_state=recovers)
 
     # The loop's verbs, in the order they are called.
 
@@ -214,6 +214,7 @@ class Run(RunView):
         self._consumed.add(window.rows, self._weights.counted, applied=applied)
         if not applied:
             self._recovery.restore_buffers()
+            self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self._recorder is not None:
             self._recorder.step(self._record_of(window, factor, applied))
         self._order.reset()

@@ -9,9 +9,13 @@ Figures = Sequence[float]
 
 
 class Exchange(Protocol):
-    """Between ranks. Every rank puts as many figures, in the same windows."""
+    """Between ranks. Every rank puts as many figures, in the same windows.
+
+    `has_peers`: whether what one rank alone sees, as its own loss, may differ from what others do.
+    """
 
     num_ranks: int
+    has_peers: bool
 
     def put(self, figures: Figures) -> None:
         """Send this rank's figures; does not wait for the others."""
@@ -24,11 +28,16 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """One process: what is put is there to be taken."""
+    """One process: what is put is there to be taken.
+
+    Args:
+        has_peers: whether there are others, that may reduce gradients with it by hand.
+    """
 
     num_ranks = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool = False) -> None:
+        self.has_peers = has_peers
         self._figures: list[float] | None = None
 
     def put(self, figures: Figures) -> None:

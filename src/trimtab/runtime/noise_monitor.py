@@ -133,7 +133,8 @@ class NoiseMonitor:
         if not isinstance(self._norms, PartialNorms):
             return NoiseSums.of_ranks(ranks, sharded=self.is_sharded).noise()
         trace, norm2 = sum(figures[0] for figures in ranks), sum(figures[1] for figures in ranks)
-        return found_by(trace * len(ranks), norm2, ranks[0][2])  # a row of the mean over ranks is one of each
+        _, _, num, rows, *_ = ranks[0]
+        return found_by(trace * len(ranks), norm2, num, rows)  # a row of the mean over ranks is one of each
 
     def _partial(self, divisor: float | Tensor, scale: float | Tensor) -> Tensor:
         """Return S and G2 as this rank's shards have them, of rows of one rank; no numbers where terms are not rows."""
@@ -144,7 +145,7 @@ class NoiseMonitor:
         if weights is not None and are_rows:
             seen = torch.stack([each for each, _, _ in self._seen]).double() * (divisor / scale) ** 2
             parts = [(seen * _on(device, each)).sum() for each in weights]
-            figures[:3] = torch.stack([*parts, torch.full_like(parts[0], len(rows))])
+            figures[:4] = torch.stack([*parts, *(torch.full_like(parts[0], n) for n in (len(rows), sum(rows)))])
         return figures
 
     def _sums(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:

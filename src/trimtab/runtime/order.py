@@ -113,7 +113,11 @@ class ForwardSeen:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module is self._watched():
-            self.seen = True
+            self.note()
+
+    def note(self) -> None:
+        """The model runs forward."""
+        self.seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSeen:
         return self

@@ -51,6 +51,7 @@ class MixedPrecision:
         check_available(name, device)
         self.name, self._device = name, device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._before = 0.0  # the loss scale before the last step
 
     @property
     def scales(self) -> bool:
@@ -86,10 +87,15 @@ class MixedPrecision:
         if self._scaler is None:
             optimizer.step()
             return True
-        before = self._scaler.get_scale()
+        self._before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= before
+        return self._scaler.get_scale() >= self._before
+
+    def keep_scale(self, *, where: bool) -> None:
+        """Go on at the loss scale before the step that was just tried, where that was not to blame for what it met."""
+        if where and self._scaler is not None:
+            self._scaler.update(self._before)
 
     def renew(self) -> None:
         """Go on at the same scale without the step that was begun: torch's own scaler unscales once between updates."""

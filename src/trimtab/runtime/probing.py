@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trimtab.core.batch_rule import BatchRule
+from trimtab.core.errors import FormatError
 from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, is_known_well, most
 from trimtab.decide.window_times import WindowTimes
@@ -32,6 +35,16 @@ class Probing:
         self._may_split, self._shows_one = may_split, shows_one
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.fits = True
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return what a resumed run needs."""
+        return {"fits": self.fits}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Continue from `state_dict()`; raises `FormatError` where it is none."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("fits"), bool):
+            raise FormatError("state.probing", given=f"{state!r:.80}", expected="fits, true or false")
+        self.fits = state["fits"]
 
     def doubles(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is of two loader batches in place of one."""

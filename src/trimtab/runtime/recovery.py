@@ -52,6 +52,7 @@ class Recovery:
         self._start, self._note = WindowStart(model), note
         self._device = next(model.parameters()).device
         self._rows_before: int | None = None
+        self._is_noted = False  # whether there is a window's start to go back to
         self._began = time.perf_counter()
         self._spent_s, self._saved, self._windows = 0.0, 0, 0
 
@@ -64,7 +65,9 @@ class Recovery:
     def note_start(self) -> None:
         """Take what a window begins with."""
         start = time.perf_counter()
+        self._is_noted = False
         self._start.note()
+        self._is_noted = True
         self._windows += 1
         self._spent_s += time.perf_counter() - start
 
@@ -91,7 +94,7 @@ class Recovery:
         if not self.is_on:
             error.add_note(_HINT)
             return None
-        return failure
+        return failure if self._is_noted else None
 
     def split(self, window: Window, failure: str, *, once: bool) -> None:
         """Halve the micro-batch of a window that was given up, and put back what its forwards changed.

@@ -1,9 +1,9 @@
 """Windows whose gradients are no numbers: skipped or stopped at, and the precision that is left when it keeps failing.
 
-Under fp16 an overflow voids a window and lowers the loss scale, which a first few windows are for. One that goes on
-at the lowest scale is not an overflow: where the loss itself is no number, the cause lies in data, loss or weights, and
-the run stops; where it is one, fp16 does not fit the model, and a wider precision takes its place. There gradients that
-are no numbers are skipped, as they were under fp16, and a run that only skips stops.
+Under fp16 an overflow voids a window and lowers the loss scale, which a first few windows are for. Where the loss
+itself is no number, the cause lies in data, loss or weights, and no lower scale mends it: the scale stays, and a run
+that meets nothing else stops. Where overflows go on at the lowest scale, fp16 does not fit the model, and a wider
+precision takes its place. There gradients that are no numbers are skipped, as they were under fp16.
 """
 
 from __future__ import annotations
@@ -65,20 +65,25 @@ class Voids:
         self._skips = not found
         return not found
 
+    def is_no_overflow(self, loss: Tensor) -> bool:
+        """Return whether a void window is so by no fault of its loss scale: the loss itself is no number."""
+        return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
+
     def note(self, loss: Tensor, *, applied: bool) -> None:
         """A window is over.
 
         Raises:
-            NonFiniteError: too many in a row were skipped.
+            NonFiniteError: too many in a row were skipped, or had a loss that is no number.
         """
-        skipped, self._skips = self._skips, False
-        overflowed = not applied and not skipped and (not self._is_alone or bool(torch.isfinite(loss)))
+        failed = not applied and (self._skips or self.is_no_overflow(loss))
+        overflowed, self._skips = not applied and not failed, False
         self._share += (float(overflowed) - self._share) / min(_LOOK_BACK, self._windows + 1)
         self._windows += 1
         self.total += not applied
-        self.in_a_row = 0 if applied else self.in_a_row + skipped
+        self.in_a_row = 0 if applied else self.in_a_row + failed
         if self.in_a_row >= PATIENCE:
-            raise _error(f"{self.in_a_row} windows in a row without a finite gradient")
+            given = f"{self.in_a_row} windows in a row without a finite gradient, the last with a loss of"
+            raise _error(f"{given} {float(loss):g}")
 
     def outlasts(self, scale: float, loss: Tensor) -> str | None:
         """Return why fp16 is to be given up after a void window, or None; without a policy, those after it are skipped.

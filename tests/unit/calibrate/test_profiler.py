@@ -12,7 +12,10 @@ from torch import nn
 import trimtab
 from trimtab.calibrate import profiler, trials
 from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
+from trimtab.decide import search
+from trimtab.decide.planner import choose
 from trimtab.measure import allocator, machine, page_faults
 
 ROWS = 8
@@ -156,7 +159,7 @@ def test_terms_are_known_where_only_the_backward_does_not_fit():
 
     model, optimizer, batch = loop()
     subject = Subject(model, optimizer, lambda m, b: (Full.apply(mean_loss(m, b)), 24), batch)
-    assert profiler._count_step(subject, "fp32") == (None, 24.0, "tokens")
+    assert profiler._count_step(subject, "fp32") == (None, 24.0, "tokens", 0)
 
 
 def test_a_loop_is_counted_in_its_own_precision():
@@ -171,3 +174,32 @@ def test_a_loop_is_counted_in_its_own_precision():
     assert found.loop.flops_per_step > 0
     assert not found.check.splittable
     assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scores_of_attention_that_is_written_out_are_seen(fused):
+    def attend(x):
+        if fused:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+        return (x @ x.mT / x.shape[-1] ** 0.5).softmax(-1) @ x
+
+    model = nn.Linear(4, 4)
+    batch = torch.randn(ROWS, 2, 32, 4)  # 2 heads of 32 tokens
+    loop_of = model, torch.optim.AdamW(model.parameters()), lambda m, x: attend(m(x)).square().mean(), batch
+    found = trimtab.profile(*loop_of, num_blocks=3)
+    assert found.loop.scores_bytes == (0 if fused else 4 * ROWS * 2 * 32 * 32)
+    advice = choose(found, trimtab.Objective(), trimtab.Budget()).advice
+    assert len(advice) == (not fused)
+    assert fused or "scaled_dot_product_attention" in advice[0]
+
+
+def test_how_long_a_run_is_tells_when_to_hurry_and_whether_to_compile(monkeypatch):
+    monkeypatch.setattr(search, "MEASURING_S", 0.0)
+    hurried, patient = profiled(total_steps=1), profiled()
+    assert (hurried.hurried, patient.hurried) == (True, False)
+    assert not hurried.stage("sizes")
+    plan = choose(hurried, trimtab.Objective(), trimtab.Budget())
+    assert "not tried: a run of" in plan.compiled.reason
+    assert "total_steps" in choose(patient, trimtab.Objective(), trimtab.Budget()).compiled.reason
+    with pytest.raises(ValueGivenError, match="total_steps"):
+        profiled(total_steps=0)

@@ -61,11 +61,20 @@ references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive
 check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
 measured = st.builds(Measured, floats, optional(counts))
 candidates = st.builds(
-    Candidate, st.sampled_from(PRECISIONS), text, st.booleans(), counts, text, optional(st.integers(1, 2**30))
+    Candidate,
+    st.sampled_from(PRECISIONS),
+    text,
+    st.booleans(),
+    counts,
+    text,
+    optional(st.integers(1, 2**30)),
+    st.booleans(),
 )
 peak_models = st.builds(PeakModel, tuples_of(st.tuples(floats, floats)))
 traces = st.builds(Traced, candidates, peak_models, optional(peak_models))
-trials = st.builds(Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans())
+trials = st.builds(
+    Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans(), optional(floats)
+)
 devices = st.builds(
     DeviceSpec, text, text, optional(counts), st.dictionaries(text, floats), optional(floats), text, counts
 )
@@ -82,6 +91,7 @@ facts = st.builds(
     *[st.booleans()] * 3,
     text,
     st.booleans(),
+    st.booleans(),
 )
 plans = st.integers(1, 10**6).flatmap(
     lambda rows: st.builds(
@@ -93,6 +103,7 @@ plans = st.integers(1, 10**6).flatmap(
         allocator=choice(st.sampled_from(ALLOCATORS)),
         fused_optimizer=choice(st.booleans()),
         loss_chunk=choice(optional(st.integers(1, 2**30))),
+        compiled=choice(st.booleans()),
         schedule=choice(st.sampled_from(SCHEDULES)),
         learning_rate_scale=choice(positive),
         clip_norm=choice(optional(positive)),
@@ -126,6 +137,8 @@ profiles = st.builds(
     objectives,
     budgets,
     tuples_of(traces),
+    optional(counts),
+    st.booleans(),
 )
 steps = st.builds(
     StepRecord, counts, counts, floats, floats, floats, floats, st.booleans(), optional(floats), optional(floats)

@@ -20,17 +20,19 @@ VALUES = {
     "allocator": "retain",
     "fused_optimizer": True,
     "loss_chunk": 128,
+    "compiled": True,
     "schedule": "warmup_cosine",
     "learning_rate_scale": 3.0,
     "clip_norm": 1.0,
 }
-SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer", "loss_chunk"}
+SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer", "loss_chunk", "compiled"}
 KEPT = {
     "precision": "fp32",
     "memory_layout": "keep",
     "allocator": "keep",
     "fused_optimizer": False,
     "loss_chunk": None,
+    "compiled": False,
     "schedule": "user",
     "learning_rate_scale": 1.0,
     "clip_norm": None,
@@ -45,6 +47,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "allocator": Mark.EXACT,
         "fused_optimizer": Mark.ROUNDING,
         "loss_chunk": Mark.ROUNDING,
+        "compiled": Mark.ROUNDING,
         "schedule": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,
         "batch_policy": Mark.DYNAMICS,
@@ -133,6 +136,7 @@ def test_fixed_holds_what_was_given():
         ((8,), {"clip_norm": math.nan}, ValueGivenError, "plan.clip_norm"),
         ((8,), {"loss_chunk": 0}, ValueGivenError, "plan.loss_chunk"),
         ((8,), {"loss_chunk": 2.5}, ValueGivenError, "plan.loss_chunk"),
+        ((8,), {"compiled": "inductor"}, FormatError, "plan.compiled"),
         ((8,), {"fused_optimizer": 1}, UsageError, "plan.fused_optimizer"),
         ((8,), {"fused_optimizer": 0}, UsageError, "plan.fused_optimizer"),
         ((8,), {"accumulation": 4}, FormatError, "plan.accumulation"),

@@ -33,7 +33,7 @@ def test_a_trial_that_could_not_run_has_no_cost():
 
 @given(st.sets(st.sampled_from([field.name for field in dataclasses.fields(Candidate)])))
 def test_differences_name_the_fields_that_differ(names):
-    other = Candidate("bf16", "channels_last", True, 4, "retain", 64)
+    other = Candidate("bf16", "channels_last", True, 4, "retain", 64, compiled=True)
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names
     assert BASE.alike(mixed, *names)
@@ -47,6 +47,7 @@ def test_differences_name_the_fields_that_differ(names):
         (Candidate("bf16", "channels_last", True, 4), "bf16, channels_last, fused, micro-batch 4"),
         (Candidate("fp32", "keep", False, 4, "retain"), "fp32, memory retained, micro-batch 4"),
         (Candidate("fp32", "keep", False, 4, loss_chunk=64), "fp32, loss in chunks of 64, micro-batch 4"),
+        (Candidate("bf16", "keep", False, 4, compiled=True), "bf16, compiled, micro-batch 4"),
     ],
 )
 def test_a_candidate_is_described_by_what_it_changes(candidate, label):

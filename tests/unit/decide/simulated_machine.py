@@ -48,6 +48,7 @@ class Machine:
         fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
         head_speed: chunk -> how many times faster the loss head alone is; it is 0.3 of the step. head_saves: chunk ->
             share of the peak.
+        compiled_speed: how many times faster a step is compiled; compile_s: seconds that takes.
         fixed_bytes, row_bytes: the peak is fixed + row * micro-batch. weight: value of a setting -> factor on it.
         noise: relative deviation of a block. drift: that of the machine, shared by the arms of a block.
         fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
@@ -59,6 +60,8 @@ class Machine:
     fused_speed: float = 1.0
     head_speed: dict[int, float] = field(default_factory=dict)
     head_saves: dict[int, float] = field(default_factory=dict)
+    compiled_speed: float = 1.0
+    compile_s: float = 30.0
     fixed_bytes: int = 100 * MIB
     row_bytes: int = 10 * MIB
     weight: dict[str, float] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class Machine:
         for value in (candidate.precision, candidate.memory_layout, candidate.allocator):
             seconds /= self.speed.get(value, 1.0)
         seconds += optimizer_s + head_s - 0.3
+        seconds /= self.compiled_speed if candidate.compiled else 1.0
         return (seconds + self.split_s * (LOOP.batch_rows / candidate.micro_batch - 1)) * self.unit
 
     def peak_bytes(self, candidate: Candidate) -> int:
@@ -122,7 +126,7 @@ class Machine:
         step_s = self.step_s(stage.name, candidate)
         blocks = tuple(step_s * drift * self._rng.lognormvariate(0, self.noise) for drift in drifts)
         peak = None if control or stage.name == "optimizer" else self.peak_bytes(candidate)
-        return Trial(stage.name, candidate, blocks, peak, None, control)
+        return Trial(stage.name, candidate, blocks, peak, None, control, self.compile_s if candidate.compiled else None)
 
     def trace(self, candidate: Candidate) -> Traced:
         """Return what a trace finds, as `calibrate.tracing` does."""
@@ -140,6 +144,8 @@ def measured(
     check: Check = SPLITTABLE,
     reference: Reference | None = None,
     always: bool = False,
+    total_steps: int | None = None,
+    hurried: bool = False,
     **facts: object,
 ) -> Profile:
     """Return the profile the search makes of the machine; `always`: with traces, whatever it is for."""
@@ -155,6 +161,8 @@ def measured(
         profiling_s=12.5,
         objective=objective,
         budget=budget,
+        total_steps=total_steps,
+        hurried=hurried,
     )
     while True:
         if machine.traces and (wanted := next_traces(profile, objective, budget, always=always)):

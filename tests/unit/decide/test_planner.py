@@ -275,6 +275,31 @@ def test_a_tight_budget_takes_a_chunked_head_before_smaller_slices():
     assert (plan.loss_chunk.value, plan.micro_batch.value) == (1024, 64)
 
 
+@pytest.mark.parametrize(
+    ("speed", "total_steps", "compile_s", "said"),
+    [
+        (1.25, 10_000, 30.0, "1.25x the speed"),
+        (1.25, 2_000, 201.0, "saves 6 min 40 s of the run, and took 3 min 21 s: 1.25x the speed"),
+        (0.9, 10_000, 30.0, "saves nothing, and took 30 s: 0.9x the speed"),
+        (1.25, 1_999, 30.0, "as the loop has it: not tried: a run of"),
+        (1.25, None, 30.0, "as the loop has it: not tried: how long the run is was not said (total_steps)"),
+    ],
+)
+def test_a_model_is_compiled_where_that_saves_twice_what_it_takes(speed, total_steps, compile_s, said):
+    machine = Machine(compiled_speed=speed, compile_s=compile_s)
+    plan = planned(machine, total_steps=total_steps, can_retain=False)
+    assert plan.changes == (("compiled",) if said.startswith("1.25x") else ())
+    reasons = plan.compiled.reason, *reasons_against(plan, "compiled").values()
+    assert any(said in reason for reason in reasons), reasons
+
+
+def test_a_model_that_does_not_compile_is_trained_as_it_is():
+    machine = Machine(fails=lambda stage, c: "no compiler" if c.compiled else None)
+    plan = planned(machine, total_steps=10_000)
+    assert not plan.compiled.changed
+    assert reasons_against(plan, "compiled") == {True: "no compiler"}
+
+
 def test_the_front_holds_whoever_nobody_beats():
     plan = planned(Machine(speed={"bf16": 2.0}, split_s=0.1), objective=Objective(time=3, memory=1), can_retain=False)
     seconds, peaks = ([getattr(point, name) for point in plan.front] for name in ("step_s", "peak_bytes"))
@@ -382,6 +407,15 @@ def test_the_plan_carries_reference_check_and_cost_of_planning():
     assert "precision" not in plan.changes
     assert (plan.clip_norm.value, plan.clip_norm.changed) == (1.5, False)
     assert "against: declared bf16 eager, clip 1.5 loop, 64 rows per step" in str(plan)
+
+
+def test_scores_that_are_kept_are_the_users_to_leave_to_torch():
+    (said,) = planned(Machine(), scores_bytes=74 * MIB).advice  # of 740
+    assert said == (
+        "attention is written out and keeps its scores, 74 MiB, 10% of its peak: "
+        "scaled_dot_product_attention of torch keeps none"
+    )
+    assert planned(Machine(), scores_bytes=30 * MIB).advice == ()
 
 
 def test_waiting_for_data_is_the_users_to_change():

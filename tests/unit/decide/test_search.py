@@ -17,6 +17,7 @@ from trimtab.decide.search import (
     Stage,
     chunking_refusal,
     final_rounds,
+    is_hurried,
     next_stage,
     next_traces,
     precision_refusal,
@@ -42,10 +43,10 @@ def sizes(machine: Machine) -> list[int]:
 
 def test_stages_come_in_order_and_the_final_is_of_what_they_put_first():
     machine = Machine(speed={"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}, fused_speed=3.0, head_speed={2048: 2.0})
-    measured(machine, **HEAD)
+    measured(machine, total_steps=2_000, **HEAD)
     assert names(machine) == list(STAGES)
-    assert [stage.control for stage in machine.stages] == [False, True, False, False, True]
-    modes, optimizer, head, by_size, final = machine.stages
+    assert [stage.control for stage in machine.stages] == [False, True, False, False, False, True]
+    modes, optimizer, head, by_size, compiled, final = machine.stages
     retaining = replace(REFERENCE, allocator="retain")
     assert modes.candidates[0] == retaining
     assert {(c.precision, c.memory_layout, c.allocator) for c in modes.candidates} == {
@@ -56,6 +57,7 @@ def test_stages_come_in_order_and_the_final_is_of_what_they_put_first():
     assert head.candidates == (fast, replace(fast, loss_chunk=2048), replace(fast, loss_chunk=1024))
     assert head.head_tokens == HEAD["head_tokens"]
     assert by_size.candidates == (fast, replace(fast, micro_batch=16))
+    assert compiled.candidates == (fast, replace(fast, compiled=True))
     best = replace(fast, fused_optimizer=True, loss_chunk=2048)
     assert final.candidates[:2] == (REFERENCE, best)
     # Unknown page faults are guessed to be worth little, so that the winner is run without them retained too.
@@ -84,12 +86,41 @@ def test_no_candidate_of_a_stage_comes_twice(traces):
         ({"head_words": 16}, SPLITTABLE, "head"),
         ({}, REFUSED, "sizes"),
         ({"batch_rows": 1}, SPLITTABLE, "sizes"),
+        ({"is_compiled": True}, SPLITTABLE, "compile"),
+        ({"total_steps": None}, SPLITTABLE, "compile"),
+        ({"total_steps": 1_999}, SPLITTABLE, "compile"),  # of a second each, a hundredth is just too little
     ],
 )
 def test_a_stage_without_alternatives_is_left_out(facts, check, left_out):
     machine = Machine(speed={"bf16": 2.0})
-    measured(machine, check=check, **(HEAD | facts))
+    measured(machine, check=check, **(HEAD | {"total_steps": 2_000} | facts))
     assert names(machine) == [name for name in STAGES if name != left_out]
+
+
+def test_a_hurried_search_leaves_out_what_it_can_do_without():
+    fast = {"speed": {"bf16": 1.5, "retain": 1.05}, "fused_speed": 3.0}
+    patient, hurried = Machine(**fast), Machine(**fast)
+    measured(patient, total_steps=10_000)
+    measured(hurried, total_steps=10_000, hurried=True)
+    assert names(patient) == ["modes", "optimizer", "sizes", "compile", "final"]
+    assert names(hurried) == ["modes", "optimizer", "final"]
+    assert stage_of(hurried, "final").candidates == stage_of(patient, "final").candidates[:2]
+
+
+def test_a_hurried_search_still_finds_a_size_that_fits():
+    machine = Machine(traces=False)
+    measured(machine, budget=Budget(memory=300 * MIB), total_steps=10_000, hurried=True)
+    assert "sizes" in names(machine)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "spent_s", "hurries"),
+    [(None, 1e6, False), (100, 5.9, False), (100, 6.1, True), (10_000, 85.9, False), (10_000, 86.1, True)],
+)
+def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, spent_s, hurries):
+    """A step takes a second, and a final fourteen of them."""
+    profile = replace(measured(Machine()), total_steps=total_steps)
+    assert is_hurried(profile, spent_s) is hurries
 
 
 FAULTS = 1_000_000  # a step takes a second: each microsecond of a fault is that share of it

@@ -13,9 +13,10 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Check, Plan
-from trimtab.decide.accounts import PAUSE, Account
+from trimtab.decide.accounts import LIMIT, PAUSE, Account
 from trimtab.decide.accumulation import Times
 from trimtab.decide.noise import NoiseAverage
+from trimtab.decide.window_times import UsualWindow
 from trimtab.measure.late import Late
 
 DIM, NOISE = 5, 0.7
@@ -609,3 +610,34 @@ def test_adam_keeps_its_moments_when_k_changes(always_measured):
     sizes, _ = windows_of(problem, 300)
     assert sizes[-1][0] > 2 * sizes[0][0]
     assert seen == [float(index) for index in range(300)]
+
+
+def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
+    """Their gradients may be reduced by hand, in windows that would then be unlike."""
+    monkeypatch.setattr("trimtab.api.has_peers", lambda: True)
+    problem = Regression(8, BatchRule())
+    with pytest.raises(UsageError, match=r"plan\.batch_rule.*a k of its own"):
+        trimtab.start(problem.model, problem.optimizer, problem.plan)
+    trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
+
+
+def test_usual_windows_tell_what_another_took_beyond_them():
+    usual = UsualWindow()
+    assert usual.extra(5.0, 1) == 0.0
+    for seconds in (1.0, 1.1, 9.0, 1.0, 0.9):
+        usual.add(seconds, 1)
+    assert usual.extra(2.0, 1) == pytest.approx(1.0)
+    assert (usual.extra(2.0, 2), usual.extra(0.5, 1)) == (0.0, 0.0)
+
+
+def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(monkeypatch, clock):
+    """Half of a batch takes as long as all of it: a window that is split costs as much again."""
+    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)
+    problem = Regression(8, BatchRule("norm_test", k_max=4))
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for window in itertools.islice(run.windows(problem.batches()), 500):
+            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+        account = run._control._account
+    assert account.price == pytest.approx(1.0)
+    assert account.every == math.ceil(1.0 / LIMIT)
+    assert account.uses <= 2 * problem.plan.batch_rule.min_windows + 4  # of 500

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
+from trimtab.measure.late import Late
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
 
@@ -22,6 +23,28 @@ class CountReads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reads = 0
+        self._is_late = False
+
+    def counted(self, method: Any) -> Any:
+        """Return a method of a tensor that copies it to the host, unseen by its operators where that is where it is."""
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.reads += not self._is_late
+            return method(*args, **kwargs)
+
+        return count
+
+    def uncounted(self, method: Any) -> Any:
+        """Return a method that may read."""
+
+        def read(*args: Any) -> Any:
+            self._is_late = True
+            try:
+                return method(*args)
+            finally:
+                self._is_late = False
+
+        return read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads += func in READS
@@ -44,7 +67,10 @@ def reads_per_step(loss_fn: Any, micro_batch: int, rule: BatchRule | None = None
     with trimtab.start(model, optimizer, Plan.fixed(8, micro_batch=micro_batch, batch_rule=rule), **start) as run:
         for _ in range(2):  # a run's first two windows find the size of its counts
             run.train_step(run.window(batch), loss_fn)
-        with CountReads() as counter:
+        with CountReads() as counter, pytest.MonkeyPatch.context() as patch:
+            for name in ("tolist", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, name, counter.counted(getattr(torch.Tensor, name)))
+            patch.setattr(Late, "read", counter.uncounted(Late.read))  # which waits for what was copied long before
             run.train_step(run.window(batch), loss_fn)
     return counter.reads
 
@@ -63,10 +89,11 @@ def test_a_measured_step_reads_nothing_either(loss_fn: Any) -> None:
     assert reads_per_step(loss_fn, 2, rule, stop=trimtab.Stop(grad_norm=1e-9)) == 0
 
 
-def test_the_counter_sees_a_read() -> None:
+@pytest.mark.parametrize("read", ["item", "tolist", "cpu", "numpy"])
+def test_the_counter_sees_a_read(read: str) -> None:
     def reading_loss(model: nn.Module, batch: Any) -> Any:
         loss = mean_loss(model, batch)
-        loss.detach().item()
+        getattr(loss.detach(), read)()
         return loss
 
     assert reads_per_step(reading_loss, 2) == 4

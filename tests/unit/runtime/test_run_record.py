@@ -63,8 +63,10 @@ def test_the_rate_is_the_one_applied_and_the_norm_the_one_before_clipping(tmp_pa
 
 
 def test_a_voided_window_is_written_as_one(tmp_path):
-    path = tmp_path / "r.jsonl"
-    found, _ = record(path, Plan.fixed(4, precision="fp16"), 2, lambda model, x: mean_loss(model, x) * 1e30)
+    def large(model, batch):  # a number, whose gradient overflows
+        return mean_loss(lambda x: model(x).float(), batch) * 1e30
+
+    found, _ = record(tmp_path / "r.jsonl", Plan.fixed(4, precision="fp16"), 2, large)
     assert [(step.applied, step.rows, step.loss_scale) for step in found.steps] == [
         (False, 4, 2.0**15),
         (False, 4, 2.0**14),
