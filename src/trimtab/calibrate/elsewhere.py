@@ -18,7 +18,7 @@ from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
 from trimtab.core.progress import silent
-from trimtab.decide.search import chunk_candidates, memory_counts, mode_candidates
+from trimtab.decide.search import chunks_elsewhere, mode_candidates
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.machine import environment
 from trimtab.measure.step_trace import cannot_trace
@@ -43,7 +43,7 @@ def profile_elsewhere(
     budget: Budget,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision that the device has; where memory counts, with its loss head in chunks too.
+    """Trace the loop in each precision that the device has; where memory counts, the fastest with its head in chunks.
 
     Args:
         model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
@@ -64,15 +64,13 @@ def profile_elsewhere(
         for candidate in candidates:
             progress(f"tracing: {candidate.describe()}")
             found = _alike(profile, candidate)
-            found = found or trace_elsewhere(model, optimizer, loss_fn, batch, candidate, splits=check.splittable)
+            found = found or trace_elsewhere(model, optimizer, loss_fn, batch, candidate)
             if found is not None:
                 profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
         return profile
 
-    modes = _modes(profile)
-    profile = traced(profile, modes)
-    if memory_counts(profile):
-        profile = traced(profile, (chunked for mode in modes for chunked in chunk_candidates(profile, mode)))
+    profile = traced(profile, _modes(profile))
+    profile = traced(profile, chunks_elsewhere(profile))
     return replace(profile, profiling_s=time.perf_counter() - start)
 
 

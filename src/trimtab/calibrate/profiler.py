@@ -88,7 +88,7 @@ def _search(
             asked.update(wanted)
             profile = replace(
                 profile,
-                traces=profile.traces + trace_candidates(subject, wanted, progress, splits=profile.check.splittable),
+                traces=profile.traces + trace_candidates(subject, wanted, progress),
             )
         elif (stage := next_stage(profile, objective, budget)) is not None:
             patient = not profile.hurried

@@ -24,18 +24,14 @@ _HERE = torch.device("cpu")
 
 
 def trace_candidates(
-    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], *, splits: bool = True
+    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None]
 ) -> tuple[Traced, ...]:
-    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials.
-
-    Args:
-        splits: whether steps of several micro-batches are asked for.
-    """
+    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials."""
     found = []
     for candidate in candidates:
         progress(f"tracing: {candidate.describe()}")
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
-            how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu", "splits": splits}
+            how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
             traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, **how)
             found += [] if traced is None else [Traced(candidate, *traced)]
     return tuple(found)
@@ -47,8 +43,6 @@ def trace_elsewhere(
     loss_fn: LossFn,
     batch: Any,
     candidate: Candidate,
-    *,
-    splits: bool = True,
 ) -> Traced | None:
     """Return a candidate's trace as for another device; None where the batch is too small to be cut.
 
@@ -60,7 +54,7 @@ def trace_elsewhere(
     """
     with _applied(model, optimizer, candidate):
         forward = functools.partial(autocast, candidate.precision, _HERE)
-        traced = _trace(model, optimizer, loss_fn, batch, autocast=forward, splits=splits)
+        traced = _trace(model, optimizer, loss_fn, batch, autocast=forward)
     return None if traced is None else Traced(candidate, *traced)
 
 

@@ -28,6 +28,7 @@ from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
 _Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
+_Phase = tuple[list[int], list[int]]  # bytes held at each of its moments, and whether some came or went
 _MOMENTS = 200
 _CUDA_GRANULE = 512  # of torch's caching allocator
 
@@ -72,7 +73,6 @@ def trace_peaks(
     *,
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     counts_scratch: bool = False,
-    splits: bool = True,
 ) -> SizeTrace:
     """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
 
@@ -80,25 +80,23 @@ def trace_peaks(
     rows. Of one row it is an estimate: operators treat a size of one in their own way.
 
     Args:
-        batches: of `rows`, the smaller one first and of two at the least. splits: whether a step of several
-            micro-batches is asked for, which takes a second one to trace; else `sliced` is as `whole`.
+        batches: of `rows`, the smaller one first and of two at the least.
 
     Raises:
         ModelError: the step cannot be traced.
     """
     few, many = (
-        _traced(model, optimizer, loss_fn, batch, autocast, 1 + splits, (), granule=1, counts_work=True)[0]
-        for batch in batches
+        _traced(model, optimizer, loss_fn, batch, autocast, 1, (), granule=1, counts_work=True)[0] for batch in batches
     )
-    parts = [
-        aligned_peaks(ours, theirs, our_kinds, their_kinds)
-        for (ours, our_kinds), (theirs, their_kinds) in zip(
-            few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch), strict=True
-        )
-    ]
+    phases = few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch)
+    again = few.again(phases[0]), many.again(phases[1])
+    parts, more = (
+        [aligned_peaks(ours, theirs, our_kinds, their_kinds) for (ours, our_kinds), (theirs, their_kinds) in pairs]
+        for pairs in (zip(*phases, strict=True), zip(*again, strict=True))
+    )
     whole, sliced = (
         PeakModel.through([v for part, _ in chosen for v in part], [v for _, part in chosen for v in part], rows)
-        for chosen in ([*parts[:3], parts[-1]], parts)  # before, forward and backward of the first, and the step
+        for chosen in (parts, parts + more)
     )
     work = StepWork(operations(few.first_work, many.first_work, rows), operations(few.step_work, many.step_work, rows))
     return SizeTrace(whole, sliced, work)
@@ -108,7 +106,8 @@ class SizeTrace(NamedTuple):
     """A step for any number of rows of a micro-batch.
 
     Attributes:
-        whole: its peak where it is of one micro-batch. sliced: of several, whose gradients are held in between.
+        whole: its peak where it is of one micro-batch. sliced: of several, whose gradients are held in between; the
+            second is told from the first, and may be a little less than this where a gradient is copied as it arrives.
     """
 
     whole: PeakModel
@@ -164,6 +163,7 @@ class _Step:
         self._saved: set[int] = set()  # by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
+        self._arrived: list[tuple[int, int]] = []  # gradients that are whole, and after how many events
         self._phases: list[tuple[int, str]] = []
         self._work_before: list[int] = []  # each phase
         for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
@@ -206,8 +206,16 @@ class _Step:
         saved = self._storages.alive - held
         self._saved, self._activations = self._saved or saved, self._activations | saved
         self._enter("backward")
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(self._arrives) for p in trained]
         loss.backward()
+        for handle in handles:
+            handle.remove()
         self._gradients |= self._storages.numbers_of(p.grad for p in self._model.parameters() if p.grad is not None)
+
+    def _arrives(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._arrived.append((self._storages.number_of(parameter.grad), len(self._storages.events)))
 
     def _enter(self, phase: str) -> None:
         self._phases.append((len(self._storages.events), phase))
@@ -223,12 +231,33 @@ class _Step:
             born = {number for begin, end in spans for number in range(begin, end)}
             yield BlockMemory(name, sum(self._storages.sizes[number] for number in born & self._saved))
 
-    def by_phase(self, *, counts_scratch: bool) -> list[tuple[list[int], list[int]]]:
+    def by_phase(self, *, counts_scratch: bool) -> list[_Phase]:
         """Return the bytes held at each moment of what was before and of each phase; and whether some came or went."""
         held = [sum(parts.values()) for _, parts in self._moments(self.scratch() if counts_scratch else {})]
         kinds = [0, *(sign for _, sign in self._storages.events)]
         edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
         return [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
+
+    def again(self, phases: list[_Phase]) -> list[_Phase]:
+        """Return the forward and backward of a second micro-batch, as `by_phase` has the first's.
+
+        The first's gradients are held beside it, and each of its own goes as soon as it is whole.
+        """
+        (_, _), (forward, kinds), (backward, _), *_ = phases
+        sizes, begin = self._storages.sizes, self._phases[1][0]
+        left = sum(sizes[number] for number in self._gradients)
+        held = [size + left for size in forward]
+        arriving = sorted(self._arrived, key=lambda each: each[1])
+        second: _Phase = [], []
+        for index, size in enumerate(backward, begin + 1):
+            second[0].append(size + left)
+            second[1].append(self._storages.events[index - 1][1])
+            while arriving and arriving[0][1] <= index:
+                number, _ = arriving.pop(0)
+                left -= sizes[number]
+                second[0].append(size + left)
+                second[1].append(-1)
+        return [(held, kinds), second]
 
     @property
     def first_work(self) -> list[Seen]:

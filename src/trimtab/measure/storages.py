@@ -48,6 +48,8 @@ class Storages(TorchDispatchMode):
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # three quarters of all calls: each look at a fake's device
+            return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.answers_ones:
             return 1.0 if args[0].is_floating_point() else 1
         begin = len(self.events)
