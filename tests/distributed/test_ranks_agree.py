@@ -104,7 +104,7 @@ def test_a_slow_link_asks_for_more_accumulation(found):
 
 
 def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp_path):
-    """The eleventh window is to be of two batches, for their time, and one rank has but one left, which is not split."""
+    """The eleventh window is to be of two batches, for their time, and one rank has but one left, that is not split."""
     changes = {
         "itertools.islice(run.windows(batches()), 110)": """itertools.chain(
             run.windows(itertools.islice(batches(), 12 - rank)), run.windows(itertools.islice(batches(), 40))

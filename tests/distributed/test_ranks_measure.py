@@ -79,6 +79,41 @@ DDP = (
 """
 )
 
+UNUSED = (
+    COMMON.replace("nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()", "Late().double()").replace(
+        "torch.autograd.grad(loss(whole, rows), list(whole.parameters()))", "found_in(whole, rows)"
+    )
+    + """
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.late = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, rows):
+            return self.always(rows) + (self.late(rows) if rows[0, 0] > 50 else 0)
+
+    def found_in(model, rows):
+        each = list(model.parameters())
+        found = torch.autograd.grad(loss(model, rows), each, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(each, found)]
+
+    def marked(batches):
+        for index in range(K - 1, len(batches), K):  # the last of each window
+            batches[index][0, 0] = 100.0
+        return batches
+
+    plain, batches = batches, lambda rank: marked(plain(rank))
+    parts = [batches(0), batches(1)]
+    model = DistributedDataParallel(build(), find_unused_parameters=True)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.0), rule)
+    expected = []
+    for window in range(WINDOWS):
+        each = [gradient_of(part[window * K + j]) for part in parts for j in range(K)]
+        expected.append(truth(each, ROWS))
+    report = {"seen": seen, "expected": expected}
+"""
+)
+
 SHARDED = (
     COMMON
     + """
@@ -142,11 +177,11 @@ def report(code: str, k: int, folder: Path):
 
 @pytest.mark.parametrize(
     ("code", "k"),
-    [(DDP, 1), (DDP, 3), (FSDP, 3), (PARTIAL, 3)],
-    ids=["ddp-1", "ddp-3", "fsdp2-3", "fsdp2-partial-sums"],
+    [(DDP, 1), (DDP, 3), (UNUSED, 3), (FSDP, 3), (PARTIAL, 3)],
+    ids=["ddp-1", "ddp-3", "ddp-unused-3", "fsdp2-3", "fsdp2-partial-sums"],
 )
 def test_each_window_says_what_the_gradients_of_both_ranks_do(code, k, tmp_path):
-    """Under DDP also where a window's only micro-batch is the one that is reduced, in place."""
+    """Under DDP also where the micro-batch that is reduced, in place, is a window's only one, or a gradient's first."""
     found = report(code, k, tmp_path)
     assert len(found["seen"]) >= 27
     for (trace, norm2), (true_trace, true_norm2) in zip(found["seen"], found["expected"], strict=False):

@@ -39,18 +39,18 @@ class GradientNorms:
         """Whether gradients are seen."""
         return bool(self._remove)
 
-    def on(self, *, at_once: bool = False) -> None:
-        """Put the hooks on, for the backwards of one window.
-
-        Args:
-            at_once: keep no references: the gradient's own memory is about to be written, as a reduction does.
-        """
+    def on(self) -> None:
+        """Put the hooks on, for the backwards of one window."""
         start = time.perf_counter()
         self._total, self.spent = None, Spent()
-        self._most_bytes = 0 if at_once else CHUNK_BYTES
+        self._most_bytes = CHUNK_BYTES
         if not self._remove:
             self._remove = [p.register_hook(self._keep).remove for p in self._parameters if p.requires_grad]
         self.spent.host_s += time.perf_counter() - start
+
+    def at_once(self) -> None:
+        """Keep no references from here on: a gradient's own memory may be written before it is taken."""
+        self._most_bytes = 0
 
     def off(self) -> None:
         """Take the hooks off; what was seen is dropped."""

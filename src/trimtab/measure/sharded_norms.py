@@ -57,9 +57,12 @@ class ShardedNorms:
         self.spent = Spent()
         self._undo = [_hooked(module, self._see) for module in model.modules() if is_sharded_itself(module)]
 
-    def on(self, *, at_once: bool = False) -> None:
+    def on(self) -> None:
         """Begin to see reductions."""
         self.is_on, self._total, self.spent = True, None, Spent()
+
+    def at_once(self) -> None:
+        """They are seen as they come."""
 
     def off(self) -> None:
         """See no more of them."""
@@ -114,9 +117,12 @@ class PartialNorms:
         self.is_on = False
         self.spent = Spent()
 
-    def on(self, *, at_once: bool = False) -> None:
+    def on(self) -> None:
         """Begin a window."""
         self.is_on, self.spent = True, Spent()
+
+    def at_once(self) -> None:
+        """Nothing is kept."""
 
     def off(self) -> None:
         """The window is over."""

@@ -182,13 +182,15 @@ class BatchControl:
         is_due = self._owes or self._is_probe or self._account.is_due(free=self._rule.min_windows)
         self._opened_s = time.perf_counter()
         if self._measures and is_due and num_micro_batches * self._seen_apart > 1:
-            self._monitor.open(at_once=num_micro_batches == 1)
+            self._monitor.open()
             self._clock.open()
 
-    def begun(self, rows: int, *, of_next: bool) -> None:
-        """A micro-batch is about to be handed out, of the next loader batch or of the same."""
+    def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
+        """A micro-batch is about to be handed out, of the next loader batch or of the same; `last`: of the window."""
         if not self._monitor.is_on:
             return
+        if last and self._seen_apart > 1:
+            self._monitor.at_once()
         if of_next:
             self._rows.append(0)
             self._clock.begin()

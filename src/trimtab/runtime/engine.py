@@ -373,7 +373,7 @@ class Run(RunView):
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
         self._sync.begin(last=last)
-        self._control.begun(rows, of_next=of_next)
+        self._control.begun(rows, of_next=of_next, last=last)
 
     def end_micro_batch(self, window: Window) -> None:
         """Called by the window after the loop's body for each micro-batch."""

@@ -29,7 +29,7 @@ class FixedBatch:
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """Do nothing."""
 
-    def begun(self, rows: int, *, of_next: bool) -> None:
+    def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
         """Do nothing."""
 
     def backward_begins(self) -> None:

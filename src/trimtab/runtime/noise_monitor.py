@@ -91,10 +91,14 @@ class NoiseMonitor:
         """Whether a window is being watched."""
         return self._norms.is_on
 
-    def open(self, *, at_once: bool = False) -> None:
-        """Begin to watch; `at_once`: the first backward is the one that is reduced."""
+    def open(self) -> None:
+        """Begin to watch."""
         self._seen.clear()
-        self._norms.on(at_once=at_once)
+        self._norms.on()
+
+    def at_once(self) -> None:
+        """The next backward is the one that is reduced: where a gradient's first is this one, in its own memory."""
+        self._norms.at_once()
 
     def backward_begins(self) -> None:
         """A micro-batch is about to have its backward: gradients that its loss itself asked for are none of it."""
