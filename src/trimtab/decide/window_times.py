@@ -43,7 +43,8 @@ class WindowTimes:
         """Take a window in.
 
         Args:
-            row_s: seconds of a row in the loader batches before the last, which hold no reduction, drawing included.
+            row_s: seconds of a row in the loader batches between the first, which adds to no gradient, and the last,
+                which holds the reduction; drawing included.
             fixed_s: what the window took beyond as much for each of its rows.
         """
         self._seen += 1

@@ -46,7 +46,7 @@ class GradientNorms:
         self._most_bytes = CHUNK_BYTES
         if not self._remove:
             self._remove = [p.register_hook(self._keep).remove for p in self._parameters if p.requires_grad]
-        self.spent.host_s += time.perf_counter() - start
+        self.spent.outside_s += time.perf_counter() - start
 
     def at_once(self) -> None:
         """Keep no references from here on: a gradient's own memory may be written before it is taken."""
@@ -59,7 +59,7 @@ class GradientNorms:
             remove()
         self._remove.clear()
         self.forget()
-        self.spent.host_s += time.perf_counter() - start
+        self.spent.outside_s += time.perf_counter() - start
 
     def close(self) -> None:
         """Take the hooks off for good."""

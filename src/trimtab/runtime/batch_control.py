@@ -23,13 +23,11 @@ from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow, WindowTimes
-from trimtab.measure.late import Late
-from trimtab.measure.spent import Spent
 from trimtab.measure.window_clock import Stamped, WindowClock
 from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
-from trimtab.runtime.noise_monitor import NUM_FIGURES, NoiseMonitor
+from trimtab.runtime.noise_monitor import NUM_FIGURES, Figures, NoiseMonitor
 from trimtab.runtime.probing import Probing
 from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.schedule import RateFollower
@@ -43,26 +41,30 @@ class _Measured:
     """A window whose figures are on their way.
 
     Args:
-        rows: of its loader batches. spent: on measuring it. extra_s: what it took beyond others, made to show more.
+        rows: of its loader batches. first: of those that show the time of one, all from it on but the last. extra_s:
+            what it took beyond others, made to show more.
     """
 
-    sums: Late
+    said: Figures
     stamps: Stamped
     rows: tuple[int, ...]
-    spent: Spent
+    first: int
     extra_s: float
 
     def figures(self, deciding_s: float) -> list[float]:
-        """Return sums, then seconds a row, fixed, whole, and spent; nan where a window of one batch does not show them.
+        """Return sums, then seconds a row, fixed, whole, and spent; nan where a window has too few batches to show it.
 
-        A row's are those before the last loader batch, and of drawing the data.
+        A row's have those of drawing the data in them; watching is in neither.
         """
-        seconds, rows, before = self.stamps.read(), sum(self.rows), sum(self.rows[:-1])
-        row_s = sum(seconds.batch_s) / before if before else math.nan
-        fixed_s, drawing_s = seconds.window_s - row_s * rows, seconds.drawing_s
+        seconds, watching = self.stamps.read(), self.said.watching
+        rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
+        row_s = fixed_s = math.nan
+        if between:
+            row_s = (sum(seconds.batch_s[self.first :]) - watching.amid(since=self.first)) / between
+            fixed_s = seconds.window_s - watching.amid() - row_s * rows
         whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
-        spent_s = self.spent.read() + deciding_s + self.extra_s
-        return [*self.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, spent_s]
+        spent_s = watching.read() + self.said.closing.read() + deciding_s + self.extra_s
+        return [*self.said.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, spent_s]
 
 
 class _Nothing:
@@ -121,7 +123,7 @@ class BatchControl:
         )
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | _Nothing | None = None
-        self._sums: tuple[Late, Spent] | None = None
+        self._said: Figures | None = None
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
@@ -141,8 +143,8 @@ class BatchControl:
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window: as decided, or two where one alone does not show what is needed."""
-        return 2 if self._probing.doubles(self.k, self.noise) else self._decided
+        """Loader batches of the next window: as decided, or more where those do not show what is needed."""
+        return self._probing.batches(self._decided, self.k, self.noise)
 
     @property
     def _decided(self) -> int:
@@ -193,6 +195,7 @@ class BatchControl:
             self._monitor.at_once()
         if of_next:
             self._rows.append(0)
+            self._monitor.batch_begins()
             self._clock.begin()
         self._rows[-1] += rows
 
@@ -210,7 +213,7 @@ class BatchControl:
         """The window's gradient is whole, at its loss scale, and nobody has changed it."""
         if self._monitor.is_on:
             with self._clock.aside():
-                self._sums = self._monitor.close(weights.divisor, weights.correction, scale)
+                self._said = self._monitor.close(weights.divisor, weights.correction, scale)
 
     def stepped(self, num_batches: int, *, applied: bool) -> None:
         """The window is over; void, it says nothing. What an earlier one said has arrived."""
@@ -231,11 +234,10 @@ class BatchControl:
 
     def _told(self, num_batches: int, seconds: float, *, applied: bool) -> _Measured | _Nothing | None:
         """Return what a window says, that took so long by the host's clock."""
-        if self._sums is not None and applied:
+        if self._said is not None and applied:
             extra_s = self._usual.extra(seconds, num_batches) if self._is_probe else 0.0
-            late, spent = self._sums
-            return _Measured(late, self._clock.end(), tuple(self._rows), spent, extra_s)
-        if self._sums is None and applied:
+            return _Measured(self._said, self._clock.end(), tuple(self._rows), self._probing.timed - 2, extra_s)
+        if self._said is None and applied:
             self._usual.add(seconds, num_batches)
         return _Nothing() if self._owes else None
 
@@ -243,7 +245,7 @@ class BatchControl:
         """The window was given up, or is over."""
         self._monitor.drop()
         self._clock.drop()
-        self._sums = None
+        self._said = None
         self._was_probe, self._is_probe, self._owes = self._is_probe, False, False
 
     def ran_out(self) -> bool:
@@ -252,7 +254,7 @@ class BatchControl:
         Where the user's has one micro-batch none is made again: gradients do not fit beside a forward, as they would
         have to if k rose, and k stays.
         """
-        if self._was_probe and self._unit == 1 and self._probing.fits:
+        if self._was_probe and self.k == 1 and self._probing.fits:
             self._probing.fits = False
             self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": "held: memory ran out at k = 2"})
         self._retries_probe = self._was_probe

@@ -69,6 +69,19 @@ class NoiseSums:
         return window_noise(self.norms, self.norm2, self.per_row - self.squares, self.squares, self.num)
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What a window says.
+
+    Args:
+        sums: which `noise_of` reads. watching: what was spent on it in the backwards. closing: and after the last.
+    """
+
+    sums: Late
+    watching: Spent
+    closing: Spent
+
+
 class NoiseMonitor:
     """Watches the backwards of a window: each one's gradient, or sums of them where single ones do not show.
 
@@ -100,6 +113,10 @@ class NoiseMonitor:
         """The next backward is the one that is reduced: where a gradient's first is this one, in its own memory."""
         self._norms.at_once()
 
+    def batch_begins(self) -> None:
+        """A loader batch's first micro-batch is about to begin."""
+        self._norms.spent.mark()
+
     def backward_begins(self) -> None:
         """A micro-batch is about to have its backward: gradients that its loss itself asked for are none of it."""
         self._norms.forget()
@@ -118,19 +135,19 @@ class NoiseMonitor:
         self.drop()
         self._norms.close()
 
-    def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> tuple[Late, Spent]:
-        """Stop watching; return the window's figures, which `noise_of` reads, and what they took.
+    def close(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Figures:
+        """Stop watching; return what the window says.
 
         Args:
             divisor: D, where micro-batch j's mean loss was weighted by `n_j / D`. correction: factor still to be
                 applied to the window's gradient. scale: the loss scale.
         """
-        spent = self._norms.spent
-        with spent.span(self._seen[0][0].device):
+        closing = Spent()
+        with closing.span(self._seen[0][0].device):
             partial = isinstance(self._norms, PartialNorms)
             late = Late(self._partial(divisor, scale) if partial else self._sums(divisor, correction, scale))
         self.drop()
-        return late, spent
+        return Figures(late, self._norms.spent, closing)
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
         """Return what a window says, by the figures of all ranks; None where that is nothing."""

@@ -14,10 +14,12 @@ from trimtab.decide.window_times import WindowTimes
 # and from then on.
 _EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
 _FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
+# Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
+_TIMED = 3
 
 
 class Probing:
-    """Decides which windows are of two loader batches, or of one that is split in two.
+    """Decides which windows are of more loader batches than decided, or of one that is split in two.
 
     Args:
         unit: micro-batches of a loader batch. account, times: of the run, as they are each time. may_split: whether a
@@ -26,6 +28,8 @@ class Probing:
 
     Attributes:
         fits: whether memory is enough for such windows, as far as is known.
+        timed: loader batches of a window that shows the time of one, which is that of those between first and last; of
+            two where no more are allowed, the first's.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Probing:
         self._rule, self._unit, self._account, self._times = rule, unit, account, times
         self._may_split, self._shows_one = may_split, shows_one
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
+        self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
         self.fits = True
 
     def state_dict(self) -> dict[str, bool]:
@@ -46,10 +51,13 @@ class Probing:
             raise FormatError("state.probing", given=f"{state!r:.80}", expected="fits, true or false")
         self.fits = state["fits"]
 
-    def doubles(self, k: int, noise: Noise | None) -> bool:
-        """Return whether the next window is of two loader batches in place of one."""
-        only_so = self._lacks_times(k) or (not self._may_split and self._may_double)
-        return only_so and self.is_due(k, noise)
+    def batches(self, decided: int, k: int, noise: Noise | None) -> int:
+        """Return the loader batches of the next window: as decided, or as many as show what those do not."""
+        if not self.is_due(k, noise):
+            return decided
+        if self._lacks_times(k):
+            return self.timed
+        return 2 if self._may_double and not self._may_split else decided
 
     def splits(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window, of one micro-batch, is split in two."""
@@ -66,9 +74,9 @@ class Probing:
         return self._account.is_due(free=free, sparse=_EXPLORING if explores else _SPARSE)
 
     def _lacks_times(self, k: int) -> bool:
-        """Return whether only a window of two loader batches shows the time of one.
+        """Return whether only a window of more loader batches shows the time of one.
 
         Half of one may take more than half of it.
         """
-        is_one = k <= self._unit
-        return self._rule.policy == "goodput" and self._may_double and is_one and not self._times.is_known
+        are_few = k < self.timed * self._unit
+        return self._rule.policy == "goodput" and self._may_double and are_few and not self._times.is_known

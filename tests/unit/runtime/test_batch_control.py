@@ -17,6 +17,7 @@ from trimtab.decide.accounts import LIMIT, PAUSE, Account
 from trimtab.decide.accumulation import Times
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow
+from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.late import Late
 
 DIM, NOISE = 5, 0.7
@@ -223,13 +224,13 @@ def windows_of(problem, number, loss=None):
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(("policy", "batch_statistics"), [("goodput", False), ("goodput", True), ("fixed", False)])
 def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, policy, batch_statistics, is_lost):
-    """Split in two, or of two batches where splitting is other maths; for the time of a batch of two in any case.
+    """Split in two, or of two batches where splitting is other maths; for the time of a batch of three in any case.
 
     Twenty in a row, then one in four until the noise is known, then one in 50. None of the first ten: a run does not
     begin with a batch larger than its user's.
     """
     monkeypatch.setattr(Account, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
-    problem = Regression(64, BatchRule(policy, k_max=2))
+    problem = Regression(64, BatchRule(policy, k_max=4))
     if batch_statistics:
         problem.model.extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
     if is_lost:
@@ -237,14 +238,14 @@ def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, pol
             problem.model.weight.copy_(TRUE[None] * (1 + 1e-6))
     monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)  # k stays 1
     sizes, run = windows_of(problem, 400)
-    double, split, one = (2, 2), (1, 2), (1, 1)
-    expected = {one, double} if batch_statistics else {one, split} | ({double} if policy == "goodput" else set())
+    timed, double, split, one = (3, 3), (2, 2), (1, 2), (1, 1)
+    expected = {one, double if batch_statistics else split} | ({timed} if policy == "goodput" else set())
     assert set(sizes) == expected
     in_a_row = list(itertools.takewhile(lambda size: size != one, sizes[10:]))
     assert sizes[:10] == 10 * [one]
     assert len(in_a_row) == 22 + is_lost  # of the last two nothing is known yet; 32 is one in four
-    if not batch_statistics and policy == "goodput":  # five that show a batch's time
-        assert in_a_row[:22] == 7 * [double] + 15 * [split]
+    if policy == "goodput":  # five that show a batch's time, and two until that is known
+        assert in_a_row[:22] == 7 * [timed] + 15 * [double if batch_statistics else split]
     sparse = [index for index, size in enumerate(sizes) if size != one and index >= 32]
     every = [index for index in range(32, 400) if index % (4 if is_lost and index < 200 else 50) == 0]
     assert sparse == every
@@ -344,7 +345,7 @@ def clock(monkeypatch):
 
 def test_a_small_rest_of_a_batch_is_no_fixed_time(always_measured, clock):
     """100 rows in 32, 32, 32 and 4, all of which take as long: it is the batch's time, however many rows it has."""
-    problem = Regression(100, measuring(8), micro=32)
+    problem = Regression(100, measuring(12), micro=32)
     problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
     times = times_of(problem, 10, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(7.0))
@@ -356,6 +357,43 @@ def test_half_a_batch_that_takes_as_long_as_a_whole_one_is_not_taken_for_half(al
     problem = Regression(8, BatchRule("goodput", k_max=4))
     times = times_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
     assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
+
+
+@pytest.mark.parametrize(("k", "k_max"), [(1, 4), (2, 4), (4, 4), (1, 3)])
+def test_adding_to_a_gradient_is_a_further_micro_batchs_time(always_measured, monkeypatch, clock, k, k_max):
+    """A window's first has nothing to add to: with one more of them the window takes 5 + 2 s longer, not 5."""
+    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)
+    problem = Regression(8, BatchRule("goodput", k=k, k_max=k_max))
+    problem.optimizer.register_step_pre_hook(lambda *_: clock(7.0))
+
+    def loss(model, batch):
+        clock(5.0 if model.weight.grad is None else 5.0 + 2.0)
+        return mean_loss(model, batch)
+
+    times = times_of(problem, 40, loss)
+    assert (times.micro_s, times.fixed_s) == (pytest.approx(7.0), pytest.approx(5.0))
+
+
+def test_watching_is_no_micro_batchs_time(always_measured, monkeypatch, clock):
+    """Nor is it charged to what is fixed: windows that are not measured are what is decided about."""
+    keep = GradientNorms._keep
+
+    def slowly(self, gradient):
+        clock(3.0)
+        self.spent.host_s += 3.0
+        keep(self, gradient)
+
+    monkeypatch.setattr(GradientNorms, "_keep", slowly)
+    times = times_of(Regression(8, measuring(4)), 10, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    assert (times.micro_s, times.fixed_s) == (pytest.approx(5.0), pytest.approx(0.0))
+
+
+def test_of_two_micro_batches_the_first_tells_where_no_more_are_allowed(always_measured, monkeypatch, clock):
+    monkeypatch.setattr("trimtab.runtime.batch_control.BatchControl._decide", lambda self: None)
+    problem = Regression(8, BatchRule("goodput", k_max=2))
+    sizes, run = windows_of(problem, 30, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+    assert {batches for batches, _ in sizes} == {1, 2}
+    assert run._control._standing().times.micro_s == pytest.approx(5.0)
 
 
 def test_waiting_for_data_is_a_micro_batchs_time(always_measured, clock):
