@@ -11,9 +11,10 @@ process ("local"), and over two gloo ranks whose reductions a sleep makes slow (
 measuring took, by its account, is added. Two ranks are trained as one process of twice the micro-batches, the same
 gradients (batch statistics are updated by both), and the control reads the table's times in place of its own, once it
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
-best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start, or "ramped", as a policy raises
-it; the best of both is compared with. "goodput, held" holds k where the noise is not known well. "again" is the best
-fixed arm from other seeds: what a figure here is worth. `--keep FOLDER` goes on where another run was stopped.
+best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start; "ramped", as a policy raises
+it. "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
+figure here is worth. What is not compared (ramped, held, paper) is trained from five seeds at the most, and set against
+the best arm from those. `--keep FOLDER` goes on where another run was stopped.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ FIXED = (1, 2, 4, 8, 16)
 HELD = "goodput, held"
 POLICIES = ("goodput", HELD, "paper")
 RAMPED = (8,)  # fixed k whose rate is also tried as a policy raises it
+COMPARED = "goodput"
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
-SEEDS, QUICK_SEEDS = 5, 1
+SEEDS, QUICK_SEEDS, OTHER_SEEDS = 5, 1, 5
 FIRST_SEED = 100  # the rules were made by looks at the first few
 
 Targets = tuple[float, ...]
@@ -108,16 +110,18 @@ class Trained:
         return self._begun(arm.k * ranks, arm.ramped, first=FIRST_SEED + self._seeds)
 
     def _begun(self, total: int, ramped: bool, *, first: int) -> list[Future[Course]]:
-        seeds = range(first, first + self._seeds)
         if not ramped:
-            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in seeds]
+            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first)]
         rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
-        return [self._submit(f"ramped {total}", train, seed, rule) for seed in seeds]
+        return [self._submit(f"ramped {total}", train, seed, rule) for seed in self._from(first, OTHER_SEEDS)]
+
+    def _from(self, first: int, most: float = math.inf) -> range:
+        return range(first, first + int(min(self._seeds, most)))
 
     def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
         """Begin a course a seed by a policy."""
         rule, run = rule_of(name, self._case, ranks), train_held if name == HELD else train
-        seeds = range(FIRST_SEED, FIRST_SEED + self._seeds)
+        seeds = self._from(FIRST_SEED, math.inf if name == COMPARED else OTHER_SEEDS)
         return [self._submit(f"{name} on {ranks}", run, seed, rule, ranks, times) for seed in seeds]
 
     def _submit(self, name: str, run: Callable[..., Course], seed: int, *arguments: Any) -> Future[Course]:
@@ -170,7 +174,8 @@ def _link_rows(
         return [each.arrival(targets, times, ranks) for each in courses[name]]
 
     def best_for(targets: Targets) -> Fixed:
-        return min(FIXED_ARMS, key=lambda arm: _median_s(arrivals(str(arm), targets)))
+        arms = [arm for arm in FIXED_ARMS if not arm.ramped]
+        return min(arms, key=lambda arm: _median_s(arrivals(str(arm), targets)))
 
     courses = courses | {"again": [each.result() for each in trained.again(best_for(case.targets), ranks)]}
     for targets in (case.targets, *((each,) for each in case.targets)):
@@ -187,6 +192,7 @@ def _median_s(arm: Arrivals) -> float:
 
 
 def _row(arm: Arrivals, best: Arrivals) -> dict[str, Any]:
+    best = best[: len(arm)]
     both = [(ours, theirs) for (_, ours), (_, theirs) in zip(arm, best, strict=True) if math.isfinite(ours + theirs)]
     row: dict[str, Any] = {"n": len(both), "seeds": len(arm)}
     if len(both) > 1:
