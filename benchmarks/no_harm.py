@@ -50,7 +50,7 @@ def row_of(name: str, pairs: int) -> dict[str, Any]:
     """Plan a task's strong recipe, and run both."""
     task = load_task(name)
     data = task.load_data()
-    plan = make_plans(task, data, CPU, adapt=None, strong=True, progress=lambda text: None).plans["strong"]
+    plan = make_plans(task, data, CPU, adapt=(), strong=True, progress=lambda text: None).plans["strong"]
     print(f"{name}: changes {plan.changes_in_words or 'nothing'}; {pairs} rounds", file=sys.stderr, flush=True)
     batches: Iterator[Any] = data.batches(0, task.batch_rows)
     made = functools.partial(recipes_step, task), functools.partial(plans_step, task, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ def plan(
     objective: Objective | None = None,
     reference: Reference | None = None,
     longest_batch: Any = None,
-    adapt: str | None = None,
+    adapt: str | Collection[str] | None = None,
     batch_rule: BatchRule | None = None,
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
@@ -152,24 +152,21 @@ def plan(
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
             test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
-            training, as gradient noise and measured times ask for, the learning rate following.
-        batch_rule: how, with `adapt="batch"`; by default goodput.
-        data: training batches, as in `profile`, and for the range test; needed with `adapt="learning_rate"`.
+            training, as gradient noise and measured times ask for, the learning rate following. Or both of them.
+        batch_rule: how, with "batch"; by default goodput. Without, one that only measures: `BatchRule("fixed")`.
+        data: training batches, as in `profile`, and for the range test; needed with "learning_rate".
         The rest as in `profile`.
 
     Raises:
         UsageError: as in `profile`. InfeasibleError: no settings meet the budget.
     """
-    if adapt is not None:
-        checks.one_of("adapt", adapt, ADAPTATIONS)
-        if adapt == "learning_rate" and data is None:
-            raise ValueGivenError(
-                "data", given="nothing", expected="training batches", way_out="plan(..., data=loader)"
-            )
+    freed = _adaptations(adapt)
+    by_range = "learning_rate" in freed
+    if by_range and data is None:
+        raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
+    rule = _batch_rule("batch" in freed, batch_rule)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
-    rule = _batch_rule(adapt, batch_rule)
-    by_range = adapt == "learning_rate"
     found = profile(
         model,
         optimizer,
@@ -185,11 +182,9 @@ def plan(
         progress=progress,
     )
     chosen = choose(found, objective, budget)
-    if rule is not None:
-        return chosen.freed(rule, FREED)
-    if not by_range or data is None:
-        return chosen
-    return find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
+    if by_range and data is not None:
+        chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
+    return chosen if rule is None else chosen.freed(rule, FREED)
 
 
 def find_learning_rate(
@@ -266,12 +261,19 @@ def start(
     )
 
 
-def _batch_rule(adapt: str | None, rule: BatchRule | None) -> BatchRule | None:
-    if adapt != "batch":
-        if rule is not None:
-            raise ValueGivenError("batch_rule", given=f"a rule with adapt={adapt!r}", expected='adapt="batch" with it')
-        return None
-    found: BatchRule = _typed("batch_rule", rule, BatchRule, BatchRule())
+def _adaptations(adapt: str | Collection[str] | None) -> frozenset[str]:
+    names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
+    return frozenset(checks.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
+
+
+def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
+    found: BatchRule | None = _typed("batch_rule", rule, BatchRule, BatchRule() if is_freed else None)
+    if found is not None and not is_freed and not found.only_measures:
+        raise ValueGivenError(
+            "batch_rule",
+            given=f"{found.policy} of k = {found.k}, and a batch that is not freed",
+            expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
+        )
     return found
 
 

@@ -38,7 +38,12 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object instea
 Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
 StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
 Weight = Annotated[float, typer.Option(help="of peak memory, beside 1 of time, in what a plan makes small")]
-Adapt = Annotated[str | None, typer.Option(help="what a plan may change beyond the same maths: learning-rate, batch")]
+Adapt = Annotated[
+    str | None,
+    typer.Option(
+        help="what a plan may change beyond the same maths: learning-rate, batch, or both: learning-rate,batch"
+    ),
+]
 
 _REDRAW_S = 0.1
 
@@ -175,7 +180,7 @@ def compare(
         _refuse_adapt(adapt, "--plan")
         if memory is not None:
             raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
-    wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) is not None
+    wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) != ()
     peers = not quick if peers is None else peers
     whole = 0 if quick and whole is None else whole
     settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
@@ -276,16 +281,16 @@ def _plan(task: str, budget: Any, objective: Any, adapt: str | None, *, traces: 
         )
 
 
-def _adaptation(adapt: str | None, known: tuple[str, ...]) -> str | None:
+def _adaptation(adapt: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
     from trimtab.core.checks import one_of
 
     if adapt is None or adapt == "none":
-        return None
-    return one_of("--adapt", adapt, (*known, "none")).replace("-", "_")
+        return ()
+    return tuple(one_of("--adapt", name, (*known, "none")).replace("-", "_") for name in adapt.split(","))
 
 
 def _refuse_adapt(adapt: str | None, recorded: str) -> None:
-    if _adaptation(adapt, ("learning-rate", "batch")) is not None:
+    if _adaptation(adapt, ("learning-rate", "batch")):
         raise ValueGivenError(
             "--adapt",
             given=f"{adapt} with {recorded}, which is decided from what was recorded",

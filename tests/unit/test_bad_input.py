@@ -92,6 +92,19 @@ PLANNING = {
 ADAPTING = {
     "an unknown adaptation": (lambda k: {"adapt": "batch_size", "data": [k.batch]}, ValueGivenError, "adapt", ""),
     "an adaptation of another type": (lambda k: {"adapt": 3, "data": [k.batch]}, ValueGivenError, "adapt", "3"),
+    "two adaptations, one unknown": (lambda k: {"adapt": ("batch", "size")}, ValueGivenError, "adapt", "size"),
+    "a rule for a batch that is not freed": (
+        lambda k: {"batch_rule": trimtab.BatchRule()},
+        ValueGivenError,
+        "batch_rule",
+        "goodput of k = 1",
+    ),
+    "a larger batch that is not freed": (
+        lambda k: {"batch_rule": trimtab.BatchRule("fixed", k=2)},
+        ValueGivenError,
+        "batch_rule",
+        "fixed of k = 2",
+    ),
     "an adaptation without data": (lambda k: {"adapt": "learning_rate"}, ValueGivenError, "data", "nothing"),
     "an adaptation on no data": (
         lambda k: {"adapt": "learning_rate", "data": [], "num_blocks": 3},
@@ -129,6 +142,23 @@ def test_adapting_refuses(loop, changes, error, field, given):
     changes = changes(loop)
     with refused(loop, error, field, given):
         loop.plan(**changes)
+
+
+def test_a_rule_that_only_measures_frees_nothing(loop):
+    plan = loop.plan(batch_rule=trimtab.BatchRule("fixed"), num_blocks=3)
+    assert plan.tier == "S"
+    assert "batch_policy" not in plan.changes
+    with loop.start(plan=plan) as run:
+        for _ in range(3):
+            run.train_step(run.window(loop.batch), mean_loss)
+        assert run.num_batches == 1
+
+
+def test_both_adaptations_at_once(loop):
+    plan = loop.plan(adapt=("learning_rate", "batch"), data=[loop.batch] * 4, num_blocks=3)
+    assert plan.batch_rule == trimtab.BatchRule()
+    assert "batch_policy" in plan.changes
+    assert plan.search_s > 0  # of the range test
 
 
 # start(): what it is given beside model and optimizer.

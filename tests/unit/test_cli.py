@@ -202,7 +202,7 @@ def test_training_as_json_is_a_function_of_the_seed(trimtab):
 
 
 def test_training_makes_its_own_plan(trimtab):
-    done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate", "--json")
+    done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate,batch", "--json")
     assert done.json["steps"] == 4
     assert done.err == ""
 

@@ -41,7 +41,7 @@ def range_test(
     with (
         borrowed(batches) as lent,
         Snapshot(model, optimizer),
-        Run(model, optimizer, plan, out_of_memory="stop") as run,
+        Run(model, optimizer, plan, out_of_memory="stop", on_trial=True) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))

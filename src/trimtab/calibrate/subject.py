@@ -67,7 +67,7 @@ class Subject:
             compiled=candidate.compiled,
         )
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
-        return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop")
+        return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop", on_trial=True)
 
     def loss(self, batch: Any | None = None, precision: str = "fp32") -> tuple[Tensor, Count | None]:
         """Return (loss, count or None) of one batch, on the model's device, its forward under a precision's autocast.

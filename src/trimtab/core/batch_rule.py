@@ -77,6 +77,11 @@ class BatchRule:
                 way_out='Use "auto", or the policy "norm_test".',
             )
 
+    @property
+    def only_measures(self) -> bool:
+        """Whether windows stay the user's own."""
+        return self.policy == "fixed" and self.k == 1
+
     def _check_trials(self) -> None:
         for k, throughput, memory in self.trials:
             checks.integer("batch_rule.trials", k, high=self.k_max)

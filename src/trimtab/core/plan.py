@@ -224,8 +224,9 @@ class Plan:
         return plan if batch_rule is None else plan.freed(batch_rule, "set by hand")
 
     def freed(self, rule: BatchRule, reason: str) -> Plan:
-        """Return the plan with the batch freed by a rule."""
-        policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=True)
+        """Return the plan with the batch freed by a rule; or, by one that only measures, with the batch it had."""
+        reason = "noise is measured, and nothing follows it" if rule.only_measures else reason
+        policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=not rule.only_measures)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
     @classmethod

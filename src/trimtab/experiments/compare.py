@@ -193,7 +193,7 @@ def _plans(
         task,
         data,
         device,
-        adapt="learning_rate" if settings.adapt else None,
+        adapt=("learning_rate",) if settings.adapt else (),
         strong=settings.peers,
         budget=budget,
         objective=objective,

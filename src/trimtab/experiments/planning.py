@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -62,7 +62,7 @@ def make_plans(
     data: TaskData,
     device: torch.device,
     *,
-    adapt: str | None,
+    adapt: Collection[str],
     strong: bool,
     budget: Budget | None = None,
     objective: Objective | None = None,
@@ -72,7 +72,8 @@ def make_plans(
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change, "learning_rate" or "batch"; None: there is no tier F. traces: as in `profile`.
+        adapt: what tier F may change: "learning_rate", "batch", or both; nothing: there is no tier F. traces: as in
+            `profile`.
     """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
@@ -95,10 +96,10 @@ def make_plans(
     )
     plans = {"S": choose(found, objective, budget)}
     profiles = {"S": found}
-    if adapt == "batch":
-        plans["F"] = plans["S"].freed(BatchRule(), FREED)
-    elif adapt is not None:
+    if "learning_rate" in adapt:
         plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
+    if "batch" in adapt:
+        plans["F"] = plans.get("F", plans["S"]).freed(BatchRule(), FREED)
     if strong and task.strong is not None:
         reference = Reference(task.strong.precision, task.strong.clip_norm)
         with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after

@@ -7,8 +7,10 @@ parameter. Scalars stay on the device until somebody reads them, a window late.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ class GradientNorms:
         self._held: list[Tensor] = []
         self._bytes, self._most_bytes = 0, 0
         self._total: Tensor | None = None
+        self._seen: set[int] = set()
+        self._in_parts = False
         self.spent = Spent()
 
     @property
@@ -42,10 +46,12 @@ class GradientNorms:
     def on(self) -> None:
         """Put the hooks on, for the backwards of one window."""
         start = time.perf_counter()
-        self._total, self.spent = None, Spent()
+        self.forget()
+        self.spent = Spent()
         self._most_bytes = CHUNK_BYTES
         if not self._remove:
-            self._remove = [p.register_hook(self._keep).remove for p in self._parameters if p.requires_grad]
+            leaves = [p for p in self._parameters if p.requires_grad]
+            self._remove = [p.register_hook(partial(self._keep, i)).remove for i, p in enumerate(leaves)]
         self.spent.outside_s += time.perf_counter() - start
 
     def at_once(self) -> None:
@@ -68,16 +74,25 @@ class GradientNorms:
     def forget(self) -> None:
         """Drop what was seen since the last `take`."""
         self._held.clear()
-        self._bytes, self._total = 0, None
+        self._seen.clear()
+        self._bytes, self._total, self._in_parts = 0, None, False
 
     def take(self) -> Tensor:
-        """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device."""
-        self._sum_up()
-        total, self._total = self._total, None
-        return torch.zeros(()) if total is None else total
+        """Return `||g||^2` of what was seen since the last call: a scalar on the gradients' device.
 
-    def _keep(self, gradient: Tensor) -> None:
+        No number where a leaf's gradient came in parts, as of one used in several segments of reentrant checkpointing:
+        squares of parts do not add up to that of their sum.
+        """
+        self._sum_up()
+        total = torch.zeros(()) if self._total is None else self._total
+        total = total * math.nan if self._in_parts else total
+        self.forget()
+        return total
+
+    def _keep(self, leaf: int, gradient: Tensor) -> None:
         start = time.perf_counter()
+        self._in_parts |= leaf in self._seen
+        self._seen.add(leaf)
         self._held.append(gradient.detach())
         self._bytes += gradient.numel() * gradient.element_size()
         self.spent.host_s += time.perf_counter() - start

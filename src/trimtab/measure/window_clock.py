@@ -86,12 +86,13 @@ class Stamped:
         last = self._stamps[-1]
         if isinstance(last, torch.cuda.Event):
             last.synchronize()
-        each = [_between(before, after) for before, after in itertools.pairwise(self._stamps)]
-        aside_s, drawing_s = (_between(*both) if both else 0.0 for both in self._others)
+        each = [seconds_between(before, after) for before, after in itertools.pairwise(self._stamps)]
+        aside_s, drawing_s = (seconds_between(*both) if both else 0.0 for both in self._others)
         return WindowSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
 
 
-def _between(before: _Stamp, after: _Stamp) -> float:
+def seconds_between(before: _Stamp, after: _Stamp) -> float:
+    """Return the seconds between two stamps of one clock; of events, which have passed."""
     if isinstance(before, torch.cuda.Event):
         milliseconds: float = before.elapsed_time(after)
         return milliseconds / 1e3

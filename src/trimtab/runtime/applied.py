@@ -11,6 +11,7 @@ from torch import nn
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.runtime import compiled, layout, loss_head, optimizers, precision
+from trimtab.runtime.compile_check import CompileCheck, Note
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
 
@@ -33,13 +34,15 @@ def apply_plan(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     forward: ForwardSeen,
+    note: Note | None,
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
     """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
 
     Args:
-        forward: what is to see the model's forward.
+        forward: what is to see the model's forward. note: called with an event's name and figures;
+            without it what is applied is not checked while it is used.
         make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
     """
     with contextlib.ExitStack() as undo:
@@ -56,7 +59,10 @@ def apply_plan(
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
         if plan.compiled.value and not compiled.is_compiled(model):
-            undo.callback(compiled.use_compiled(model, forward.note))
+            call = compiled.CompiledCall(model, forward.note)
+            undo.callback(call.undo)
+            if note is not None:
+                undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
         else:
             undo.callback(forward.watch(model))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -13,26 +14,42 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
 
 
-def use_compiled(model: nn.Module, saw: Callable[[], None]) -> Callable[[], None]:
-    """Have the model's forward compiled when it is called next; returns what puts it back.
+class CompiledCall:
+    """A model's forward, compiled when it is called first.
 
     Random numbers are drawn as without: dropout keeps its masks. A copy of the model is not compiled.
 
     Args:
         saw: called before each forward, outside of what is compiled: in it, a hook that is new to every run would have
             the model compiled anew.
+
+    Attributes:
+        is_on: whether it is called compiled; or as it was. began: when it was called first.
     """
-    model.compile(options={"fallback_random": True})
-    compiled = model._compiled_call_impl
-    assert compiled is not None
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        saw()
-        return compiled(*args, **kwargs)
+    def __init__(self, model: nn.Module, saw: Callable[[], None]) -> None:
+        model.compile(options={"fallback_random": True})
+        compiled = model._compiled_call_impl
+        assert compiled is not None
+        self._model, self._compiled, self._saw = model, compiled, saw
+        self._work = 0
+        self.is_on = True
+        self.began: float | None = None
+        model._compiled_call_impl = self
 
-    model._compiled_call_impl = call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        self._saw()
+        if self.began is None:
+            self.began = time.perf_counter()
+        self._work += sum(each.numel() for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        return self._compiled(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
 
-    def undo() -> None:
-        vars(model).pop("_compiled_call_impl", None)
+    def take_work(self) -> int:
+        """Return the elements of tensors that it was called with since the last time."""
+        work, self._work = self._work, 0
+        return work
 
-    return undo
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        vars(self._model).pop("_compiled_call_impl", None)

@@ -66,6 +66,7 @@ class Run(RunView):
         stop: Stop | None = None,
         exchange: Exchange | None = None,
         recorder: Recorder | None = None,
+        on_trial: bool = False,
     ) -> None:
         optimizers.check_ownership(model, optimizer)
         self._clip_norm = gradients.resolve_clip(plan, clip_norm)
@@ -79,14 +80,13 @@ class Run(RunView):
         self.model, self.plan = model, for_model(plan, model)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._optimizer = optimizer
-        self._recorder = recorder
-        self._weights = WindowWeights()
+        self._optimizer, self._recorder, self._weights = optimizer, recorder, WindowWeights()
         self._order, self._sync = LoopOrder(), GradientSync(model)
         recovers = recovers_from(out_of_memory, plan, model, self._num_ranks)
         self._recovery = Recovery(model, self._note, is_on=recovers)
         self._control = control_of(plan, model, optimizer, exchange, self._note)
-        self._undo = apply_plan(model, optimizer, plan, self._order.forward, make_state=recovers)
+        note = None if on_trial else self._note
+        self._undo = apply_plan(model, optimizer, plan, self._order.forward, note, make_state=recovers)
 
     # The loop's verbs, in the order they are called.
 

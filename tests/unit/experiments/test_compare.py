@@ -559,7 +559,7 @@ def test_plans_are_made_on_data_no_race_uses(monkeypatch):
     watching = Watching(data.columns, data.held_out, data.source)
     closed = []
     monkeypatch.setattr(planning_module.StrongLoop, "close", lambda loop: closed.append(True))
-    plans = make_plans(tiny, watching, CPU, adapt="learning_rate", strong=True, progress=lambda text: None)
+    plans = make_plans(tiny, watching, CPU, adapt=("learning_rate",), strong=True, progress=lambda text: None)
     assert set(seeds) == {PLANNING_SEED}
     assert set(plans.plans) == {"S", "F", "strong"}
     assert set(plans.profiles) == {"S", "strong"}

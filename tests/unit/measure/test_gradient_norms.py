@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.measure import gradient_norms
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
@@ -48,6 +51,29 @@ def test_each_backward_has_its_own_norm_though_gradients_add_up(monkeypatch, chu
         assert float(norms.take()) == pytest.approx(expected, rel=1e-12)
     norms.off()
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_gradient_that_comes_in_parts_says_nothing(is_shared):
+    """A layer in two segments of reentrant checkpointing: squares of its parts are not that of their sum."""
+    first = nn.Linear(5, 5)
+    layers = [first, first if is_shared else nn.Linear(5, 5)]
+    leaves = list(nn.ModuleList(layers).parameters())
+    norms = GradientNorms(leaves)
+    norms.on()
+    for _ in range(2):
+        out = torch.randn(3, 5, requires_grad=True)
+        for layer in layers:
+            out = checkpoint(layer, out, use_reentrant=True)
+        for p in leaves:
+            p.grad = None
+        out.square().sum().backward()
+        found = float(norms.take())
+        if is_shared:
+            assert math.isnan(found)
+        else:
+            assert found == pytest.approx(sum(float(p.grad.square().sum()) for p in leaves), rel=1e-6)
+    norms.off()
 
 
 def test_gradients_are_those_without_hooks():

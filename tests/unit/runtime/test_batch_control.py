@@ -378,10 +378,10 @@ def test_watching_is_no_micro_batchs_time(always_measured, monkeypatch, clock):
     """Nor is it charged to what is fixed: windows that are not measured are what is decided about."""
     keep = GradientNorms._keep
 
-    def slowly(self, gradient):
+    def slowly(self, *seen):
         clock(3.0)
         self.spent.host_s += 3.0
-        keep(self, gradient)
+        keep(self, *seen)
 
     monkeypatch.setattr(GradientNorms, "_keep", slowly)
     times = times_of(Regression(8, measuring(4)), 10, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 import trimtab
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime.compiled import is_compiled, use_compiled
+from trimtab.runtime.compile_check import PAIRS, WARM_UP
+from trimtab.runtime.compiled import CompiledCall, is_compiled
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 
@@ -79,9 +80,9 @@ def test_it_is_put_back():
 
 def test_a_part_that_is_compiled_makes_the_model_compiled():
     model, *_ = loop()
-    undo = use_compiled(model.layers[0], lambda: None)
+    call = CompiledCall(model.layers[0], lambda: None)
     assert is_compiled(model)
-    undo()
+    call.undo()
     assert not is_compiled(model)
     assert is_compiled(torch.compile(model))
 
@@ -94,3 +95,64 @@ def test_a_forgotten_model_is_found_though_it_is_compiled():
         other = copy.deepcopy(model)
         with pytest.raises(LoopError, match=r"forward of run\.model"):
             run.train_step(run.window(batch), lambda _, rows: loss_fn(other, rows))
+
+
+class Seconds:
+    """Seconds that pass only as a test says."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+
+def checked(monkeypatch, tmp_path, compiled_s, windows=60, rows=lambda index: 4):
+    """Train a model that takes so long compiled, and a second as it was; returns which were compiled, and events."""
+    clock, on = Seconds(monkeypatch), []
+    torch.manual_seed(0)
+    model = Model()
+    monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model, batch):
+        on.append(model._compiled_call_impl.is_on)
+        found = loss_fn(model, batch)
+        clock.now += compiled_s(len(on)) if on[-1] else 1.0
+        return found
+
+    with (
+        trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer,
+        trimtab.start(model, optimizer, Plan.fixed(4, compiled=True), record=writer) as run,
+    ):
+        for index in range(windows):
+            run.train_step(run.window(torch.randn(rows(index), 6)), loss)
+    events = trimtab.read_record(tmp_path / "run.jsonl").events
+    return on, [each.detail for each in events if each.detail.get("technique") == "compile"]
+
+
+def test_compiling_that_made_it_slower_is_left_off_and_the_record_says_so(monkeypatch, tmp_path):
+    on, (off, last) = checked(monkeypatch, tmp_path, lambda index: 1.2)
+    assert all(on[:WARM_UP])
+    assert on[WARM_UP : WARM_UP + 2 * PAIRS] == PAIRS // 2 * [True, False, False, True]
+    assert not any(on[WARM_UP + 2 * PAIRS + 1 :])
+    assert (off["pays"], off["gain"]) == (False, pytest.approx(-0.2))
+    assert last["gain"] == off["gain"]
+
+
+def test_compiling_that_pays_stays_on(monkeypatch, tmp_path):
+    """Its price is what the first window took beyond a later one, as a share of the run."""
+    on, (last,) = checked(monkeypatch, tmp_path, lambda index: 30.5 if index == 1 else 0.5)
+    assert all(on[WARM_UP + 2 * PAIRS :])
+    assert last["gain"] == pytest.approx(0.5)
+    assert last["price"] == pytest.approx(30 / (30.5 + 47 * 0.5 + PAIRS))
+
+
+def test_pairs_of_other_shapes_say_nothing(monkeypatch, tmp_path):
+    on, (last,) = checked(monkeypatch, tmp_path, lambda index: 1.2, rows=lambda index: 3 + index % 2)
+    assert all(on[WARM_UP + 2 * PAIRS :])
+    assert last["gain"] is None
+
+
+def test_a_run_that_ends_early_says_what_it_knows(monkeypatch, tmp_path):
+    on, (last,) = checked(monkeypatch, tmp_path, lambda index: 1.2, windows=5)
+    assert all(on)
+    assert (last["price"], last["gain"]) == (0.0, None)

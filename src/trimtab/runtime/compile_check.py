@@ -1,0 +1,86 @@
+"""A compiled model against itself as it was, while it trains: where compiling made it slower, it is left off."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.measure.spent import stamp
+from trimtab.measure.window_clock import seconds_between
+from trimtab.runtime.compiled import CompiledCall
+
+# Windows at first, in which kernels are compiled and chosen; then pairs of one compiled and one not, of which the first
+# is not counted.
+WARM_UP, PAIRS = 20, 12
+Note = Callable[[str, Mapping[str, Any]], None]
+
+
+class CompileCheck:
+    """Runs a few windows uncompiled, in pairs with compiled ones, and leaves off what is slower.
+
+    A window is what lies between two steps of the optimizer, the loop's own work in it; a pair over other shapes, or
+    with an evaluation in one, says nothing. Ranks take turns in the same windows.
+
+    Args:
+        note: called with an event's name and figures.
+    """
+
+    def __init__(self, call: CompiledCall, optimizer: torch.optim.Optimizer, device: torch.device, note: Note) -> None:
+        self._call, self._device, self._note = call, device, note
+        self._stamps: list[float | torch.cuda.Event] = []
+        self._host: list[float] = []
+        self._work: list[int] = []
+        self._gain: Interval | None = None
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _stepped(self) -> None:
+        event = stamp(self._device)
+        self._host.append(time.perf_counter())
+        self._stamps.append(self._host[-1] if event is None else event)
+        self._work.append(self._call.take_work())
+        done = len(self._stamps)
+        self._call.is_on = _is_compiled_in(done)
+        if done > WARM_UP + 2 * PAIRS:  # what is read was done a window ago
+            self._hook.remove()
+            self._decide()
+
+    def _decide(self) -> None:
+        self._gain = self._measured()
+        self._call.is_on = self._gain is None or self._gain.high >= 1
+        if not self._call.is_on:
+            self._note("account", self._figures() | {"pays": False})
+
+    def _measured(self) -> Interval | None:
+        """Return seconds uncompiled over compiled, of pairs that did the same work; None of fewer than two."""
+        ratios = []
+        for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
+            pair = {_is_compiled_in(i): seconds_between(*self._stamps[i - 1 : i + 1]) for i in (first, first + 1)}
+            if self._work[first] == self._work[first + 1] and min(pair.values()) > 0:
+                ratios.append(pair[False] / pair[True])
+        return ratio_interval(ratios) if len(ratios) > 1 else None
+
+    def _figures(self) -> dict[str, Any]:
+        """Return what compiling took in the first window, as a share of the run's time so far, and what it saves."""
+        price, began = None, self._call.began
+        if began is not None and len(self._host) > 2:
+            usual = statistics.median(after - before for before, after in itertools.pairwise(self._host))
+            price = max(0.0, self._host[0] - began - usual) / (time.perf_counter() - began)
+        gain = None if self._gain is None else 1 - 1 / self._gain.mean
+        return {"technique": "compile", "price": price, "gain": gain}
+
+    def close(self) -> None:
+        """The run is over: note the account."""
+        self._hook.remove()
+        self._note("account", self._figures())
+
+
+def _is_compiled_in(window: int) -> bool:
+    """Return whether a window, counted from 0, is a compiled one: in pairs, whose order turns."""
+    pair, second = divmod(window - WARM_UP, 2)
+    return not 0 <= pair < PAIRS or second == pair % 2
