@@ -144,7 +144,12 @@ class PartialNorms:
             return squared_norm(gradients)
 
 
+def is_shard(parameter: Tensor) -> bool:
+    """Return whether a parameter is a shard of one."""
+    return hasattr(parameter, "to_local")
+
+
 def local(gradient: Any) -> Tensor:
     """Return a gradient, or this rank's shard of it."""
-    shard: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    shard: Tensor = gradient.to_local() if is_shard(gradient) else gradient
     return shard

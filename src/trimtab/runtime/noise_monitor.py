@@ -19,6 +19,7 @@ from trimtab.measure.sharded_norms import (
     PartialNorms,
     ShardedNorms,
     is_flat_sharded,
+    is_shard,
     is_sharded,
     local,
     shows_reductions,
@@ -86,7 +87,7 @@ class NoiseMonitor:
     """Watches the backwards of a window: each one's gradient, or sums of them where single ones do not show.
 
     Raises:
-        ValueGivenError: a model under FSDP1.
+        ValueGivenError: a model under FSDP1, or with parameters stepped that FSDP2 does not hold while it holds others.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -96,6 +97,13 @@ class NoiseMonitor:
             )
         self._optimizer = optimizer
         self.is_sharded = is_sharded(model)
+        if self.is_sharded and not all(is_shard(p) for p in _Stepped(optimizer)):
+            raise ValueGivenError(
+                "plan.batch_rule",
+                given="a model of which FSDP2 holds a part, and the optimizer steps another",
+                expected="all of what is stepped under FSDP2: a norm is added up from every rank's shards",
+                way_out="fully_shard(model) holds what its parts do not.",
+            )
         self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []
 

@@ -19,6 +19,8 @@ from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.late import Late
+from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.exchange import Alone
 
 DIM, NOISE = 5, 0.7
 TRUE = torch.linspace(-1, 1, DIM, dtype=torch.float64)
@@ -657,6 +659,30 @@ def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*a k of its own"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)
     trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
+
+
+def test_a_model_sharded_in_part_is_refused():
+    """What is whole on every rank would be counted by each of them."""
+
+    class Sharded(nn.Linear):
+        def set_all_reduce_hook(self, hook):
+            """As FSDP2's modules have it."""
+
+    problem = Regression(8, BatchRule())
+    problem.model = nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)).double()
+    problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"plan\.batch_rule.*FSDP2 holds a part"):
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+
+
+def test_one_under_fsdp1_is_refused():
+    class FullyShardedDataParallel(nn.Linear):
+        """Known by its name."""
+
+    problem = Regression(8, BatchRule())
+    problem.model = FullyShardedDataParallel(DIM, 1).double()
+    with pytest.raises(UsageError, match=r"plan\.batch_rule.*FSDP1"):
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
 
 
 def test_usual_windows_tell_what_another_took_beyond_them():
