@@ -66,8 +66,7 @@ class MixedPrecision:
     @property
     def scale_on_device(self) -> float | Tensor:
         """The loss scale where the gradients are, to be computed with without waiting for it; 1.0 without one."""
-        scale = None if self._scaler is None else self._scaler._get_scale_async()
-        return 1.0 if scale is None else scale
+        return 1.0 if self._scaler is None else self._scaler.scale(torch.ones((), device=self._device))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context for the forward pass."""
