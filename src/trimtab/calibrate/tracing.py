@@ -13,6 +13,7 @@ from torch import nn
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import TrimtabError
 from trimtab.core.profile import Candidate, Traced
+from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.step_trace import SizeTrace, trace_peaks
 from trimtab.runtime import loss_head, optimizers
 from trimtab.runtime.batches import count_rows, slices
@@ -44,7 +45,7 @@ def trace_elsewhere(
     batch: Any,
     candidate: Candidate,
 ) -> Traced | None:
-    """Return a candidate's trace as for another device; None where the batch is too small to be cut.
+    """Return a candidate's trace as for a CUDA device; None where the batch is too small to be cut.
 
     Args:
         model, optimizer, batch: on this CPU, or without memory.
@@ -52,7 +53,7 @@ def trace_elsewhere(
     Raises:
         ModelError: the step cannot be traced.
     """
-    with _applied(model, optimizer, candidate):
+    with _applied(model, optimizer, candidate), AsCuda():
         forward = functools.partial(autocast, candidate.precision, _HERE)
         traced = _trace(model, optimizer, loss_fn, batch, autocast=forward)
     return None if traced is None else Traced(candidate, *traced)

@@ -60,7 +60,7 @@ def trace_step(
     device = next(model.parameters()).device.type
     if counts_scratch and device != "cpu":
         raise ValueGivenError("counts_scratch", given=f"a model on {device}", expected="one on the CPU")
-    step, marks = _traced(model, optimizer, loss_fn, batch, autocast, num_micro_batches, blocks, granule)
+    (step,), marks = _traced(model, optimizer, loss_fn, [batch], autocast, num_micro_batches, blocks, granule)
     return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
 
 
@@ -85,9 +85,7 @@ def trace_peaks(
     Raises:
         ModelError: the step cannot be traced.
     """
-    few, many = (
-        _traced(model, optimizer, loss_fn, batch, autocast, 1, (), granule=1, counts_work=True)[0] for batch in batches
-    )
+    (few, many), _ = _traced(model, optimizer, loss_fn, [*batches], autocast, 1, (), granule=1, counts_work=True)
     phases = few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch)
     again = few.again(phases[0]), many.again(phases[1])
     parts, more = (
@@ -119,27 +117,44 @@ def _traced(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn,
-    batch: Any,
+    batches: list[Any],
     autocast: Any,
     num_micro_batches: int,
     blocks: Sequence[str],
     granule: int | None,
     *,
     counts_work: bool = False,
-) -> tuple[_Step, _Marks]:
-    fakes = Fakes()
+) -> tuple[list[_Step], _Marks]:
+    """Trace a step of each batch; all by the same copies, whose state is made once."""
+    fakes, steps = Fakes(), []
     device = next(model.parameters()).device.type
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
     try:
-        model, optimizer, batch = fakes.copy((model, optimizer, batch))
-        with fakes, storages:
-            step = _Step(model, optimizer, loss_fn, batch, autocast, storages)
+        model, optimizer, batches = fakes.copy((model, optimizer, batches))
+        with fakes, storages, _block_marks(model, blocks, storages) as marks:
+            _make_state(optimizer, storages)
             storages.counts_work = counts_work
-            with _block_marks(model, blocks, storages) as marks:
-                step.run(num_micro_batches)
+            while batches:
+                steps.append(_Step(model, optimizer, storages, batches[0]))
+                steps[-1].run(loss_fn, batches[0], autocast, num_micro_batches)
+                del batches[0]  # the next one's step begins without it
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
-    return step, marks
+    return steps, marks
+
+
+def _make_state(optimizer: Optimizer, storages: Storages) -> None:
+    """Step once, by gradients that nobody computed."""
+    for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    _step(optimizer, storages)
+
+
+def _step(optimizer: Optimizer, storages: Storages) -> None:
+    storages.answers_ones = True
+    optimizer.step()
+    storages.answers_ones = False
+    optimizer.zero_grad(set_to_none=True)
 
 
 def cannot_trace(error: Exception) -> ModelError:
@@ -153,55 +168,43 @@ def cannot_trace(error: Exception) -> ModelError:
 
 
 class _Step:
-    """One step on fakes. What makes the optimizer's state is an earlier one, of gradients that nobody computed."""
+    """One step on fakes, by an optimizer that has its state."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, batch: Any, autocast: Any, storages: Storages
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, storages: Storages, batch: Any) -> None:
         self._model, self._optimizer, self._storages = model, optimizer, storages
-        self._loss_fn, self._batch, self._autocast = loss_fn, batch, autocast
         self._saved: set[int] = set()  # by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
         self._arrived: list[tuple[int, int]] = []  # gradients that are whole, and after how many events
         self._phases: list[tuple[int, str]] = []
         self._work_before: list[int] = []  # each phase
-        for p in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            p.grad = torch.empty_like(p) if p.requires_grad else None
-        self._optimizer_step()
-        self._static = self._known()
+        self._static = self._known(batch)
         self._before = storages.alive
-        storages.events.clear()
-        storages.calls.clear()
+        self._seen = storages.begin()
 
-    def _known(self) -> dict[str, set[int]]:
+    def _known(self, batch: Any) -> dict[str, set[int]]:
         states = [value for state in self._optimizer.state.values() for value in state.values()]
         groups = {
             "parameters": self._model.parameters(),
             "buffers": self._model.buffers(),
-            "batch": [self._batch],
+            "batch": [batch],
             "optimizer": states,
         }
         return {part: self._storages.numbers_of(tensors) for part, tensors in groups.items()}
 
-    def run(self, num_micro_batches: int) -> None:
+    def run(self, loss_fn: LossFn, batch: Any, autocast: Any, num_micro_batches: int) -> None:
         """Run it whole."""
         for _ in range(num_micro_batches):
-            self._micro_batch()
+            self._micro_batch(loss_fn, batch, autocast)
         self._enter("step")
-        self._optimizer_step()
+        _step(self._optimizer, self._storages)
+        self._storages.begin()  # what comes from here on is no part of it
 
-    def _optimizer_step(self) -> None:
-        self._storages.answers_ones = True
-        self._optimizer.step()
-        self._storages.answers_ones = False
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _micro_batch(self) -> None:
+    def _micro_batch(self, loss_fn: LossFn, batch: Any, autocast: Any) -> None:
         self._enter("forward")
         held = self._storages.alive
-        with self._autocast():
-            result = self._loss_fn(self._model, self._batch)
+        with autocast():
+            result = loss_fn(self._model, batch)
         loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
         saved = self._storages.alive - held
         self._saved, self._activations = self._saved or saved, self._activations | saved
@@ -215,15 +218,15 @@ class _Step:
 
     def _arrives(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._arrived.append((self._storages.number_of(parameter.grad), len(self._storages.events)))
+        self._arrived.append((self._storages.number_of(parameter.grad), len(self._seen.events)))
 
     def _enter(self, phase: str) -> None:
-        self._phases.append((len(self._storages.events), phase))
-        self._work_before.append(len(self._storages.work))
+        self._phases.append((len(self._seen.events), phase))
+        self._work_before.append(len(self._seen.work))
 
     def scratch(self) -> dict[Call, Taken]:
         """Return what operators take for themselves, by running each that does."""
-        return measured(call for call, *_ in self._storages.calls)
+        return measured(call for call, *_ in self._seen.calls)
 
     def blocks(self, marks: _Marks) -> Iterator[BlockMemory]:
         """Yield what each block keeps, by the storages that were born in it."""
@@ -234,7 +237,7 @@ class _Step:
     def by_phase(self, *, counts_scratch: bool) -> list[_Phase]:
         """Return the bytes held at each moment of what was before and of each phase; and whether some came or went."""
         held = [sum(parts.values()) for _, parts in self._moments(self.scratch() if counts_scratch else {})]
-        kinds = [0, *(sign for _, sign in self._storages.events)]
+        kinds = [0, *(sign for _, sign in self._seen.events)]
         edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
         return [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
 
@@ -251,7 +254,7 @@ class _Step:
         second: _Phase = [], []
         for index, size in enumerate(backward, begin + 1):
             second[0].append(size + left)
-            second[1].append(self._storages.events[index - 1][1])
+            second[1].append(self._seen.events[index - 1][1])
             while arriving and arriving[0][1] <= index:
                 number, _ = arriving.pop(0)
                 left -= sizes[number]
@@ -262,12 +265,12 @@ class _Step:
     @property
     def first_work(self) -> list[Seen]:
         """Operators of the first micro-batch."""
-        return self._storages.work[: self._work_before[2]]  # after one forward and backward
+        return self._seen.work[: self._work_before[2]]  # after one forward and backward
 
     @property
     def step_work(self) -> list[Seen]:
         """Operators of the optimizer's step."""
-        return self._storages.work[self._work_before[-1] :]
+        return self._seen.work[self._work_before[-1] :]
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""
@@ -283,8 +286,8 @@ class _Step:
 
     def _moments(self, scratch: Mapping[Call, Taken]) -> Iterator[tuple[int, dict[str, int]]]:
         sizes, part_of = list(self._storages.sizes), self._parts()
-        extra = [0] * (len(self._storages.events) + 1)
-        for call, begin, end, numbers in self._storages.calls:
+        extra = [0] * (len(self._seen.events) + 1)
+        for call, begin, end, numbers in self._seen.calls:
             if call in scratch:
                 taken = scratch[call]
                 extra[begin : end + 1] = [taken.scratch_bytes] * (end + 1 - begin)
@@ -294,7 +297,7 @@ class _Step:
         for number in self._before:
             now[part_of(number)] += sizes[number]
         yield 0, dict(now)
-        for index, (number, sign) in enumerate(self._storages.events, 1):
+        for index, (number, sign) in enumerate(self._seen.events, 1):
             now[part_of(number)] += sign * sizes[number]
             yield index, now | {"transients": now["transients"] + extra[index]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,22 @@ from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+@dataclass
+class Happened:
+    """What happened in some span of time.
+
+    Attributes:
+        events: (number, +1 for birth or -1 for death), in order.
+        calls: operators that take memory for themselves: the call, how many events came before it and its end, and the
+            numbers of its results' storages.
+        work: (precision, FLOP, bytes moved) of each operator that computes or moves, while that is counted.
+    """
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[tuple[Call, int, int, tuple[int, ...]]] = field(default_factory=list)
+    work: list[Seen] = field(default_factory=list)
+
+
 class Storages(TorchDispatchMode):
     """While it is entered, a storage that an operator returns is born, and it dies when nobody holds it any more.
 
@@ -27,10 +43,7 @@ class Storages(TorchDispatchMode):
         granule: what an allocator hands out is a multiple of so many bytes.
 
     Attributes:
-        sizes: bytes of each storage, by number. events: (number, +1 for birth or -1 for death), in order.
-        calls: operators that take memory for themselves: the call, how many events came before it and its end, and the
-            numbers of its results' storages.
-        work: (precision, FLOP, bytes moved) of each operator that computes or moves, while `counts_work`.
+        sizes: bytes of each storage, by number. counts_work: whether operators are noted that compute or move.
         answers_ones: whether a value that is looked at is 1, as good as any for an optimizer's counters; without
             memory there is none.
     """
@@ -38,10 +51,8 @@ class Storages(TorchDispatchMode):
     def __init__(self, granule: int = 1) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        self.events: list[tuple[int, int]] = []
-        self.calls: list[tuple[Call, int, int, tuple[int, ...]]] = []
-        self.work: list[Seen] = []
         self.counts_work = False
+        self._now = Happened()
         self.answers_ones = False
         self._granule = granule
         self._forwards: list[Call] = []
@@ -52,12 +63,12 @@ class Storages(TorchDispatchMode):
             return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.answers_ones:
             return 1.0 if args[0].is_floating_point() else 1
-        begin = len(self.events)
+        begin = len(self._now.events)
         result = func(*args, **(kwargs or {}))
         numbers = tuple(self.number_of(each) for each in tree_iter(result) if isinstance(each, Tensor))
         call = self._call(func, args, kwargs)
         if call is not None:
-            self.calls.append((call, begin, len(self.events), numbers))
+            self._now.calls.append((call, begin, len(self._now.events), numbers))
         if self.counts_work and not _is_view(func):
             self._count_work(func, args, kwargs or {}, result)
         return result
@@ -68,7 +79,7 @@ class Storages(TorchDispatchMode):
             return
         kind = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         moved = float(sum(t.numel() * t.element_size() for t in tensors))
-        self.work.append((_PRECISIONS.get(kind, "fp32"), flops_of(func, args, kwargs, result), moved))
+        self._now.work.append((_PRECISIONS.get(kind, "fp32"), flops_of(func, args, kwargs, result), moved))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         name = name_of(func)
@@ -79,6 +90,11 @@ class Storages(TorchDispatchMode):
             self._forwards.append(call)
         return call
 
+    def begin(self) -> Happened:
+        """Return what is to hold all that happens from now on."""
+        self._now = Happened()
+        return self._now
+
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, which is born where it was not known."""
         storage = tensor.untyped_storage()
@@ -87,7 +103,7 @@ class Storages(TorchDispatchMode):
             number = len(self.sizes)
             self.sizes.append(-(-storage.nbytes() // self._granule) * self._granule)
             self._alive[key] = number, weakref.ref(storage, lambda _: self._died(key, number))
-            self.events.append((number, 1))
+            self._now.events.append((number, 1))
         return self._alive[key][0]
 
     def numbers_of(self, values: Iterable[Any]) -> set[int]:
@@ -101,7 +117,7 @@ class Storages(TorchDispatchMode):
 
     def _died(self, key: int, number: int) -> None:
         del self._alive[key]
-        self.events.append((number, -1))
+        self._now.events.append((number, -1))
 
 
 @functools.cache
