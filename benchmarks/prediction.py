@@ -79,7 +79,7 @@ def _by_roofline(kind: Kind, model: Any, made: Any, rows: int, precision: str, a
     """Return seconds as they are guessed of a device that is not here."""
     sizes = (max(2, rows // 2), max(3, rows))
     batches = tuple(map(kind.batch, sizes))
-    work = trace_peaks(model, made, kind.loss_fn, (batches[0], batches[1]), sizes, autocast=autocast).work
+    work = trace_peaks(model, made, kind.loss_fn, (batches[0], batches[1]), sizes, autocasts=[autocast])[0].work
     return step_seconds(work, device_spec(CPU), precision, rows, 1) or math.nan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
+from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
 from trimtab.decide.search import chunks_elsewhere, mode_candidates
 from trimtab.measure.fakes import Fakes
@@ -28,6 +28,7 @@ from trimtab.runtime.loss_head import watched
 from trimtab.runtime.optimizers import check_ownership
 from trimtab.runtime.splitting import has_batch_statistics
 
+_TF32 = "tf32"  # fp32 to the operators
 _SPLITS = "no module computes over the batch; proved where it will run"
 
 
@@ -60,17 +61,18 @@ def profile_elsewhere(
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
 
-    def traced(profile: Profile, candidates: Iterable[Candidate]) -> Profile:
-        for candidate in candidates:
-            progress(f"tracing: {candidate.describe()}")
-            found = _alike(profile, candidate)
-            found = found or trace_elsewhere(model, optimizer, loss_fn, batch, candidate)
-            if found is not None:
-                profile = replace(profile, traces=(*profile.traces, replace(found, candidate=candidate)))
-        return profile
+    def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
+        """Return the profile with traces of candidates alike but in precision: each of other operators once."""
+        others = tuple(c for c in candidates if c.precision != _TF32 or replace(c, precision="fp32") not in candidates)
+        progress(f"tracing: {', '.join(each.describe() for each in others)}")
+        found = {each.candidate: each for each in trace_elsewhere(model, optimizer, loss_fn, batch, others)}
+        twins = ((c, found.get(c) or found.get(replace(c, precision="fp32"))) for c in candidates)
+        traces = tuple(replace(twin, candidate=c) for c, twin in twins if twin is not None)
+        return replace(profile, traces=(*profile.traces, *traces))
 
     profile = traced(profile, _modes(profile))
-    profile = traced(profile, chunks_elsewhere(profile))
+    for candidate in chunks_elsewhere(profile):
+        profile = traced(profile, [candidate])
     return replace(profile, profiling_s=time.perf_counter() - start)
 
 
@@ -93,13 +95,6 @@ def _modes(profile: Profile) -> list[Candidate]:
     if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:  # as fast, and of fp32's range
         found = [mode for mode in found if mode.precision != "fp16" or profile.reference.precision == "fp16"]
     return [replace(mode, fused_optimizer=loop.supports_fused or loop.is_fused) for mode in found]
-
-
-def _alike(profile: Profile, candidate: Candidate) -> Traced | None:
-    """Return the trace of a candidate of the same operators, if there is one: tf32 is fp32 to them."""
-    twins = {"tf32": "fp32", "fp32": "tf32"}
-    other = replace(candidate, precision=twins.get(candidate.precision, candidate.precision))
-    return next((traced for traced in profile.traces if traced.candidate == other), None)
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:

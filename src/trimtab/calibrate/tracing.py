@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ def trace_candidates(
     for candidate in candidates:
         progress(f"tracing: {candidate.describe()}")
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
-            how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
+            how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
             traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, **how)
-            found += [] if traced is None else [Traced(candidate, *traced)]
+            found += [Traced(candidate, *each) for each in traced]
     return tuple(found)
 
 
@@ -43,20 +43,20 @@ def trace_elsewhere(
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
     batch: Any,
-    candidate: Candidate,
-) -> Traced | None:
-    """Return a candidate's trace as for a CUDA device; None where the batch is too small to be cut.
+    candidates: Sequence[Candidate],
+) -> tuple[Traced, ...]:
+    """Return candidates' traces as for a CUDA device; none where the batch is too small to be cut.
 
     Args:
-        model, optimizer, batch: on this CPU, or without memory.
+        model, optimizer, batch: on this CPU, or without memory. candidates: alike but in precision.
 
     Raises:
         ModelError: the step cannot be traced.
     """
-    with _applied(model, optimizer, candidate), AsCuda():
-        forward = functools.partial(autocast, candidate.precision, _HERE)
-        traced = _trace(model, optimizer, loss_fn, batch, autocast=forward)
-    return None if traced is None else Traced(candidate, *traced)
+    forwards = [functools.partial(autocast, candidate.precision, _HERE) for candidate in candidates]
+    with _applied(model, optimizer, candidates[0]), AsCuda():
+        found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards)
+    return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
 
 
 @contextlib.contextmanager
@@ -71,10 +71,10 @@ def _applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Cand
 
 def _trace(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, **how: Any
-) -> SizeTrace | None:
+) -> list[SizeTrace]:
     rows = count_rows(batch)
     if rows < MIN_ROWS:
-        return None
+        return []
     # A half and all: a loss in chunks of a fourth of the tokens is in several at both.
     sizes = max(MIN_ROWS - 1, rows // 2), rows
     small, large = (next(slices(batch, rows, size))[0] for size in sizes)

@@ -27,6 +27,7 @@ from trimtab.measure.scratch import Call, Taken, measured
 from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 _Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
 _Phase = tuple[list[int], list[int]]  # bytes held at each of its moments, and whether some came or went
 _MOMENTS = 200
@@ -39,7 +40,7 @@ def trace_step(
     loss_fn: LossFn,
     batch: Any,
     *,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    autocast: Autocast = contextlib.nullcontext,
     num_micro_batches: int = 1,
     blocks: Sequence[str] = (),
     granule: int | None = None,
@@ -60,7 +61,8 @@ def trace_step(
     device = next(model.parameters()).device.type
     if counts_scratch and device != "cpu":
         raise ValueGivenError("counts_scratch", given=f"a model on {device}", expected="one on the CPU")
-    (step,), marks = _traced(model, optimizer, loss_fn, [batch], autocast, num_micro_batches, blocks, granule)
+    runs = [(batch, autocast)]
+    (step,), marks = _traced(model, optimizer, loss_fn, runs, blocks, granule, num_micro_batches=num_micro_batches)
     return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
 
 
@@ -71,10 +73,12 @@ def trace_peaks(
     batches: tuple[Any, Any],
     rows: tuple[int, int],
     *,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    autocasts: Sequence[Autocast] = (contextlib.nullcontext,),
     counts_scratch: bool = False,
-) -> SizeTrace:
+) -> list[SizeTrace]:
     """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
+
+    Each autocast's in turn.
 
     What an allocator rounds up is not in it, and scratch is there as it is found at the two: neither is a line in the
     rows. Of one row it is an estimate: operators treat a size of one in their own way.
@@ -85,7 +89,15 @@ def trace_peaks(
     Raises:
         ModelError: the step cannot be traced.
     """
-    (few, many), _ = _traced(model, optimizer, loss_fn, [*batches], autocast, 1, (), granule=1, counts_work=True)
+    runs = [(batch, autocast) for autocast in autocasts for batch in batches]
+    steps, _ = _traced(model, optimizer, loss_fn, runs, (), granule=1, counts_work=True)
+    return [
+        _sizes(few, many, rows, counts_scratch=counts_scratch)
+        for few, many in zip(steps[::2], steps[1::2], strict=True)
+    ]
+
+
+def _sizes(few: _Step, many: _Step, rows: tuple[int, int], *, counts_scratch: bool) -> SizeTrace:
     phases = few.by_phase(counts_scratch=counts_scratch), many.by_phase(counts_scratch=counts_scratch)
     again = few.again(phases[0]), many.again(phases[1])
     parts, more = (
@@ -117,25 +129,25 @@ def _traced(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFn,
-    batches: list[Any],
-    autocast: Any,
-    num_micro_batches: int,
+    runs: Sequence[tuple[Any, Autocast]],
     blocks: Sequence[str],
     granule: int | None,
     *,
+    num_micro_batches: int = 1,
     counts_work: bool = False,
 ) -> tuple[list[_Step], _Marks]:
-    """Trace a step of each batch; all by the same copies, whose state is made once."""
+    """Trace a step of each batch and autocast; all by the same copies, whose state is made once."""
     fakes, steps = Fakes(), []
     device = next(model.parameters()).device.type
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
     try:
-        model, optimizer, batches = fakes.copy((model, optimizer, batches))
+        model, optimizer = fakes.copy((model, optimizer))
+        batches = [fakes.copy(batch) for batch, _ in runs]
         with fakes, storages, _block_marks(model, blocks, storages) as marks:
             _make_state(optimizer, storages)
             storages.counts_work = counts_work
-            while batches:
-                steps.append(_Step(model, optimizer, storages, batches[0]))
+            for _, autocast in runs:
+                steps.append(_Step(model, optimizer, storages, batches[0], first=steps[0] if steps else None))
                 steps[-1].run(loss_fn, batches[0], autocast, num_micro_batches)
                 del batches[0]  # the next one's step begins without it
     except Exception as error:  # whatever a model does, torch may have no fake of it
@@ -168,10 +180,16 @@ def cannot_trace(error: Exception) -> ModelError:
 
 
 class _Step:
-    """One step on fakes, by an optimizer that has its state."""
+    """One step on fakes, by an optimizer that has its state.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, storages: Storages, batch: Any) -> None:
-        self._model, self._optimizer, self._storages = model, optimizer, storages
+    Args:
+        first: an earlier one by the same optimizer, whose own work is the same: it is not done again.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, storages: Storages, batch: Any, first: _Step | None
+    ) -> None:
+        self._model, self._optimizer, self._storages, self._first = model, optimizer, storages, first
         self._saved: set[int] = set()  # by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
@@ -197,10 +215,12 @@ class _Step:
         for _ in range(num_micro_batches):
             self._micro_batch(loss_fn, batch, autocast)
         self._enter("step")
-        _step(self._optimizer, self._storages)
+        if self._first is None:
+            _step(self._optimizer, self._storages)
         self._storages.begin()  # what comes from here on is no part of it
+        self._optimizer.zero_grad(set_to_none=True)
 
-    def _micro_batch(self, loss_fn: LossFn, batch: Any, autocast: Any) -> None:
+    def _micro_batch(self, loss_fn: LossFn, batch: Any, autocast: Autocast) -> None:
         self._enter("forward")
         held = self._storages.alive
         with autocast():
@@ -239,7 +259,11 @@ class _Step:
         held = [sum(parts.values()) for _, parts in self._moments(self.scratch() if counts_scratch else {})]
         kinds = [0, *(sign for _, sign in self._seen.events)]
         edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
-        return [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
+        found = [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
+        if self._first is not None:
+            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=counts_scratch)
+            found[-1] = [size - backward[-1] + held[-1] for size in step], kinds
+        return found
 
     def again(self, phases: list[_Phase]) -> list[_Phase]:
         """Return the forward and backward of a second micro-batch, as `by_phase` has the first's.
@@ -270,7 +294,7 @@ class _Step:
     @property
     def step_work(self) -> list[Seen]:
         """Operators of the optimizer's step."""
-        return self._seen.work[self._work_before[-1] :]
+        return self._seen.work[self._work_before[-1] :] if self._first is None else self._first.step_work
 
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""
