@@ -13,8 +13,8 @@ gradients (batch statistics are updated by both), and the control reads the tabl
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
 best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start; "ramped", as a policy raises
 it. "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
-figure here is worth. What is not compared (ramped, held, paper) is trained from five seeds at the most, and set against
-the best arm from those. `--keep FOLDER` goes on where another run was stopped.
+figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and set
+against the best arm from as many. `--keep FOLDER` goes on where another run was stopped.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ class Trained:
 
     def again(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
         """Begin such courses from other seeds."""
-        return self._begun(arm.k * ranks, arm.ramped, first=FIRST_SEED + self._seeds)
+        return self._begun(arm.k * ranks, arm.ramped, first=FIRST_SEED + self._seeds, most=OTHER_SEEDS)
 
-    def _begun(self, total: int, ramped: bool, *, first: int) -> list[Future[Course]]:
+    def _begun(self, total: int, ramped: bool, *, first: int, most: float = math.inf) -> list[Future[Course]]:
         if not ramped:
-            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first)]
+            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first, most)]
         rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
         return [self._submit(f"ramped {total}", train, seed, rule) for seed in self._from(first, OTHER_SEEDS)]
 
