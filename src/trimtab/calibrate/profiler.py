@@ -12,15 +12,16 @@ from typing import Any
 
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
+from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_stage, next_traces
+from trimtab.decide.search import is_hurried, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
-from trimtab.measure.attention import ScoresSeen
+from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
@@ -63,6 +64,7 @@ def profile_loop(
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s)
         profile = replace(profile, loop=facts, phases_s=phases)
         profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start)
+        profile = _with_padding(subject, profile)
     if drawing_s is not None and phases:
         phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
@@ -97,6 +99,16 @@ def _search(
         else:
             return profile
         snapshot.restore()
+
+
+def _with_padding(subject: Subject, profile: Profile) -> Profile:
+    """Return the profile with what padding the vocabulary would save, in the precision that is best so far."""
+    if profile.loop.logits is None or profile.hurried:
+        return profile
+    best = [*put_first(profile, profile.objective, profile.budget), profile.reference_candidate][0]
+    rows, words = profile.loop.logits
+    saves_s = padding_saves_s(subject.model, words, rows, best.precision)
+    return replace(profile, loop=replace(profile.loop, padding_saves_s=saves_s))
 
 
 def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
@@ -167,28 +179,29 @@ def _phased_step(run: Any, subject: Subject, clock: PhaseClock) -> None:
 def _facts(subject: Subject, precision: str) -> LoopFacts:
     model, optimizer = subject.model, subject.optimizer
     with watched(model) as heads:
-        flops, terms, kind, scores_bytes = _count_step(subject, precision)
+        flops, terms, kind, seen = _count_step(subject, precision)
     return replace(
         loop_facts(model, optimizer, subject.rows, heads),
         terms_per_step=terms,
         terms=kind,
         flops_per_step=flops,
-        scores_bytes=scores_bytes,
+        scores_bytes=seen.kept_bytes,
+        logits=seen.logits,
         layout_hazard=channels_last_hazard(model),
         can_retain=subject.device.type == "cpu" and allocator.can_retain(),
     )
 
 
-def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str, int]:
-    """Return (FLOP of forward and backward, terms, "rows" or "tokens", bytes of scores) of the example batch.
+def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, str, SoftmaxesSeen]:
+    """Return (FLOP of forward and backward, terms, "rows" or "tokens", softmaxes) of the example batch.
 
     In the loop's precision. FLOP are None where they cannot be counted; terms are rows where the loss was never seen.
     """
     terms: list[Any] = []
-    scores = ScoresSeen()
+    seen = SoftmaxesSeen()
 
     def forward_backward() -> None:
-        with scores:
+        with seen:
             loss, count = subject.loss(precision=precision)
         terms.append(count)
         loss.backward()
@@ -202,4 +215,4 @@ def _count_step(subject: Subject, precision: str) -> tuple[float | None, float, 
                 raise
     count = terms[0] if terms else None
     kind, number = ("rows", subject.rows) if count is None else ("tokens", count)
-    return flops, float(number), kind, scores.kept_bytes
+    return flops, float(number), kind, seen

@@ -12,7 +12,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 3
+PROFILE_SCHEMA = 4
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -120,6 +120,8 @@ class LoopFacts:
             one; None: not known.
         is_compiled: whether the model, or a part of it, is compiled as the loop has it.
         scores_bytes: bytes a step keeps of softmaxes over square scores, which attention that is written out makes.
+        logits: rows and columns of the largest that a loss is made of. padding_saves_s: seconds a step would save with
+            their columns padded, as its products were timed; None: not timed.
         head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
     """
 
@@ -143,6 +145,8 @@ class LoopFacts:
     head_tokens: int | None = None
     head_words: int | None = None
     scores_bytes: int = 0
+    logits: tuple[int, int] | None = None
+    padding_saves_s: float | None = None
 
 
 @dataclass(frozen=True)

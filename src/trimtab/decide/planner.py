@@ -11,6 +11,7 @@ from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide import explain, finals, space
+from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.search import final_rounds
@@ -18,7 +19,6 @@ from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
 # Of a step's time, the share that waiting for data takes before a word is said of it; of its peak, that of scores.
-WORTH_ADVICE = 0.05
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         stands_between=space.stands_between(found, winner, reference),
         front=tuple(_front_point(point) for point in space.pareto(found)),
         planning_s=profile.profiling_s,
-        advice=_advice(profile),
+        advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner)),
     )
 
 
@@ -158,22 +158,3 @@ def _front_point(point: Point) -> FrontPoint:
     return FrontPoint(
         point.candidate.describe(), point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.refusal or ""
     )
-
-
-def _advice(profile: Profile) -> tuple[str, ...]:
-    """Return what would help but is the user's to change."""
-    found = []
-    data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
-    if whole > 0 and data / whole > WORTH_ADVICE:
-        share = f"{100 * data / whole:.0f}%"
-        found.append(
-            f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU",
-        )
-    peak = _measured(profile, profile.reference_candidate)
-    scores = profile.loop.scores_bytes
-    if peak is not None and peak.peak_bytes and scores > WORTH_ADVICE * peak.peak_bytes:
-        kept = f"{format_bytes(scores)}, {100 * scores / peak.peak_bytes:.0f}% of its peak"
-        found.append(
-            f"attention is written out and keeps its scores, {kept}: scaled_dot_product_attention of torch keeps none",
-        )
-    return tuple(found)

@@ -1,7 +1,8 @@
-"""Attention that is written out: scores whose softmax is kept for the backward, which a fused kernel would not keep."""
+"""Softmaxes of a forward: over scores, which attention that is written out keeps for its backward, and over logits."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,17 +11,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _SMALLEST = 16  # of two square dimensions, what may be scores of tokens against tokens
 
 
-class ScoresSeen(TorchDispatchMode):
-    """Sums up, while it is entered, the bytes of softmaxes over square scores. `kept_bytes`: of all of them."""
+class SoftmaxesSeen(TorchDispatchMode):
+    """Notes what runs while it is entered.
+
+    Attributes:
+        kept_bytes: of all softmaxes over square scores. logits: (rows, words) of the largest log-softmax, or None.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kept_bytes = 0
+        self.logits: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._softmax.default and _is_square(result.shape):
             self.kept_bytes += result.nbytes
+        if func is torch.ops.aten._log_softmax.default and result.numel() > math.prod(self.logits or (0,)):
+            self.logits = result.numel() // result.shape[-1], result.shape[-1]
         return result
 
 

@@ -159,7 +159,7 @@ def test_terms_are_known_where_only_the_backward_does_not_fit():
 
     model, optimizer, batch = loop()
     subject = Subject(model, optimizer, lambda m, b: (Full.apply(mean_loss(m, b)), 24), batch)
-    assert profiler._count_step(subject, "fp32") == (None, 24.0, "tokens", 0)
+    assert profiler._count_step(subject, "fp32")[:3] == (None, 24.0, "tokens")
 
 
 def test_a_loop_is_counted_in_its_own_precision():
@@ -174,6 +174,14 @@ def test_a_loop_is_counted_in_its_own_precision():
     assert found.loop.flops_per_step > 0
     assert not found.check.splittable
     assert list(found.phases_s) == ["slicing", "forward", "backward", "optimizer"]
+
+
+def test_padding_is_timed_at_the_logits_of_the_loss(monkeypatch):
+    asked = []
+    monkeypatch.setattr("trimtab.calibrate.profiler.padding_saves_s", lambda *given: asked.append(given[1:]) or 0.25)
+    found = profiled(mean_loss)
+    assert asked == [(found.loop.logits[1], ROWS, "fp32")]
+    assert found.loop.padding_saves_s == 0.25
 
 
 @pytest.mark.parametrize("fused", [False, True])

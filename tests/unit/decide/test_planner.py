@@ -418,6 +418,17 @@ def test_scores_that_are_kept_are_the_users_to_leave_to_torch():
     assert planned(Machine(), scores_bytes=30 * MIB).advice == ()
 
 
+def test_a_vocabulary_is_padded_by_the_user_where_that_was_timed_to_pay():
+    logits = (640, 50_257)
+    (said,) = planned(Machine(), logits=logits, padding_saves_s=0.02 * planned(Machine()).measured.step_s).advice
+    assert said == (
+        "the vocabulary has 50,257 words: padded to a multiple of 64, 50,304, the head's products alone were "
+        "2.0% of a step faster"
+    )
+    assert planned(Machine(), logits=logits, padding_saves_s=0.0).advice == ()
+    assert planned(Machine(), logits=logits).advice == ()
+
+
 def test_waiting_for_data_is_the_users_to_change():
     profile = replace(measured(Machine()), phases_s={"data": 0.1, "forward": 0.4, "backward": 0.5})
     assert choose(profile, Objective(), Budget()).advice == (

@@ -1,0 +1,50 @@
+"""What would help a loop, but is its user's to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trimtab.core.plan import Measured
+from trimtab.core.profile import Profile
+from trimtab.core.units import format_bytes
+
+WORTH_ADVICE, WORTH_PADDING = 0.05, 0.01
+MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
+
+
+def padded(words: int) -> int:
+    """Return a number of words, rounded up."""
+    return -(-words // MULTIPLE) * MULTIPLE
+
+
+def advice_of(profile: Profile, reference: Measured | None, chosen: Measured | None) -> tuple[str, ...]:
+    """Return advice, each with its gain as far as it was measured.
+
+    Args:
+        reference, chosen: cost of a step as the loop has it, and as planned.
+    """
+    return (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
+
+
+def _data(profile: Profile) -> Iterator[str]:
+    data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
+    if whole > 0 and data / whole > WORTH_ADVICE:
+        share = f"{100 * data / whole:.0f}%"
+        yield f"the step waits {share} of its time for data: more loader workers, or pinned memory on a GPU"
+
+
+def _attention(profile: Profile, reference: Measured | None) -> Iterator[str]:
+    scores, peak = profile.loop.scores_bytes, reference and reference.peak_bytes
+    if peak and scores > WORTH_ADVICE * peak:
+        kept = f"{format_bytes(scores)}, {100 * scores / peak:.0f}% of its peak"
+        yield f"attention is written out and keeps its scores, {kept}: scaled_dot_product_attention of torch keeps none"
+
+
+def _vocabulary(profile: Profile, chosen: Measured | None) -> Iterator[str]:
+    logits, saves_s = profile.loop.logits, profile.loop.padding_saves_s or 0.0
+    if logits and chosen and saves_s > WORTH_PADDING * chosen.step_s:
+        words, share = logits[1], f"{100 * saves_s / chosen.step_s:.1f}%"
+        yield (
+            f"the vocabulary has {words:,} words: padded to a multiple of {MULTIPLE}, {padded(words):,}, the head's "
+            f"products alone were {share} of a step faster"
+        )
