@@ -12,7 +12,7 @@ from torch import nn
 import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.snapshot import Snapshot, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -157,3 +157,17 @@ def test_memory_that_runs_out_is_survived_by_smaller_micro_batches() -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert run.applied_steps == 2
         assert run.window(batch).micro_batch < 65536
+
+
+def test_a_peak_tells_what_no_tensor_was_in() -> None:
+    """A hole of 40 MiB between two blocks that are held serves nothing larger."""
+
+    def step() -> None:
+        blocks = [torch.empty(40 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        del blocks[1]
+        blocks.append(torch.empty(60 * 2**20, dtype=torch.uint8, device="cuda"))
+
+    found = peak_bytes(step, torch.device("cuda"), tuple)
+    unused = unused_bytes(torch.device("cuda"))
+    assert unused is not None
+    assert 0 <= unused <= found - 140 * 2**20

@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,7 +30,7 @@ from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
 from trimtab.decide.search import Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
 from trimtab.runtime.engine import Run
@@ -53,6 +53,7 @@ class _Arm:
     peak_bytes: int | None = None
     error: str | None = None
     compile_s: float | None = None
+    unused_bytes: int | None = None
     block_s: list[float] = field(default_factory=list)
 
 
@@ -212,6 +213,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             if measure_memory:
                 subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
                 arm.peak_bytes = peak_bytes(lambda: _step(run, subject), subject.device, subject.live_tensors)
+                arm.unused_bytes = unused_bytes(subject.device)
     except _Unusable as error:
         arm.error = str(error)
     except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
@@ -328,4 +330,5 @@ def _trial(stage: Stage, arm: _Arm, incumbent_s: float) -> Trial:
     error = arm.error
     if error is None and not blocks:
         error = f"stopped after warm-up: {format_seconds(arm.first_s)} per step against {format_seconds(incumbent_s)}"
-    return Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control, arm.compile_s)
+    found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
+    return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes)

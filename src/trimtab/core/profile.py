@@ -61,6 +61,7 @@ class Trial:
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
         compile_s: seconds that its first step took beyond the next one, where it is compiled; else None.
+        unused_bytes: of the peak, what the allocator held in pieces that no tensor was in; None: not known.
     """
 
     stage: str
@@ -70,6 +71,7 @@ class Trial:
     error: str | None = None
     control: bool = False
     compile_s: float | None = None
+    unused_bytes: int | None = None
 
     @property
     def is_whole(self) -> bool:

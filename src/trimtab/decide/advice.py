@@ -8,7 +8,7 @@ from trimtab.core.plan import Measured
 from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes
 
-WORTH_ADVICE, WORTH_PADDING = 0.05, 0.01
+WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
 MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
 
 
@@ -23,7 +23,7 @@ def advice_of(profile: Profile, reference: Measured | None, chosen: Measured | N
     Args:
         reference, chosen: cost of a step as the loop has it, and as planned.
     """
-    return (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
+    return (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen), *_pieces(profile))
 
 
 def _data(profile: Profile) -> Iterator[str]:
@@ -38,6 +38,15 @@ def _attention(profile: Profile, reference: Measured | None) -> Iterator[str]:
     if peak and scores > WORTH_ADVICE * peak:
         kept = f"{format_bytes(scores)}, {100 * scores / peak:.0f}% of its peak"
         yield f"attention is written out and keeps its scores, {kept}: scaled_dot_product_attention of torch keeps none"
+
+
+def _pieces(profile: Profile) -> Iterator[str]:
+    known = [t for t in profile.trials if t.is_whole and t.peak_bytes and t.unused_bytes is not None]
+    shares = [(t.unused_bytes or 0) / (t.peak_bytes or 1) for t in known]
+    if max(shares, default=0.0) > WORTH_PIECES:
+        worst = known[shares.index(max(shares))]
+        size = f"{format_bytes(worst.unused_bytes)}, {100 * max(shares):.0f}% of what a step reserves"
+        yield f"{size}, lies in pieces that no tensor is in: PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
 
 
 def _vocabulary(profile: Profile, chosen: Measured | None) -> Iterator[str]:

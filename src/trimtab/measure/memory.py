@@ -39,6 +39,16 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
     return storage_bytes(live()) + peak_growth(step)
 
 
+def unused_bytes(device: torch.device) -> int | None:
+    """Return how much of the last peak on CUDA no tensor was ever in: pieces too small for what was asked for.
+
+    To be asked after `peak_bytes`; None on a device whose allocator has no pieces.
+    """
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return bytes of the distinct storages behind some tensors."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

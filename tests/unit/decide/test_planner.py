@@ -429,6 +429,18 @@ def test_a_vocabulary_is_padded_by_the_user_where_that_was_timed_to_pay():
     assert planned(Machine(), logits=logits).advice == ()
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.08, 0), (0.12, 1), (None, 0)])
+def test_memory_in_pieces_is_the_users_to_join(share, said):
+    """Where any trial had so much of it; those of the head and the optimizer alone, and on a CPU, have none."""
+    profile = measured(Machine())
+    trials = [
+        replace(t, unused_bytes=share and int(share * t.peak_bytes)) if t.peak_bytes else t for t in profile.trials
+    ]
+    advice = choose(replace(profile, trials=tuple(trials)), Objective(), Budget()).advice
+    assert len(advice) == said
+    assert not said or ("12% of what a step reserves" in advice[0] and "expandable_segments" in advice[0])
+
+
 def test_waiting_for_data_is_the_users_to_change():
     profile = replace(measured(Machine()), phases_s={"data": 0.1, "forward": 0.4, "backward": 0.5})
     assert choose(profile, Objective(), Budget()).advice == (
