@@ -13,8 +13,9 @@ gradients (batch statistics are updated by both), and the control reads the tabl
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
 best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start; "ramped", as a policy raises
 it. "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
-figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and set
-against the best arm from as many. `--keep FOLDER` goes on where another run was stopped.
+figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and two
+arms are set against each other by the seeds they share. The best fixed arm is the best of both ways. `--keep FOLDER`
+goes on where another run was stopped.
 """
 
 from __future__ import annotations
@@ -174,8 +175,7 @@ def _link_rows(
         return [each.arrival(targets, times, ranks) for each in courses[name]]
 
     def best_for(targets: Targets) -> Fixed:
-        arms = [arm for arm in FIXED_ARMS if not arm.ramped]
-        return min(arms, key=lambda arm: _median_s(arrivals(str(arm), targets)))
+        return min(FIXED_ARMS, key=lambda arm: _median_s(arrivals(str(arm), targets)))
 
     courses = courses | {"again": [each.result() for each in trained.again(best_for(case.targets), ranks)]}
     for targets in (case.targets, *((each,) for each in case.targets)):
@@ -192,7 +192,8 @@ def _median_s(arm: Arrivals) -> float:
 
 
 def _row(arm: Arrivals, best: Arrivals) -> dict[str, Any]:
-    best = best[: len(arm)]
+    seeds = min(len(arm), len(best))
+    arm, best = arm[:seeds], best[:seeds]
     both = [(ours, theirs) for (_, ours), (_, theirs) in zip(arm, best, strict=True) if math.isfinite(ours + theirs)]
     row: dict[str, Any] = {"n": len(both), "seeds": len(arm)}
     if len(both) > 1:

@@ -17,6 +17,7 @@ from trimtab.decide.accumulation import Noise
 # Windows that an average looks back on: noise changes over hundreds of windows, and one says little. Where few of them
 # are measured, a third as many measurements.
 MEMORY, MOST_AGE = 100, 3
+UNIT_MEMORY = 10  # windows, measured or not, for the unit that gradients are measured in
 
 
 @dataclass(frozen=True)
@@ -95,29 +96,39 @@ class NoiseAverage:
 
     Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
     of a window of k micro-batches varies like 1/k^2 where noise is all there is: by the weights of S, what was seen at
-    k = 1 would keep it uncertain long after k has risen.
+    k = 1 would keep it uncertain long after k has risen. Both are in units of what S was lately: gradients fall by
+    orders of magnitude in a run's first windows, which would outweigh all that follow. And while a run is short, what
+    it began with fades sooner: a window at twice the time weighs twice as much.
     """
 
-    _FIELDS = ("num_windows", "count", "weight", "trace", "norm2_weight", "norm2_weight2", "norm2", "spread")
+    _COUNTS = ("num_windows", "span")
+    _AVERAGES = ("unit", "trace", "relative_trace", "norm2", "spread")
+    _FIELDS = (*_COUNTS, *_AVERAGES, "count", "weight", "norm2_weight", "norm2_weight2")
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._keep = 1 - 1 / memory
-        self.num_windows = 0
-        self.count = self.weight = self.trace = 0.0  # of windows, of S: each fades
-        self.norm2_weight = self.norm2_weight2 = self.norm2 = self.spread = 0.0
+        self.num_windows = self.span = 0  # measured ones, and all since the first of them
+        self.unit = self.trace = 0.0  # |S| of the last few windows, and S
+        self.count = self.weight = self.relative_trace = 0.0  # of windows, of S in units: each fades
+        self.norm2_weight = self.norm2_weight2 = self.norm2 = self.spread = 0.0  # of G2 in units
 
     def add(self, window: WindowNoise, age: int = 1) -> None:
         """Take one window in, so many after the last one that was measured."""
-        keep = self._keep ** min(max(age, 1), MOST_AGE)
+        age = max(age, 1) if self.num_windows else 1
+        self.span += age
+        keep = min(self._keep ** min(age, MOST_AGE), 1 - age / self.span)
+        unit = self.unit or abs(window.trace) or 1.0
+        self.unit = unit + (abs(window.trace) - unit) * (1 - (1 - 1 / UNIT_MEMORY) ** age)
         self.count = keep * self.count + 1
         self.weight = keep * self.weight + window.degrees
         self.trace += (window.trace - self.trace) * window.degrees / self.weight
+        self.relative_trace += (window.trace / unit - self.relative_trace) * window.degrees / self.weight
         w = window.norm2_weight
         self.norm2_weight = keep * self.norm2_weight + w
         self.norm2_weight2 = keep**2 * self.norm2_weight2 + w
-        before = window.norm2 - self.norm2
+        before = window.norm2 / unit - self.norm2
         self.norm2 += before * w / self.norm2_weight
-        self.spread = keep * self.spread + w * before * (window.norm2 - self.norm2)
+        self.spread = keep * self.spread + w * before * (window.norm2 / unit - self.norm2)
         self.num_windows += 1
 
     @property
@@ -125,7 +136,9 @@ class NoiseAverage:
         """The averages, and how sure the squared norm is; None before the first window."""
         if self.num_windows == 0:
             return None
-        return Noise(self.trace, self.norm2, self._norm2_error(), self.num_windows)
+        are_known = self.trace > 0 and self.relative_trace > 0
+        unit = self.trace / self.relative_trace if are_known else self.unit
+        return Noise(self.trace, unit * self.norm2, unit * self._norm2_error(), self.num_windows)
 
     def _norm2_error(self) -> float:
         """Return the standard error of G2, whose windows vary like one over their weights."""
@@ -145,8 +158,10 @@ class NoiseAverage:
         """
         if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
             raise FormatError("state.noise", given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
-        count = checks.integer("state.noise.num_windows", state["num_windows"], low=0)
-        values = {name: checks.number(f"state.noise.{name}", state[name]) for name in self._FIELDS[1:]}
-        self.num_windows = count
+        counts = {name: checks.integer(f"state.noise.{name}", state[name], low=0) for name in self._COUNTS}
+        values = {
+            name: checks.number(f"state.noise.{name}", state[name]) for name in self._FIELDS if name not in counts
+        }
+        self.num_windows, self.span = counts["num_windows"], counts["span"]
         for name, value in values.items():
             setattr(self, name, value)

@@ -55,11 +55,11 @@ class RateFollower:
 
     "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
     betas and epsilon, which this does not). A rise is taken over ten applied windows a doubling, a fall at once. A
-    window smaller than was decided, as a loader's last, has less and costs no level; one up to three times as large, as
-    one that is to be measured, has as much more and leaves none.
+    window smaller than was decided, as a loader's last, has less and costs no level; a larger one, as one that is to be
+    measured, has no more: a jump of the rate is what a rise over some windows avoids.
     """
 
-    RAMP, LARGEST = 10, 3
+    RAMP = 10
 
     def __init__(self, rule: str) -> None:
         self.rule = rule
@@ -75,8 +75,6 @@ class RateFollower:
     def factor(self, ratio: float, decided: float) -> float:
         """Return the factor for a window that is `ratio` times the user's batch, where the rule is `decided` times."""
         level = min(self._wanted(decided), max(1.0, self._level) * 2 ** (1 / self.RAMP))
-        if ratio > decided:
-            return level * self._wanted(min(ratio, self.LARGEST * decided)) / self._wanted(decided)
         return min(level, self._wanted(ratio))
 
     def applied(self, ratio: float, decided: float) -> None:

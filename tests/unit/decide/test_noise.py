@@ -146,15 +146,36 @@ def test_an_old_average_weighs_less_but_never_nothing():
             average.add(WindowNoise(trace, 1.0, 1.0, 1.0), age=age)
         return average.noise.trace
 
-    assert after(1) < after(2) < after(3) == after(50)
+    assert after(1) < after(2) < after(3) == pytest.approx(after(50), rel=1e-4)
     assert after(50) == pytest.approx(5 - 4 * (1 - 0.01) ** (3 * 30), rel=1e-3)
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_large_gradients_of_a_runs_beginning_do_not_outweigh_what_follows(every):
+    """As of a language model: within some forty windows the norm falls a hundredfold, and the noise scale rises."""
+    average = NoiseAverage()
+    for _ in range(10):
+        average.add(WindowNoise(600.0, 150.0, 1, 1))  # N = 4
+    for _ in range(200 // every):
+        average.add(WindowNoise(40.0, 2.0, 1, 1), age=every)  # N = 20
+    assert average.noise.scale == pytest.approx(20.0, rel=0.2)
+    assert average.noise.norm2 == pytest.approx(average.noise.trace / average.noise.scale)
+
+
+def test_what_a_run_began_with_fades_as_it_grows():
+    average = NoiseAverage()
+    for _ in range(10):
+        average.add(WindowNoise(1.0, 1.0, 1, 1))
+    average.add(WindowNoise(5.0, 1.0, 1, 1), age=20)  # at three times as long
+    weight = sum(range(1, 11)) / 10 / 3
+    assert average.noise.trace == pytest.approx((weight + 5.0) / (weight + 1.0))
 
 
 def test_more_micro_batches_weigh_more():
     average = NoiseAverage()
     average.add(WindowNoise(1.0, 1.0, 1, 1))
     average.add(WindowNoise(4.0, 1.0, 7, 7))
-    assert average.noise.trace == pytest.approx((0.99 * 1 + 7 * 4) / (0.99 + 7), rel=1e-9)
+    assert average.noise.trace == pytest.approx((0.5 * 1 + 7 * 4) / (0.5 + 7), rel=1e-9)
 
 
 def test_too_few_windows_are_not_sure():

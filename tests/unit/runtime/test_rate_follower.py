@@ -48,15 +48,14 @@ def test_asking_changes_nothing():
     assert [factor(follower, 8.0) for _ in range(5)] == [pytest.approx(2**0.1)] * 5
 
 
-@pytest.mark.parametrize(("rule", "more"), [("linear", 3.0), ("sqrt", 3**0.5), ("none", 1.0)])
-def test_a_window_larger_than_decided_has_more_and_leaves_no_level(rule, more):
-    """As one that is made so to be measured: three batches make the progress of three."""
+@pytest.mark.parametrize("rule", ["linear", "sqrt", "none"])
+def test_a_window_larger_than_decided_has_no_more_and_leaves_no_level(rule):
+    """As one that is made so to be measured, of which several follow each other: the rate does not jump for them."""
     follower = RateFollower(rule)
     for _ in range(20):
-        assert follower.factor(3.0, 1.0) == pytest.approx(more)
+        assert follower.factor(3.0, 1.0) == 1.0
         follower.applied(3.0, 1.0)
     assert factor(follower, 1.0) == 1.0
-    assert follower.factor(16.0, 1.0) == pytest.approx(more)  # no more than that without a decision
 
 
 def test_the_optimizer_chooses():
