@@ -232,7 +232,7 @@ def test_single_micro_batches_show_their_noise_in_a_few_windows(monkeypatch, pol
     begin with a batch larger than its user's.
     """
     monkeypatch.setattr(Account, "charge", lambda self, window_s, spent_s: setattr(self, "uses", self.uses + 1))
-    problem = Regression(512, BatchRule(policy, k_max=4))  # many rows: what is known stays known
+    problem = Regression(4096, BatchRule(policy, k_max=4))  # many rows: what is known stays known
     if batch_statistics:
         problem.model.extra = nn.BatchNorm1d(2)  # takes no part, and refuses the split
     if is_lost:
