@@ -149,9 +149,10 @@ def test_a_rule_that_only_measures_frees_nothing(loop):
     assert plan.tier == "S"
     assert "batch_policy" not in plan.changes
     with loop.start(plan=plan) as run:
-        for _ in range(3):
+        for _ in range(40):
+            assert run.num_batches == 1
             run.train_step(run.window(loop.batch), mean_loss)
-        assert run.num_batches == 1
+        assert run.noise is not None
 
 
 def test_both_adaptations_at_once(loop):

@@ -55,10 +55,12 @@ class ShardedNorms:
         self._total: Tensor | None = None
         self.is_on = False
         self.spent = Spent()
-        self._undo = [_hooked(module, self._see) for module in model.modules() if is_sharded_itself(module)]
+        self._modules = [module for module in model.modules() if is_sharded_itself(module)]
+        self._undo: list[Callable[[], None]] = []
 
     def on(self) -> None:
         """Begin to see reductions."""
+        self._undo = self._undo or [_hooked(module, self._see) for module in self._modules]
         self.is_on, self._total, self.spent = True, None, Spent()
 
     def at_once(self) -> None:

@@ -81,14 +81,22 @@ class Stamped:
     def __init__(self, stamps: list[_Stamp], *others: list[_Stamp]) -> None:
         self._stamps, self._others = stamps, others
 
+    def wait(self) -> None:
+        """Wait for the window's own end, which the host may be ahead of."""
+        wait_for(self._stamps[-1])
+
     def read(self) -> WindowSeconds:
         """Return the seconds; waits for the window's own end alone."""
-        last = self._stamps[-1]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
+        self.wait()
         each = [seconds_between(before, after) for before, after in itertools.pairwise(self._stamps)]
         aside_s, drawing_s = (seconds_between(*both) if both else 0.0 for both in self._others)
         return WindowSeconds(tuple(each[1:-1]), sum(each) - aside_s, drawing_s)
+
+
+def wait_for(stamp: _Stamp) -> None:
+    """Wait until the device is past a stamp."""
+    if isinstance(stamp, torch.cuda.Event):
+        stamp.synchronize()
 
 
 def seconds_between(before: _Stamp, after: _Stamp) -> float:

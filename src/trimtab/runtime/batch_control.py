@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.decide.accounts import Account
+from trimtab.decide.accounts import PATIENCE, Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow, WindowTimes
 from trimtab.measure.window_clock import Stamped, WindowClock
+from trimtab.runtime import compiled
 from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -51,6 +52,10 @@ class _Measured:
     first: int
     extra_s: float
 
+    def wait(self) -> None:
+        """Wait until the device has done the window: it has had another's time to."""
+        self.stamps.wait()
+
     def figures(self, deciding_s: float) -> list[float]:
         """Return sums, then seconds a row, fixed, whole, and spent; nan where a window has too few batches to show it.
 
@@ -69,6 +74,9 @@ class _Measured:
 
 class _Nothing:
     """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
     def figures(self, deciding_s: float) -> list[float]:
         """Return as many figures."""
@@ -102,6 +110,7 @@ class BatchControl:
         self._unit = plan.num_micro_batches
         self._micro_rows = plan.batch_rows / self._unit
         may_split = keeps_maths(plan, model)
+        is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
         if self._cuts and not may_split:
             raise ValueGivenError(
@@ -119,7 +128,12 @@ class BatchControl:
         self._measures = not self._cuts  # which is given all it needs
         shows_one = self._seen_apart > 1 or not self._measures
         self._probing = Probing(
-            self._rule, self._unit, self._account, self._times, may_split=may_split, shows_one=shows_one
+            self._rule,
+            self._unit,
+            self._account,
+            self._times,
+            may_split=may_split and not is_compiled,  # half a batch would be compiled anew
+            shows_one=shows_one,
         )
         self._clock = WindowClock(next(model.parameters()).device)
         self._measured: _Measured | _Nothing | None = None
@@ -221,7 +235,11 @@ class BatchControl:
         measured = self._told(num_batches, start - self._opened_s, applied=applied)
         if applied:
             self._follower.applied(num_batches, self._decided)
+        waiting = time.perf_counter()
         shared = self._exchange.take()
+        if self._measured is not None:
+            self._measured.wait()
+        waited_s = time.perf_counter() - waiting  # for ranks and device, which are at work meanwhile: it costs nothing
         if shared is not None:
             self._absorb(shared)
         if self._measured is not None:
@@ -230,7 +248,7 @@ class BatchControl:
         self._measured, self._retries_probe = measured, False
         self.dropped()
         self._account.pass_window()
-        self._deciding_s += time.perf_counter() - start
+        self._deciding_s += time.perf_counter() - start - waited_s
 
     def _told(self, num_batches: int, seconds: float, *, applied: bool) -> _Measured | _Nothing | None:
         """Return what a window says, that took so long by the host's clock."""
@@ -269,6 +287,8 @@ class BatchControl:
         if window is not None:
             self._average.add(window, age=self._account.windows - self._absorbed_at)
             self._absorbed_at = self._account.windows
+        elif self._measures and self._account.uses == PATIENCE and self.noise is None:
+            self._note("noise", {"known": False, "reason": f"{PATIENCE} windows that were measured said nothing"})
         if not math.isnan(sum(row_s)):  # a rank that waits for another takes it for a fixed part of its window
             self._times.add(max(row_s), min(fixed_s))
         if told := [both for both in zip(window_s, spent_s, strict=True) if not math.isnan(both[0])]:

@@ -12,7 +12,7 @@ import torch
 
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.measure.spent import stamp
-from trimtab.measure.window_clock import seconds_between
+from trimtab.measure.window_clock import seconds_between, wait_for
 from trimtab.runtime.compiled import CompiledCall
 
 # Windows at first, in which kernels are compiled and chosen; then pairs of one compiled and one not, of which the first
@@ -24,8 +24,8 @@ Note = Callable[[str, Mapping[str, Any]], None]
 class CompileCheck:
     """Runs a few windows uncompiled, in pairs with compiled ones, and leaves off what is slower.
 
-    A window is what lies between two steps of the optimizer, the loop's own work in it; a pair over other shapes, or
-    with an evaluation in one, says nothing. Ranks take turns in the same windows.
+    A window is what lies between two steps of the optimizer, the loop's own work in it; a pair whose forwards were of
+    other shapes, as with an evaluation in one, says nothing. Of several ranks each decides for itself.
 
     Args:
         note: called with an event's name and figures.
@@ -35,19 +35,22 @@ class CompileCheck:
         self._call, self._device, self._note = call, device, note
         self._stamps: list[float | torch.cuda.Event] = []
         self._host: list[float] = []
-        self._work: list[int] = []
+        self._work: list[tuple[torch.Size, ...]] = []
         self._gain: Interval | None = None
+        self._is_decided = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:
+        if self._is_decided:
+            return
         event = stamp(self._device)
         self._host.append(time.perf_counter())
         self._stamps.append(self._host[-1] if event is None else event)
-        self._work.append(self._call.take_work())
+        self._work.append(self._call.take_shapes())
         done = len(self._stamps)
         self._call.is_on = _is_compiled_in(done)
-        if done > WARM_UP + 2 * PAIRS:  # what is read was done a window ago
-            self._hook.remove()
+        if done > WARM_UP + 2 * PAIRS:
+            self._is_decided = True
             self._decide()
 
     def _decide(self) -> None:
@@ -59,6 +62,7 @@ class CompileCheck:
     def _measured(self) -> Interval | None:
         """Return seconds uncompiled over compiled, of pairs that did the same work; None of fewer than two."""
         ratios = []
+        wait_for(self._stamps[-1])  # the host may be many windows ahead of what is read
         for first in range(WARM_UP + 2, WARM_UP + 2 * PAIRS, 2):
             pair = {_is_compiled_in(i): seconds_between(*self._stamps[i - 1 : i + 1]) for i in (first, first + 1)}
             if self._work[first] == self._work[first + 1] and min(pair.values()) > 0:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -32,7 +34,7 @@ class CompiledCall:
         compiled = model._compiled_call_impl
         assert compiled is not None
         self._model, self._compiled, self._saw = model, compiled, saw
-        self._work = 0
+        self._shapes: list[torch.Size] = []
         self.is_on = True
         self.began: float | None = None
         model._compiled_call_impl = self
@@ -42,13 +44,13 @@ class CompiledCall:
         self._saw()
         if self.began is None:
             self.began = time.perf_counter()
-        self._work += sum(each.numel() for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        self._shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         return self._compiled(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
 
-    def take_work(self) -> int:
-        """Return the elements of tensors that it was called with since the last time."""
-        work, self._work = self._work, 0
-        return work
+    def take_shapes(self) -> tuple[torch.Size, ...]:
+        """Return the shapes of the tensors that it was called with since the last time."""
+        shapes, self._shapes = tuple(self._shapes), []
+        return shapes
 
     def undo(self) -> None:
         """Leave the model as it was."""

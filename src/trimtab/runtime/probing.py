@@ -13,6 +13,7 @@ from trimtab.decide.window_times import WindowTimes
 # After a few in a row one window in so many: while nothing is known, in the first windows of a run or after a pause;
 # and from then on.
 _EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
+_RENEWED = 200  # windows after which the time of a loader batch is looked at again
 _FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
@@ -23,7 +24,7 @@ class Probing:
 
     Args:
         unit: micro-batches of a loader batch. account, times: of the run, as they are each time. may_split: whether a
-            batch keeps its maths when it is split. shows_one: whether a window of one micro-batch shows the noise, as
+            batch may be split. shows_one: whether a window of one micro-batch shows the noise, as
             on several ranks, or nobody asks for it.
 
     Attributes:
@@ -55,7 +56,7 @@ class Probing:
         """Return the loader batches of the next window: as decided, or as many as show what those do not."""
         if not self.is_due(k, noise):
             return decided
-        if self._lacks_times(k):
+        if self._lacks_times(k) or self._renews_times(k):
             return self.timed
         return 2 if self._may_double and not self._may_split else decided
 
@@ -66,8 +67,10 @@ class Probing:
     def is_due(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is to show what one as decided does not."""
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
-        if not (lacks_times or lacks_noise) or not self.fits or self._account.windows < _FRESH:
+        if not self.fits or self._account.windows < _FRESH:
             return False
+        if not (lacks_times or lacks_noise):
+            return self._renews_times(k)
         is_known = is_known_well(self._rule, noise) and not lacks_times
         explores = not is_known and self._account.windows - self._account.began < _EXPLORED
         free = 2 * self._rule.min_windows  # as many again as show the noise: some of them show the times alone
@@ -78,5 +81,12 @@ class Probing:
 
         Half of one may take more than half of it.
         """
+        return self._hides_times(k) and not self._times.is_known
+
+    def _renews_times(self, k: int) -> bool:
+        """Return whether what is known is looked at again: it may be of a moment in which the machine was busy."""
+        return self._hides_times(k) and self._times.is_known and self._account.is_due(sparse=_RENEWED)
+
+    def _hides_times(self, k: int) -> bool:
         are_few = k < self.timed * self._unit
-        return self._rule.policy == "goodput" and self._may_double and are_few and not self._times.is_known
+        return self._rule.policy == "goodput" and self._may_double and are_few

@@ -156,3 +156,34 @@ def test_a_run_that_ends_early_says_what_it_knows(monkeypatch, tmp_path):
     on, (last,) = checked(monkeypatch, tmp_path, lambda index: 1.2, windows=5)
     assert all(on)
     assert (last["price"], last["gain"]) == (0.0, None)
+
+
+def test_windows_that_are_split_say_nothing_beside_whole_ones(monkeypatch, tmp_path):
+    """As many elements, in other shapes."""
+    seen = []
+
+    class Call(CompiledCall):
+        def take_shapes(self):
+            seen.append(super().take_shapes())
+            return seen[-1]
+
+    monkeypatch.setattr("trimtab.runtime.compiled.CompiledCall", Call)
+    model, optimizer, batch = loop()
+    monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
+    with trimtab.start(model, optimizer, Plan.fixed(4, compiled=True)) as run:
+        for window in (run.window(batch), run.window(batch[:2], batch[2:])):
+            run.train_step(window, loss_fn)
+    assert seen == [(torch.Size([4, 6]),), (torch.Size([2, 6]),) * 2]
+
+
+def test_a_users_hook_beside_the_check_is_not_disturbed(monkeypatch):
+    """One that comes after it: torch goes through them while they are called."""
+    model, optimizer, batch = loop()
+    monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
+    steps = []
+    with trimtab.start(model, optimizer, Plan.fixed(4, compiled=True)) as run:
+        optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
+        for _ in range(WARM_UP + 2 * PAIRS + 5):
+            run.train_step(run.window(batch), loss_fn)
+    assert len(steps) == WARM_UP + 2 * PAIRS + 5
+    assert len(optimizer._optimizer_step_post_hooks) == 1
