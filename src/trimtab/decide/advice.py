@@ -8,6 +8,8 @@ from trimtab.core.plan import Measured
 from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes
 
+# Shares before a word is said: of a step's time (waiting for data) and its peak (scores); of its time (a padded
+# vocabulary); of what it reserves (pieces).
 WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
 MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
 

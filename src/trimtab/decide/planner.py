@@ -18,7 +18,6 @@ from trimtab.decide.search import final_rounds
 from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
-# Of a step's time, the share that waiting for data takes before a word is said of it; of its peak, that of scores.
 
 
 @dataclass(frozen=True)
