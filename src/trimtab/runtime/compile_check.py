@@ -38,6 +38,7 @@ class CompileCheck:
         self._work: list[tuple[torch.Size, ...]] = []
         self._gain: Interval | None = None
         self._is_decided = False
+        call.shapes = []
         self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:
@@ -50,7 +51,7 @@ class CompileCheck:
         done = len(self._stamps)
         self._call.is_on = _is_compiled_in(done)
         if done > WARM_UP + 2 * PAIRS:
-            self._is_decided = True
+            self._is_decided, self._call.shapes = True, None
             self._decide()
 
     def _decide(self) -> None:

@@ -26,7 +26,8 @@ class CompiledCall:
             the model compiled anew.
 
     Attributes:
-        is_on: whether it is called compiled; or as it was. began: when it was called first.
+        is_on: whether it is called compiled; or as it was. began: when it was called first. shapes: of the tensors that
+            it was called with, while somebody takes them; else None.
     """
 
     def __init__(self, model: nn.Module, saw: Callable[[], None]) -> None:
@@ -34,8 +35,8 @@ class CompiledCall:
         compiled = model._compiled_call_impl
         assert compiled is not None
         self._model, self._compiled, self._saw = model, compiled, saw
-        self._shapes: list[torch.Size] = []
         self.is_on = True
+        self.shapes: list[torch.Size] | None = None
         self.began: float | None = None
         model._compiled_call_impl = self
 
@@ -44,12 +45,13 @@ class CompiledCall:
         self._saw()
         if self.began is None:
             self.began = time.perf_counter()
-        self._shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        if self.shapes is not None:
+            self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         return self._compiled(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
 
     def take_shapes(self) -> tuple[torch.Size, ...]:
-        """Return the shapes of the tensors that it was called with since the last time."""
-        shapes, self._shapes = tuple(self._shapes), []
+        """Return the shapes since the last time."""
+        shapes, self.shapes = tuple(self.shapes or ()), []
         return shapes
 
     def undo(self) -> None:

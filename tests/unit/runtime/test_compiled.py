@@ -185,5 +185,6 @@ def test_a_users_hook_beside_the_check_is_not_disturbed(monkeypatch):
         optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
         for _ in range(WARM_UP + 2 * PAIRS + 5):
             run.train_step(run.window(batch), loss_fn)
+        assert model._compiled_call_impl.shapes is None  # else they would grow for as long as the run is
     assert len(steps) == WARM_UP + 2 * PAIRS + 5
     assert len(optimizer._optimizer_step_post_hooks) == 1
