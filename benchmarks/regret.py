@@ -11,11 +11,10 @@ process ("local"), and over two gloo ranks whose reductions a sleep makes slow (
 measuring took, by its account, is added. Two ranks are trained as one process of twice the micro-batches, the same
 gradients (batch statistics are updated by both), and the control reads the table's times in place of its own, once it
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
-best at k = 1 (`--sweep` shows what others give): fixed arms have theirs from the start; "ramped", as a policy raises
-it. "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
+best at k = 1 (`--sweep` shows what others give), and rises over the first samples where the case has a warm-up.
+"goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
 figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and two
-arms are set against each other by the seeds they share. The best fixed arm is the best of both ways. `--keep FOLDER`
-goes on where another run was stopped.
+arms are set against each other by the seeds they share. `--keep FOLDER` goes on where another run was stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,12 @@ import torch
 from regret_cases import CASES, Case, Course, kept, local_times, rank_times, train, train_fixed, train_held
 
 import trimtab
-from trimtab.decide.accumulation import Times
+from trimtab.decide.progress import Times
 from trimtab.decide.statistics import ratio_interval
 
 FIXED = (1, 2, 4, 8, 16)
 HELD = "goodput, held"
 POLICIES = ("goodput", HELD, "paper")
-RAMPED = (8,)  # fixed k whose rate is also tried as a policy raises it
 COMPARED = "goodput"
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
@@ -64,7 +61,7 @@ def rule_of(policy: str, case: Case, ranks: int) -> trimtab.BatchRule:
     """
     if policy == "paper":
         rule = trimtab.BatchRule("fixed", k=4, learning_rate="none", min_windows=10**6)
-        noise = train(case, FIRST_SEED, rule, most=48 * case.rows).noise
+        noise = train(case, FIRST_SEED, rule, most=80 * case.rows).noise
         assert noise is not None
         target = noise.trace / case.rows / 4 / ranks  # its k is of one rank
         allowed = 4 * ranks, 8 * ranks
@@ -72,20 +69,6 @@ def rule_of(policy: str, case: Case, ranks: int) -> trimtab.BatchRule:
             "paper", k=4 * ranks, k_max=16 * ranks, sigma2_target=target, allowed=allowed, learning_rate="linear"
         )
     return trimtab.BatchRule(policy.partition(",")[0], k=ranks, k_max=16 * ranks)
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """An arm of fixed k; `ramped`: its learning rate rises to what follows from k."""
-
-    k: int
-    ramped: bool
-
-    def __str__(self) -> str:
-        return f"k={self.k}{', ramped' if self.ramped else ''}"
-
-
-FIXED_ARMS = (*(Fixed(k, False) for k in FIXED), *(Fixed(k, True) for k in RAMPED))
 
 
 class Trained:
@@ -97,24 +80,20 @@ class Trained:
 
     def __init__(self, case: Case, seeds: int, pool: Executor, keep: Path) -> None:
         self._case, self._seeds, self._pool, self._keep = case, seeds, pool, keep
-        self._fixed: dict[tuple[int, bool], list[Future[Course]]] = {}
+        self._fixed: dict[int, list[Future[Course]]] = {}
 
-    def fixed(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
-        """Begin a course a seed of so many micro-batches a window and rank."""
-        key = arm.k * ranks, arm.ramped
-        if key not in self._fixed:
-            self._fixed[key] = self._begun(*key, first=FIRST_SEED)
-        return self._fixed[key]
+    def fixed(self, total: int) -> list[Future[Course]]:
+        """Begin a course a seed of so many micro-batches a window, of all ranks."""
+        if total not in self._fixed:
+            self._fixed[total] = self._begun(total, FIRST_SEED)
+        return self._fixed[total]
 
-    def again(self, arm: Fixed, ranks: int) -> list[Future[Course]]:
+    def again(self, total: int) -> list[Future[Course]]:
         """Begin such courses from other seeds."""
-        return self._begun(arm.k * ranks, arm.ramped, first=FIRST_SEED + self._seeds, most=OTHER_SEEDS)
+        return self._begun(total, FIRST_SEED + self._seeds, OTHER_SEEDS)
 
-    def _begun(self, total: int, ramped: bool, *, first: int, most: float = math.inf) -> list[Future[Course]]:
-        if not ramped:
-            return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first, most)]
-        rule = trimtab.BatchRule("fixed", k=total, k_max=total, min_windows=10**6)
-        return [self._submit(f"ramped {total}", train, seed, rule) for seed in self._from(first, OTHER_SEEDS)]
+    def _begun(self, total: int, first: int, most: float = math.inf) -> list[Future[Course]]:
+        return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first, most)]
 
     def _from(self, first: int, most: float = math.inf) -> range:
         return range(first, first + int(min(self._seeds, most)))
@@ -135,6 +114,7 @@ def tables_of(case: Case, latency: float, keep: Path) -> dict[str, Times]:
     keep.mkdir(parents=True, exist_ok=True)
     settings, path = keep / f"{case.name}, settings.txt", keep / f"{case.name}, times.json"
     said = f"{case.rows} rows, rate {case.rate:g}, losses {case.targets}, latency {latency:g}"
+    said += f", {case.warmup} samples of warm-up" if case.warmup else ""
     if settings.is_file() and settings.read_text() != said:
         raise SystemExit(f"{keep} keeps what was trained with {settings.read_text()}; now it is {said}")
     settings.write_text(said)
@@ -152,7 +132,7 @@ def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> 
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         trained, begun = Trained(case, seeds, pool, keep), {}
         for link, ranks in RANKS.items():
-            begun[link] = {str(arm): trained.fixed(arm, ranks) for arm in FIXED_ARMS}
+            begun[link] = {f"k={k}": trained.fixed(k * ranks) for k in FIXED}
             begun[link] |= {policy: trained.policy(policy, ranks, tables[link]) for policy in POLICIES}
         for link, arms in begun.items():
             courses = {name: _results(f"{case.name} {link} {name}", found) for name, found in arms.items()}
@@ -174,16 +154,16 @@ def _link_rows(
     def arrivals(name: str, targets: Targets) -> Arrivals:
         return [each.arrival(targets, times, ranks) for each in courses[name]]
 
-    def best_for(targets: Targets) -> Fixed:
-        return min(FIXED_ARMS, key=lambda arm: _median_s(arrivals(str(arm), targets)))
+    def best_for(targets: Targets) -> int:
+        return min(FIXED, key=lambda k: _median_s(arrivals(f"k={k}", targets)))
 
-    courses = courses | {"again": [each.result() for each in trained.again(best_for(case.targets), ranks)]}
+    courses = courses | {"again": [each.result() for each in trained.again(best_for(case.targets) * ranks)]}
     for targets in (case.targets, *((each,) for each in case.targets)):
         best = best_for(targets)
         for name, found in courses.items():
             mean_k = statistics.fmean(course.mean_k for course in found) / ranks
-            row = _row(arrivals(name, targets), arrivals(str(best), targets))
-            row |= {"policy": name, "best": str(best), "best_k": best.k, "mean_k": mean_k}
+            row = _row(arrivals(name, targets), arrivals(f"k={best}", targets))
+            row |= {"policy": name, "best": f"k={best}", "best_k": best, "mean_k": mean_k}
             yield {"metric": "regret_ratio"} | of_link | {"easiest": targets[0], "target": targets[-1]} | row
 
 

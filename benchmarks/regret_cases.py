@@ -27,7 +27,8 @@ import trimtab
 from trimtab.core.codec import write_whole
 from trimtab.core.plan import Plan
 from trimtab.decide import accumulation
-from trimtab.decide.accumulation import Noise, Times
+from trimtab.decide.accumulation import Noise
+from trimtab.decide.progress import Times
 from trimtab.decide.window_times import WindowTimes
 from trimtab.runtime import batch_control
 from trimtab.runtime.engine import Run
@@ -112,7 +113,8 @@ class Case:
     Args:
         rows: of a micro-batch, which is a loader batch. rate: learning rate at k = 1. targets: held-out losses,
             falling, all in the part of a run that most of its time goes into.
-        eval_every: samples between evaluations. most_samples: when an arm is given up.
+        eval_every: samples between evaluations. most_samples: when an arm is given up. warmup: samples over which the
+            rate rises, in every arm.
     """
 
     name: str
@@ -122,11 +124,16 @@ class Case:
     targets: tuple[float, ...]
     eval_every: int
     most_samples: int
+    warmup: int = 0
+
+    def warmed(self, samples: int) -> float:
+        """Return the factor on the rate after so many samples."""
+        return min(1.0, samples / self.warmup) if self.warmup else 1.0
 
 
 CASES = (
     Case("cifar10_resnet_small", small_resnet, 8, 0.01, (1.65, 1.6, 1.55, 1.5), 1_024, 80_000),
-    Case("source_gpt_small", small_gpt, 4, 1e-3, (2.0, 1.9, 1.8, 1.7), 512, 40_000),
+    Case("source_gpt_small", small_gpt, 4, 1e-3, (1.7, 1.6, 1.55, 1.5), 512, 40_000, warmup=2_048),
 )
 
 
@@ -271,6 +278,8 @@ def _train(
             _charge_by(told, run)
         while run.consumed_rows < (most or case.most_samples):
             window = next_window(run, batches)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * case.warmed(run.consumed_rows + case.rows)
             run.train_step(window, task.loss_fn)
             micro, num_windows = micro + window.num_micro_batches, num_windows + 1
             if run.consumed_rows >= due:

@@ -18,7 +18,7 @@ COMMON = """
     from trimtab.decide.accounts import Account
     from trimtab.decide.noise import NoiseAverage
 
-    Account.is_due = lambda self, free=0, sparse=1: True
+    Account.is_due = lambda self, sparse=0: True
     seen, add = [], NoiseAverage.add
     def noting(self, window, age=1):
         seen.append((window.trace, window.norm2))

@@ -14,8 +14,12 @@ from typing import Any
 from trimtab.core import checks
 from trimtab.core.errors import FormatError
 
-# What measuring may cost of a window's time, on average.
+# What measuring may cost of the windows' time; and on top of it, while nothing is known, this share of the first ones,
+# up to the time of so many windows.
 LIMIT = 0.0025
+EARLY, ALLOWANCE = 0.04, 8.0
+# A run's very first windows are not used: they are like none that follow. Uses are spread, so that no moment decides.
+FRESH, SPREAD = 10, 0.05
 # Windows between two looks at an account, and of the first pause.
 REVIEW, PAUSE = 100, 200
 MOST_PAUSE = 10 * PAUSE  # noise grows by an order of magnitude while a model is trained
@@ -37,13 +41,13 @@ class Review:
 class Account:
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
-    _FIELDS = ("windows", "uses", "spent_s", "used_s", "every", "pause", "pause_left", "reviewed", "began", "untold")
+    _FIELDS = ("windows", "uses", "last", "spent_s", "used_s", "pause", "pause_left", "reviewed", "began", "untold")
 
     def __init__(self, technique: str, limit: float = LIMIT) -> None:
         self.technique, self._limit = technique, limit
-        self.windows = self.uses = self.pause_left = self.reviewed = self.began = self.untold = 0
+        self.windows = self.uses = self.last = self.pause_left = self.reviewed = self.began = self.untold = 0
         self.spent_s = self.used_s = 0.0
-        self.every, self.pause = 1, PAUSE
+        self.pause = PAUSE
 
     @property
     def is_paused(self) -> bool:
@@ -55,13 +59,30 @@ class Account:
         """Share of a window's time that one use takes; 0 while unknown."""
         return self.spent_s / self.used_s if self.used_s > 0 else 0.0
 
-    def is_due(self, free: int = 0, sparse: int = 1) -> bool:
-        """Return whether the next window is one to use it in.
+    @property
+    def every(self) -> int:
+        """In how many windows it may be used once, by its price so far."""
+        return max(1, math.ceil(self.price / self._limit - 1e-9))
+
+    def is_due(self, sparse: int = 0) -> bool:
+        """Return whether the next window is one to use it in: what went before pays for it.
 
         Args:
-            free: uses at first that are not thinned out. sparse: at most one window in so many after them.
+            sparse: one window in so many may be; 0: where it is not too soon after the last.
         """
-        return not self.is_paused and (self.uses < free or self.windows % max(self.every, sparse) == 0)
+        if self.is_paused or self.windows < FRESH:
+            return False
+        may_spend = self._limit * self.windows + min(EARLY * self.windows, ALLOWANCE)
+        if self.price * (self.uses + 1) > may_spend:
+            return False
+        if sparse:
+            return self.windows % sparse == 0
+        spread = math.ceil(SPREAD * max(0, self.last - self.began))
+        return self.windows - self.last >= min(self.every, spread)
+
+    def use(self) -> None:
+        """The next window is one that it is used in; what that takes is charged later."""
+        self.last = self.windows
 
     def pass_window(self) -> None:
         """A window is over. After a pause it begins anew."""
@@ -77,23 +98,23 @@ class Account:
         return self.price * self.uses / self.windows if self.windows else 0.0
 
     def charge(self, window_s: float, spent_s: float) -> None:
-        """Note what one use took, of a window of so many seconds; from the price so far, in how many to use it once."""
+        """Note what one use took, of a window of so many seconds."""
         self.uses += 1
         self.untold += 1
         self.used_s += window_s
         self.spent_s += spent_s
-        self.every = max(1, math.ceil(self.price / self._limit))
 
-    def review(self, gain: float | None) -> Review | None:
+    def review(self, gain: float | None, prospect: float = 0.0) -> Review | None:
         """Return what a look at the account finds; None before it is time for one, or while the gain is unknown.
 
         Args:
             gain: share of time that the technique saves, by the best that is known of it; None while that is nothing.
+            prospect: what it may come to save by the end of a pause: one that would miss that is put off.
         """
         if gain is not None:
             self.untold = 0
         elif self.untold >= PATIENCE:
-            gain = 0.0
+            gain, prospect = 0.0, 0.0
         if gain is None or self.is_paused or self.windows - self.reviewed < REVIEW:
             return None
         self.reviewed = self.windows
@@ -101,6 +122,8 @@ class Account:
         if gain >= price:
             self.pause = PAUSE
             return Review(self.technique, price, gain, True)
+        if prospect >= price:
+            return None
         pause, self.pause_left = self.pause, self.pause
         self.pause = min(2 * self.pause, MOST_PAUSE)
         return Review(self.technique, price, gain, False, pause)

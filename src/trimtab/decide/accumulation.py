@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
+from trimtab.decide.progress import Times, goodput_k, relative_time
 
 # A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
 HYSTERESIS = 0.01
@@ -51,6 +52,10 @@ class Noise:
         """Standard error of `norm2` over itself; infinite where that is not above zero."""
         return self.norm2_error / self.norm2 if self.norm2 > 0 else math.inf
 
+    def grown(self, factor: float) -> Noise:
+        """Return so many times as much noise, as well known."""
+        return replace(self, norm2=self.norm2 / factor, norm2_error=self.norm2_error / factor)
+
     def at_least(self) -> Noise:
         """Return the least noise that agrees with the windows, whose scale is 0 where they say nothing."""
         norm2 = max(0.0, self.norm2) + SURE * self.norm2_error
@@ -63,20 +68,13 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of a micro-batch, the most of all ranks, and of what a window has besides them, the least of all."""
-
-    micro_s: float
-    fixed_s: float
-
-
-@dataclass(frozen=True)
 class Standing:
     """What is decided upon.
 
     Args:
         k: micro-batches per window and rank, at present. unit: micro-batches of one loader batch: k is a multiple.
-        micro_rows: b. num_ranks: R. noise, times: None while not known.
+        micro_rows: b. num_ranks: R. noise, times: None while not known. normalises: whether the optimizer divides
+            gradients by their size, as Adam does.
     """
 
     k: int
@@ -85,6 +83,13 @@ class Standing:
     num_ranks: int = 1
     noise: Noise | None = None
     times: Times | None = None
+    normalises: bool = False
+
+    def relative_time(self, k: int, noise_scale: float) -> float:
+        """Return time to a loss with so many micro-batches a window, up to a constant, at such a noise scale."""
+        assert self.times is not None
+        rows = self.micro_rows * self.num_ranks
+        return relative_time(k, noise_scale, rows, self.times, normalises=self.normalises)
 
 
 @dataclass(frozen=True)
@@ -136,25 +141,6 @@ def most(rule: BatchRule, unit: int) -> int:
     return max(1, rule.k_max // unit) * unit
 
 
-def goodput_k(noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
-    """Return k* = sqrt(N / (b R) * t_fixed / t_micro), where time to a loss is least (math: section 4)."""
-    if times.fixed_s == 0:
-        return 0.0
-    return math.sqrt(noise_scale / (micro_rows * num_ranks) * times.fixed_s / times.micro_s)
-
-
-def relative_time(k: float, noise_scale: float, micro_rows: float, num_ranks: int, times: Times) -> float:
-    """Return time to a loss up to a constant: (1 + N / (k b R)) * (k t_micro + t_fixed).
-
-    The inverse of goodput (Qiao et al., OSDI 2021): windows needed times seconds of one. Where N is infinite, of them
-    in proportion to 1 / k.
-    """
-    per_window = k * times.micro_s + times.fixed_s
-    if math.isinf(noise_scale):
-        return per_window / k
-    return (1 + noise_scale / (k * micro_rows * num_ranks)) * per_window
-
-
 def throughput_per_memory(trials: Mapping[int, tuple[float, float]]) -> int:
     """Return argmax_k throughput(k) / memory(k) at one effective batch (paper eq. 9, to the letter); ties: least k.
 
@@ -198,11 +184,10 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
 
 def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
     """Return the best k at a noise scale, and the share of time to a loss that it saves of another's."""
-    times, unit = standing.times, standing.unit
-    assert times is not None
+    unit = standing.unit
 
     def cost(k: int) -> float:
-        return relative_time(k, scale, standing.micro_rows, standing.num_ranks, times)
+        return standing.relative_time(k, scale)
 
     best = min(range(unit, most(rule, unit) + 1, unit), key=cost)
     return best, 1 - cost(best) / cost(base_k)
@@ -240,9 +225,10 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     scale = noise.scale
 
     def cost(k: int) -> float:
-        return relative_time(k, scale, standing.micro_rows, standing.num_ranks, times)
+        return standing.relative_time(k, scale)
 
-    wanted = goodput_k(scale, standing.micro_rows, standing.num_ranks, times)
+    rows = standing.micro_rows * standing.num_ranks
+    wanted = goodput_k(scale, rows, times, normalises=standing.normalises)
     unit = standing.unit
     below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
     best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)

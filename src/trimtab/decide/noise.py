@@ -17,7 +17,6 @@ from trimtab.decide.accumulation import Noise
 # Windows that an average looks back on: noise changes over hundreds of windows, and one says little. Where few of them
 # are measured, a third as many measurements.
 MEMORY, MOST_AGE = 100, 3
-UNIT_MEMORY = 10  # windows, measured or not, for the unit that gradients are measured in
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,34 @@ class WindowNoise:
 
     Args:
         trace: S, of tr(Sigma) per row. norm2: G2, of the true gradient's squared norm.
-        degrees: K - 1, which S weighs by. norm2_weight: what G2 weighs by, `M^2 (K - 1) / K` of M rows: the inverse of
-            its variance where it is lost in noise, which is where its error decides.
+        num: K, micro-batches. rows: M, of all of them.
     """
 
     trace: float
     norm2: float
-    degrees: float
-    norm2_weight: float
+    num: float
+    rows: float
+
+    @property
+    def degrees(self) -> float:
+        """K - 1, which S weighs by."""
+        return self.num - 1
+
+    @property
+    def norm2_weight(self) -> float:
+        """M^2 (K - 1) / K, which G2 weighs by.
+
+        The inverse of its variance where it is lost in noise, which is where its error decides.
+        """
+        return self.rows**2 * (1 - 1 / self.num)
+
+    @property
+    def energy(self) -> float:
+        """Squared norm of a micro-batch's gradient times its rows, S + G2 M / K; of estimates by partial sums, S / 2.
+
+        Where single norms are seen it is never less.
+        """
+        return max(self.trace + self.norm2 * self.rows / self.num, abs(self.trace) / 2)
 
 
 def window_noise(mean_norm2: float, norm2: float, spread: float, squares: float, num: float) -> WindowNoise | None:
@@ -88,7 +107,7 @@ def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise
     """Return the estimates of so many micro-batches of so many rows in all, or None where they are no numbers."""
     if not (math.isfinite(trace) and math.isfinite(norm2)):
         return None
-    return WindowNoise(trace, norm2, num - 1, rows**2 * (1 - 1 / num))
+    return WindowNoise(trace, norm2, num, rows)
 
 
 class NoiseAverage:
@@ -96,49 +115,52 @@ class NoiseAverage:
 
     Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
     of a window of k micro-batches varies like 1/k^2 where noise is all there is: by the weights of S, what was seen at
-    k = 1 would keep it uncertain long after k has risen. Both are in units of what S was lately: gradients fall by
-    orders of magnitude in a run's first windows, which would outweigh all that follow. And while a run is short, what
-    it began with fades sooner: a window at twice the time weighs twice as much.
+    k = 1 would keep it uncertain long after k has risen. Both are shares of the window's own energy: gradients fall by
+    orders of magnitude in a run's first windows, and one that leaps would outweigh all around it. It makes N too large
+    by 2% where a gradient has six components, and by less the more it has. And while a run is short, what it began with
+    fades sooner: a window at twice the time weighs four times as much.
     """
 
     _COUNTS = ("num_windows", "span")
-    _AVERAGES = ("unit", "trace", "relative_trace", "norm2", "spread")
+    _AVERAGES = ("trace", "energy", "trace_share", "norm2_share", "spread")
     _FIELDS = (*_COUNTS, *_AVERAGES, "count", "weight", "norm2_weight", "norm2_weight2")
 
     def __init__(self, memory: int = MEMORY) -> None:
         self._keep = 1 - 1 / memory
         self.num_windows = self.span = 0  # measured ones, and all since the first of them
-        self.unit = self.trace = 0.0  # |S| of the last few windows, and S
-        self.count = self.weight = self.relative_trace = 0.0  # of windows, of S in units: each fades
-        self.norm2_weight = self.norm2_weight2 = self.norm2 = self.spread = 0.0  # of G2 in units
+        self.count = self.weight = self.norm2_weight = self.norm2_weight2 = 0.0  # each fades
+        self.trace = self.energy = self.trace_share = 0.0  # averages by degrees of freedom
+        self.norm2_share = self.spread = 0.0  # average of G2 by its own weights, and the sum of squares around it
 
     def add(self, window: WindowNoise, age: int = 1) -> None:
         """Take one window in, so many after the last one that was measured."""
         age = max(age, 1) if self.num_windows else 1
         self.span += age
-        keep = min(self._keep ** min(age, MOST_AGE), 1 - age / self.span)
-        unit = self.unit or abs(window.trace) or 1.0
-        self.unit = unit + (abs(window.trace) - unit) * (1 - (1 - 1 / UNIT_MEMORY) ** age)
+        keep = min(self._keep ** min(age, MOST_AGE), (1 - age / self.span) ** 2)
+        self.num_windows += 1
         self.count = keep * self.count + 1
         self.weight = keep * self.weight + window.degrees
-        self.trace += (window.trace - self.trace) * window.degrees / self.weight
-        self.relative_trace += (window.trace / unit - self.relative_trace) * window.degrees / self.weight
-        w = window.norm2_weight
-        self.norm2_weight = keep * self.norm2_weight + w
-        self.norm2_weight2 = keep**2 * self.norm2_weight2 + w
-        before = window.norm2 / unit - self.norm2
-        self.norm2 += before * w / self.norm2_weight
-        self.spread = keep * self.spread + w * before * (window.norm2 / unit - self.norm2)
-        self.num_windows += 1
+        step, unit = window.degrees / self.weight, window.energy or 1.0
+        self.trace += (window.trace - self.trace) * step
+        self.energy += (unit - self.energy) * step
+        self.trace_share += (window.trace / unit - self.trace_share) * step
+        self._add_norm2(window.norm2 / unit, window.norm2_weight, keep)
+
+    def _add_norm2(self, share: float, weight: float, keep: float) -> None:
+        self.norm2_weight = keep * self.norm2_weight + weight
+        self.norm2_weight2 = keep**2 * self.norm2_weight2 + weight
+        before = share - self.norm2_share
+        self.norm2_share += before * weight / self.norm2_weight
+        self.spread = keep * self.spread + weight * before * (share - self.norm2_share)
 
     @property
     def noise(self) -> Noise | None:
         """The averages, and how sure the squared norm is; None before the first window."""
         if self.num_windows == 0:
             return None
-        are_known = self.trace > 0 and self.relative_trace > 0
-        unit = self.trace / self.relative_trace if are_known else self.unit
-        return Noise(self.trace, unit * self.norm2, unit * self._norm2_error(), self.num_windows)
+        are_known = self.trace > 0 and self.trace_share > 0
+        unit = self.trace / self.trace_share if are_known else self.energy
+        return Noise(self.trace, unit * self.norm2_share, unit * self._norm2_error(), self.num_windows)
 
     def _norm2_error(self) -> float:
         """Return the standard error of G2, whose windows vary like one over their weights."""

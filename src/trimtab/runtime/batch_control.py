@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,64 +23,19 @@ from trimtab.decide.accounts import PATIENCE, Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow, WindowTimes
-from trimtab.measure.window_clock import Stamped, WindowClock
+from trimtab.measure.window_clock import WindowClock
 from trimtab.runtime import compiled
 from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.measured import Measured, Nothing
 from trimtab.runtime.noise_monitor import NUM_FIGURES, Figures, NoiseMonitor
 from trimtab.runtime.probing import Probing
 from trimtab.runtime.run_state import load_parts
-from trimtab.runtime.schedule import RateFollower
+from trimtab.runtime.schedule import RateFollower, normalises
 from trimtab.runtime.splitting import keeps_maths
 
 Note = Callable[[str, Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A window whose figures are on their way.
-
-    Args:
-        rows: of its loader batches. first: of those that show the time of one, all from it on but the last. extra_s:
-            what it took beyond others, made to show more.
-    """
-
-    said: Figures
-    stamps: Stamped
-    rows: tuple[int, ...]
-    first: int
-    extra_s: float
-
-    def wait(self) -> None:
-        """Wait until the device has done the window: it has had another's time to."""
-        self.stamps.wait()
-
-    def figures(self, deciding_s: float) -> list[float]:
-        """Return sums, then seconds a row, fixed, whole, and spent; nan where a window has too few batches to show it.
-
-        A row's have those of drawing the data in them; watching is in neither.
-        """
-        seconds, watching = self.stamps.read(), self.said.watching
-        rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
-        row_s = fixed_s = math.nan
-        if between:
-            row_s = (sum(seconds.batch_s[self.first :]) - watching.amid(since=self.first)) / between
-            fixed_s = seconds.window_s - watching.amid() - row_s * rows
-        whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
-        spent_s = watching.read() + self.said.closing.read() + deciding_s + self.extra_s
-        return [*self.said.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, spent_s]
-
-
-class _Nothing:
-    """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def figures(self, deciding_s: float) -> list[float]:
-        """Return as many figures."""
-        return [math.nan] * (NUM_FIGURES + 4)
 
 
 def control_of(
@@ -123,6 +78,7 @@ class BatchControl:
         self._average, self._times, self._usual = NoiseAverage(), WindowTimes(), UsualWindow()
         self._account = Account("noise monitor")
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
+        self._normalises = normalises(optimizer)
         self._monitor = NoiseMonitor(model, optimizer)
         self._seen_apart = 1 if self._monitor.is_sharded else exchange.num_ranks
         self._measures = not self._cuts  # which is given all it needs
@@ -136,7 +92,7 @@ class BatchControl:
             shows_one=shows_one,
         )
         self._clock = WindowClock(next(model.parameters()).device)
-        self._measured: _Measured | _Nothing | None = None
+        self._measured: Measured | Nothing | None = None
         self._said: Figures | None = None
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
@@ -184,8 +140,7 @@ class BatchControl:
     @property
     def _is_next_due(self) -> bool:
         """Whether the next window is to be measured, if it shows anything."""
-        by_account = self._account.is_due(free=self._rule.min_windows)
-        return self._measures and (by_account or self._probing.is_due(self.k, self.noise))
+        return self._measures and (self._account.is_due() or self._probing.is_due(self.k, self.noise))
 
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
@@ -195,9 +150,12 @@ class BatchControl:
         self._is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
         # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
         self._owes = self._exchange.num_ranks > 1 and self._is_next_due
-        is_due = self._owes or self._is_probe or self._account.is_due(free=self._rule.min_windows)
+        is_due = self._owes or self._is_probe or self._account.is_due()
         self._opened_s = time.perf_counter()
-        if self._measures and is_due and num_micro_batches * self._seen_apart > 1:
+        is_seen = self._measures and is_due and num_micro_batches * self._seen_apart > 1
+        if self._owes or (is_seen and self._exchange.num_ranks == 1):
+            self._account.use()
+        if is_seen:
             self._monitor.open()
             self._clock.open()
 
@@ -250,14 +208,14 @@ class BatchControl:
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
 
-    def _told(self, num_batches: int, seconds: float, *, applied: bool) -> _Measured | _Nothing | None:
+    def _told(self, num_batches: int, seconds: float, *, applied: bool) -> Measured | Nothing | None:
         """Return what a window says, that took so long by the host's clock."""
         if self._said is not None and applied:
             extra_s = self._usual.extra(seconds, num_batches) if self._is_probe else 0.0
-            return _Measured(self._said, self._clock.end(), tuple(self._rows), self._probing.timed - 2, extra_s)
+            return Measured(self._said, self._clock.end(), tuple(self._rows), self._probing.timed - 2, extra_s)
         if self._said is None and applied:
             self._usual.add(seconds, num_batches)
-        return _Nothing() if self._owes else None
+        return Nothing() if self._owes else None
 
     def dropped(self) -> None:
         """The window was given up, or is over."""
@@ -298,7 +256,8 @@ class BatchControl:
 
     def _standing(self) -> Standing:
         times = self._times.times(self._micro_rows)
-        return Standing(self.k, self._unit, self._micro_rows, self._exchange.num_ranks, self.noise, times)
+        ranks = self._exchange.num_ranks
+        return Standing(self.k, self._unit, self._micro_rows, ranks, self.noise, times, self._normalises)
 
     def _decide(self) -> None:
         if not self._probing.fits:
@@ -316,13 +275,21 @@ class BatchControl:
     def _review(self) -> None:
         if self._rule.policy != "goodput":
             return
-        review = self._account.review(self._gain())
+        review = self._account.review(self._gain(), self._prospect())
         if review is not None and review.pays != self._pays:
             self._pays = review.pays
             self._note("account", asdict(review))
         if review is not None and not review.pays:
             self._average, self._pays = NoiseAverage(), None  # by the end of the pause it says nothing any more
             self._times.forget()
+
+    def _prospect(self) -> float:
+        """Return what the best k may come to save by the end of a pause: noise grows, at the most as a run does."""
+        standing, account = self._standing(), self._account
+        if standing.noise is None or not account.windows:
+            return 0.0
+        growth = 1 + account.pause / account.windows
+        return gain(self._rule, replace(standing, noise=standing.noise.grown(growth)), self._base_k) or 0.0
 
     def _gain(self) -> float | None:
         found = gain(self._rule, self._standing(), self._base_k)

@@ -10,11 +10,10 @@ from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, is_known_well, most
 from trimtab.decide.window_times import WindowTimes
 
-# After a few in a row one window in so many: while nothing is known, in the first windows of a run or after a pause;
-# and from then on.
-_EXPLORING, _EXPLORED, _SPARSE = 4, 200, 50
+# Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known; and from
+# then on one window in so many.
+_EXPLORED, _SPARSE = 200, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
-_FRESH = 10  # windows at first that are as the user has them: no larger batch at a run's very start
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
 
@@ -67,14 +66,13 @@ class Probing:
     def is_due(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is to show what one as decided does not."""
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
-        if not self.fits or self._account.windows < _FRESH:
+        if not self.fits:
             return False
         if not (lacks_times or lacks_noise):
             return self._renews_times(k)
         is_known = is_known_well(self._rule, noise) and not lacks_times
         explores = not is_known and self._account.windows - self._account.began < _EXPLORED
-        free = 2 * self._rule.min_windows  # as many again as show the noise: some of them show the times alone
-        return self._account.is_due(free=free, sparse=_EXPLORING if explores else _SPARSE)
+        return self._account.is_due(sparse=0 if explores else _SPARSE)
 
     def _lacks_times(self, k: int) -> bool:
         """Return whether only a window of more loader batches shows the time of one.

@@ -50,6 +50,11 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
     return scale * warmup_cosine(progress)
 
 
+def normalises(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step has no size of its gradient's, as Adam's: of all optimizers but SGD that is assumed."""
+    return not isinstance(optimizer, torch.optim.SGD)
+
+
 class RateFollower:
     """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
 
@@ -69,7 +74,7 @@ class RateFollower:
     def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
         """Return the follower of a rule; "auto" is linear for SGD and the root for all else."""
         if rule == "auto":
-            rule = "linear" if isinstance(optimizer, torch.optim.SGD) else "sqrt"
+            rule = "sqrt" if normalises(optimizer) else "linear"
         return cls(rule)
 
     def factor(self, ratio: float, decided: float) -> float:

@@ -16,14 +16,12 @@ from trimtab.decide.accumulation import (
     MOST_ERROR,
     Noise,
     Standing,
-    Times,
     decide,
     gain,
-    goodput_k,
     most,
-    relative_time,
     throughput_per_memory,
 )
+from trimtab.decide.progress import Times
 
 positive = st.floats(1e-6, 1e6)
 rounding = st.floats(-1e-6, 0.0)  # of estimates that are unbiased, where nothing is there
@@ -50,6 +48,7 @@ def standings(draw):
         num_ranks=draw(st.integers(1, 64)),
         noise=Noise(draw(positive | rounding), draw(positive | rounding), draw(errors), draw(st.integers(0, 200))),
         times=Times(draw(positive), draw(st.floats(0, 1e6))),
+        normalises=draw(st.booleans()),
     )
 
 
@@ -104,25 +103,16 @@ def test_a_longer_fixed_part_never_asks_for_less(micro_s, fixed_s, factor):
     assert decide(rule_of("goodput"), more).k >= decide(rule_of("goodput"), few).k
 
 
-@given(positive, st.floats(1, 256), st.integers(1, 16), positive, positive)
-def test_the_closed_form_is_where_time_is_least(scale, rows, ranks, micro_s, fixed_s):
-    times = Times(micro_s, fixed_s)
-    best = goodput_k(scale, rows, ranks, times)
-    least = relative_time(best, scale, rows, ranks, times)
-    for other in (0.5 * best, 0.9 * best, 1.1 * best, 2 * best):
-        assert relative_time(other, scale, rows, ranks, times) >= least * (1 - 1e-12)
-
-
-@given(st.integers(1, 64), positive, positive)
-def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s):
+@given(st.integers(1, 64), positive, positive, st.booleans())
+def test_goodput_settles_at_the_best_whole_k(start, scale, fixed_s, normalises):
     """From anywhere, step by step: to where no next step is worth its change."""
-    rule = rule_of("goodput")
-    standing = replace(STANDING, k=start, noise=replace(KNOWN, trace=scale), times=Times(1.0, fixed_s))
+    rule, noise = rule_of("goodput"), replace(KNOWN, trace=scale)
+    standing = replace(STANDING, k=start, noise=noise, times=Times(1.0, fixed_s), normalises=normalises)
     for _ in range(20):
         standing = replace(standing, k=decide(rule, standing).k)
     near = range(max(1, standing.k // 2), min(64, 2 * standing.k) + 1)
-    best = min(relative_time(k, scale, 8.0, 1, standing.times) for k in near)
-    assert relative_time(standing.k, scale, 8.0, 1, standing.times) <= 1.0101 * best
+    best = min(standing.relative_time(k, scale) for k in near)
+    assert standing.relative_time(standing.k, scale) <= 1.0101 * best
 
 
 @pytest.mark.parametrize(
@@ -201,13 +191,25 @@ def test_gradients_of_zero_decide_nothing_or_one(noise, fixed_s, policy):
 
 
 def test_the_gain_is_the_best_ks_over_another():
-    rule, times = rule_of("goodput", k_max=16), STANDING.times
+    rule = rule_of("goodput", k_max=16)
     found = gain(rule, STANDING, 1)
-    best = min(relative_time(k, 640.0, 8.0, 1, times) for k in range(1, 17))
-    assert found == pytest.approx(1 - best / relative_time(1, 640.0, 8.0, 1, times))
+    best = min(STANDING.relative_time(k, 640.0) for k in range(1, 17))
+    assert found == pytest.approx(1 - best / STANDING.relative_time(1, 640.0))
     assert gain(rule, STANDING, 6) == pytest.approx(0.0, abs=1e-3)
     assert gain(rule_of("norm_test"), STANDING, 1) is None
     assert gain(rule, replace(STANDING, times=None), 1) is None
+
+
+def test_noise_that_grew_is_as_well_known():
+    grown = KNOWN.grown(3.0)
+    assert (grown.scale, grown.relative_error) == pytest.approx((3 * KNOWN.scale, KNOWN.relative_error))
+
+
+def test_an_optimizer_that_normalises_is_given_more():
+    standing = replace(STANDING, times=Times(1.0, 1.0), k=8)
+    likes = {each: decide(rule_of("goodput"), replace(standing, normalises=each)) for each in (False, True)}
+    assert likes[False].wanted == pytest.approx(math.sqrt(80.0))
+    assert likes[True].wanted == pytest.approx((1 + math.sqrt(1 + 8 * 80.0)) / 2)
 
 
 def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_nothing():

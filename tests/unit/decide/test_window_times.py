@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from trimtab.core.errors import UsageError
-from trimtab.decide.accounts import LIMIT, PATIENCE, PAUSE, REVIEW, Account
+from trimtab.decide.accounts import ALLOWANCE, EARLY, FRESH, LIMIT, PATIENCE, PAUSE, REVIEW, Account
 from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, WindowTimes
 
 
@@ -53,26 +54,66 @@ def test_a_damaged_state_of_times_is_refused(damage):
     assert times.state_dict() == before
 
 
-def used(price: float, windows: int, limit: float = LIMIT) -> Account:
+def used(price: float, windows: int, limit: float = LIMIT, account: Account | None = None) -> Account:
     """Return the account of a technique that takes a share of each window it is used in, used whenever it is due."""
-    account = Account("a technique", limit)
+    account = account or Account("a technique", limit)
     for _ in range(windows):
-        if account.is_due(free=10):
+        if account.is_due():
+            account.use()
             account.charge(1.0, price)
         account.pass_window()
     return account
 
 
-@pytest.mark.parametrize("price", [1e-4, LIMIT, 0.03, 0.5])
+@pytest.mark.parametrize("price", [1e-4, LIMIT, 0.03, 0.5, 3.0])
 def test_what_measures_costs_what_it_may_on_average(price):
     account = used(price, 20_000)
-    free = 10 * price / 20_000
-    assert account.spent_s / 20_000 <= LIMIT + free + price / 20_000
+    assert account.spent_s <= LIMIT * 20_000 + ALLOWANCE
+    assert account.uses >= min(20_000 - FRESH, 0.9 * LIMIT * 20_000 / price)
+
+
+@pytest.mark.parametrize("price", [0.02, 0.5])
+def test_what_measures_takes_little_of_a_short_run_and_is_used_all_the_same(price):
+    for windows in (50, 200, 800):
+        account = used(price, windows)
+        assert account.spent_s <= (LIMIT + EARLY) * windows
     assert account.uses >= 10
 
 
+def test_a_runs_very_first_windows_are_not_used():
+    account = Account("a technique")
+    assert not account.is_due()
+    used(0.0, FRESH, account=account)
+    assert account.uses == 0
+    assert account.is_due()
+
+
+def test_uses_are_spread_and_closest_at_first():
+    account, used_in = Account("a technique"), []
+    for window in range(600):
+        if account.is_due():
+            used_in.append(window)
+            used(0.05, 1, account=account)
+        else:
+            account.pass_window()
+    gaps = [after - before for before, after in itertools.pairwise(used_in)]
+    assert gaps[0] == 1
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == account.every == 20
+
+
 def test_a_cheap_technique_is_used_in_every_window():
-    assert used(0.001, 500).uses == 500
+    assert used(0.001, 500).uses == 500 - FRESH
+
+
+def test_what_a_pause_saved_is_there_for_a_new_beginning():
+    account = used(0.05, REVIEW)
+    assert not account.review(gain=0.0).pays
+    before = account.uses
+    used(0.05, PAUSE, account=account)
+    assert account.uses == before
+    used(0.05, 12, account=account)
+    assert account.uses >= before + 10  # half a window's time, of a quarter of a hundredth of 200
 
 
 def test_what_does_not_pay_is_paused_each_time_for_longer():
@@ -80,9 +121,9 @@ def test_what_does_not_pay_is_paused_each_time_for_longer():
     first = account.review(gain=0.001)
     assert (first.pays, first.pause) == (False, PAUSE)
     assert first.price == pytest.approx(0.02 / account.every)
-    assert first.price <= LIMIT
+    assert first.price <= LIMIT * (1 + 1e-9)
     assert account.is_paused
-    assert not account.is_due(free=10**9)
+    assert not account.is_due()
     for _ in range(PAUSE):
         account.pass_window()
     assert not account.is_paused
@@ -97,10 +138,11 @@ def test_a_sparse_use_is_never_in_two_windows_close_by():
     for window in range(200):
         if account.is_due(sparse=20):
             used_in.append(window)
+            account.use()
             account.charge(1.0, 0.001)
         account.pass_window()
-    assert used_in == list(range(0, 200, 20))
-    assert account.share == pytest.approx(0.001 * 10 / 200)
+    assert used_in == list(range(20, 200, 20))
+    assert account.share == pytest.approx(0.001 * 9 / 200)
 
 
 def test_what_pays_goes_on():
@@ -110,6 +152,15 @@ def test_what_pays_goes_on():
     assert account.review(gain=0.0) is None  # not before it is time again
 
 
+def test_a_pause_that_a_gain_may_fall_into_is_put_off():
+    account = used(0.02, REVIEW)
+    assert account.review(gain=0.0, prospect=0.05) is None
+    assert not account.is_paused
+    assert account.review(gain=0.0, prospect=0.0) is None  # not before it is time again
+    used(0.02, REVIEW, account=account)
+    assert account.review(gain=0.0, prospect=0.0).pause == PAUSE
+
+
 def test_nothing_is_said_of_an_unknown_gain():
     assert used(0.02, REVIEW).review(gain=None) is None
     assert used(0.02, REVIEW - 1).review(gain=0.0) is None
@@ -117,7 +168,7 @@ def test_nothing_is_said_of_an_unknown_gain():
 
 def test_a_gain_unknown_for_too_many_uses_is_none():
     """By uses, not windows: what is dear is used in few of them."""
-    dear, cheap = used(0.05, 2 * REVIEW), used(0.0005, 2 * REVIEW)
+    dear, cheap = used(0.2, 2 * REVIEW), used(0.0005, 2 * REVIEW)
     assert dear.uses < PATIENCE < cheap.uses
     assert dear.review(gain=None) is None
     assert (cheap.review(gain=None).gain, cheap.is_paused) == (0.0, True)
