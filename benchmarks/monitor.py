@@ -3,7 +3,8 @@
 `python benchmarks/monitor.py [--quick] [--json]` prints `monitor_overhead_ratio` rows (with over without, in seconds:
 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
 One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
-fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it.
+fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it. A run's
+first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock.
 `--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
 and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
 micro-batch (no hooks; not exact), a copy of the gradient after each (of which no norm is taken yet), and nothing again.
@@ -12,6 +13,7 @@ micro-batch (no hooks; not exact), a copy of the gradient after each (of which n
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import time
@@ -34,6 +36,7 @@ from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 450, 12), ("source_gpt", 1, 150, 12))
+BEGUN, QUICK_BEGUN = 200, 20  # windows of a run's beginning, in which the account allows more
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
 
@@ -79,14 +82,14 @@ def ratio(ours: list[float], theirs: list[float]) -> Interval:
     return ratio_interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
-    """Measure one task; the first rounds, in which the monitor finds its own price, are not counted.
-
-    At k = 1 those are ten, in which nothing is split yet: the splits that follow count.
-    """
+def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
+    """Measure one task, after so many windows in which the monitor has more to spend, which are not counted."""
     task = load_task(name)
     watched, plain, account = steps_of(task, k)
-    theirs, ours, control = alternate(task, [plain, watched, plain], pairs, skip=30 if k > 1 else 10)
+    for batch in itertools.islice(task.load_data().batches(1, task.batch_rows), begun):
+        watched(batch)
+    early = {"first_windows": begun, "price_of_the_first": account.share if begun else None}
+    theirs, ours, control = alternate(task, [plain, watched, plain], pairs, skip=10)
     found, same = ratio(ours, theirs), ratio(control, theirs)
     return {
         "metric": "monitor_overhead_ratio",
@@ -102,7 +105,7 @@ def monitor_row(name: str, k: int, pairs: int) -> dict[str, Any]:
         "price_of_a_window": account.price,
         "measured_every": account.every,
         "price_on_average": account.price / account.every,
-    }
+    } | early
 
 
 # Ways to see the norms.
@@ -174,9 +177,12 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name, k, full, quick in CASES:
-        pairs = quick if options.quick else full
+        pairs, begun = (quick, QUICK_BEGUN) if options.quick else (full, BEGUN)
         print(f"{name}, {k} micro-batches, {pairs} rounds", file=sys.stderr)
-        rows += mechanism_rows(name, k, max(10, pairs // 3)) if options.mechanisms else [monitor_row(name, k, pairs)]
+        if options.mechanisms:
+            rows += mechanism_rows(name, k, max(10, pairs // 3))
+        else:
+            rows.append(monitor_row(name, k, pairs, begun))
     command.show("monitor", rows, _line, as_json=options.json)
 
 
