@@ -160,6 +160,11 @@ def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, 
     assert (elsewhere.code, elsewhere.err) == (0, "")
     assert "this plan, predicted: " in elsewhere.out
     assert "this plan, measured: " not in elsewhere.out
+    recorded, direct = (
+        from_json(Plan, trimtab("plan", of, "--device", "H100 SXM", "--json").out)
+        for of in ("profile.json", "tiny.py:task")
+    )
+    assert (recorded.predicted, recorded.changes) == (direct.predicted, direct.changes)
     weighed = trimtab("plan", "profile.json", "--memory-weight", "1", "--json")
     assert from_json(Plan, weighed.out).planning_s > 0
     explained(trimtab("plan", "profile.json", "--time", "1e-9"), "over the budget", "nearest that runs")

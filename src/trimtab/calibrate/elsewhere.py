@@ -16,9 +16,9 @@ from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
-from trimtab.core.profile import Candidate, LoopFacts, Profile
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
 from trimtab.core.progress import silent
-from trimtab.decide.search import chunks_elsewhere, mode_candidates
+from trimtab.decide.elsewhere import traced_for
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.machine import environment
 from trimtab.measure.step_trace import cannot_trace
@@ -28,7 +28,6 @@ from trimtab.runtime.loss_head import watched
 from trimtab.runtime.optimizers import check_ownership
 from trimtab.runtime.splitting import has_batch_statistics
 
-_TF32 = "tf32"  # fp32 to the operators
 _SPLITS = "no module computes over the batch; proved where it will run"
 
 
@@ -61,18 +60,11 @@ def profile_elsewhere(
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
 
-    def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
-        """Return the profile with traces of candidates alike but in precision: each of other operators once."""
-        others = tuple(c for c in candidates if c.precision != _TF32 or replace(c, precision="fp32") not in candidates)
-        progress(f"tracing: {', '.join(each.describe() for each in others)}")
-        found = {each.candidate: each for each in trace_elsewhere(model, optimizer, loss_fn, batch, others)}
-        twins = ((c, found.get(c) or found.get(replace(c, precision="fp32"))) for c in candidates)
-        traces = tuple(replace(twin, candidate=c) for c, twin in twins if twin is not None)
-        return replace(profile, traces=(*profile.traces, *traces))
+    def trace(candidates: Sequence[Candidate]) -> Sequence[Traced]:
+        progress(f"tracing: {', '.join(each.describe() for each in candidates)}")
+        return trace_elsewhere(model, optimizer, loss_fn, batch, candidates)
 
-    profile = traced(profile, _modes(profile))
-    for candidate in chunks_elsewhere(profile):
-        profile = traced(profile, [candidate])
+    profile = traced_for(profile, trace)
     return replace(profile, profiling_s=time.perf_counter() - start)
 
 
@@ -86,15 +78,6 @@ def _check_traceable(model: nn.Module, batch: Any, device: DeviceSpec) -> None:
         raise ValueGivenError("example_batch", given=f"{rows} rows", expected=f"{MIN_ROWS} rows or more")
     if not device.bandwidth_bytes_s or not device.peak_flops:
         raise ValueGivenError("device", given=f"{device.name} of unknown peaks", expected="peaks and bandwidth")
-
-
-def _modes(profile: Profile) -> list[Candidate]:
-    """Return precisions worth a trace, their step fused: layouts differ in nothing that a data sheet knows."""
-    device, loop = profile.device, profile.loop
-    found = [mode for mode in mode_candidates(profile) if mode.memory_layout == "keep"]
-    if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:  # as fast, and of fp32's range
-        found = [mode for mode in found if mode.precision != "fp16" or profile.reference.precision == "fp16"]
-    return [replace(mode, fused_optimizer=loop.supports_fused or loop.is_fused) for mode in found]
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any) -> LoopFacts:

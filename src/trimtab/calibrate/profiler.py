@@ -14,7 +14,7 @@ from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.tracing import trace_candidates
+from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
@@ -65,6 +65,8 @@ def profile_loop(
         profile = replace(profile, loop=facts, phases_s=phases)
         profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start)
         profile = _with_padding(subject, profile)
+        if traces:
+            profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
     if drawing_s is not None and phases:
         phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.subject import Subject
-from trimtab.core.errors import TrimtabError
-from trimtab.core.profile import Candidate, Traced
+from trimtab.core.errors import ModelError, TrimtabError
+from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.decide.elsewhere import recorded_candidates
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.step_trace import SizeTrace, trace_peaks
 from trimtab.runtime import loss_head, optimizers
@@ -51,12 +52,32 @@ def trace_elsewhere(
         model, optimizer, batch: on this CPU, or without memory. candidates: alike but in precision.
 
     Raises:
-        ModelError: the step cannot be traced.
+        ModelError: the step cannot be traced, or holds recurrent layers, most of whose memory no tensor shows.
     """
+    recurrent = next((m for m in model.modules() if isinstance(m, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise ModelError(
+            "model",
+            given=f"{type(recurrent).__name__}, whose operators take more memory than their tensors show",
+            expected="layers whose memory a trace tells",
+            way_out="trimtab.plan, where it will run, measures it.",
+        )
     forwards = [functools.partial(autocast, candidate.precision, _HERE) for candidate in candidates]
     with _applied(model, optimizer, candidates[0]), AsCuda():
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards)
     return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
+
+
+def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Traced, ...]:
+    """Return traces of CUDA's operators, for devices that are not here; none where the loop is not on this CPU."""
+    if subject.device.type != "cpu":
+        return ()
+    found: list[Traced] = []
+    for candidates in recorded_candidates(profile):
+        progress(f"tracing for other devices: {', '.join(each.describe() for each in candidates)}")
+        with contextlib.suppress(TrimtabError):
+            found += trace_elsewhere(subject.model, subject.optimizer, subject.loss_fn, subject.batch, candidates)
+    return tuple(found)
 
 
 @contextlib.contextmanager

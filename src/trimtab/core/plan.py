@@ -132,7 +132,7 @@ class Plan:
         batch_rule: that rule, with its bounds; None where the batch is the user's.
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
-            all is predicted; "" where it was measured.
+            all is predicted; "" where it was measured. peak_margin: by what its traced peaks are raised; or None.
         predicted: cost of the chosen settings, before they were run against the loop. measured: in that run, or None.
         verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
         stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
@@ -159,6 +159,7 @@ class Plan:
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
     elsewhere: str = ""
+    peak_margin: float | None = None
     predicted: Measured | None = None
     measured: Measured | None = None
     verified: tuple[float, float] | None = None
@@ -291,6 +292,10 @@ def _explain(plan: Plan) -> str:
     lines.append(_cost("this plan, predicted", plan.predicted))
     if plan.measured is not None:
         lines.append(_cost("this plan, measured", plan.measured))
+    if plan.peak_margin is not None:
+        lines.append(
+            f"peaks: traced, with {100 * plan.peak_margin:.2g}% on top for what no trace tells; not calibrated"
+        )
     lines.append("")
     for name, choice in plan.choices():
         lines += _choice(name, choice)

@@ -12,7 +12,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 4
+PROFILE_SCHEMA = 5
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -158,6 +158,7 @@ class Profile:
     Args:
         objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
         hurried: whether measuring had taken what it may before the search was over, which was then cut short.
+        traces: of this device's operators. elsewhere_traces: of CUDA's, for devices that are not here.
     """
 
     device: DeviceSpec
@@ -171,6 +172,7 @@ class Profile:
     objective: Objective = field(default_factory=Objective)
     budget: Budget = field(default_factory=Budget)
     traces: tuple[Traced, ...] = ()
+    elsewhere_traces: tuple[Traced, ...] = ()
     total_steps: int | None = None
     hurried: bool = False
     schema: int = PROFILE_SCHEMA
@@ -192,14 +194,9 @@ class Profile:
         return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
 
     def elsewhere(self, device: DeviceSpec) -> Profile:
-        """Return what it says of a device that is not here: what was traced, and nothing that was measured.
-
-        Peaks hold the scratch of the machine that they were traced on, and precisions are those that it traced.
-        """
+        """Return what it says of a device that is not here: nothing that was measured, and no traces yet."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
-        plain = {replace(each.candidate, allocator="keep"): each for each in reversed(self.traces)}
-        traces = tuple(replace(each, candidate=candidate) for candidate, each in plain.items())
-        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=traces)
+        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=())
 
     @property
     def reference_candidate(self) -> Candidate:

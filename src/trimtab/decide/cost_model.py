@@ -22,6 +22,8 @@ from trimtab.decide.roofline import step_seconds
 
 # A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
 MARGIN = 0.02
+# And where nothing was tried, of a loop with convolutions, whose workspaces no tensor shows.
+CONVOLUTIONS = 0.15
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -175,8 +177,12 @@ class CostModel:
 
     @functools.cached_property
     def margin(self) -> float:
-        """What a traced peak is raised by: the worst that a trial took beyond its trace, and no less than `MARGIN`."""
-        return max([MARGIN, *self._misses()])
+        """What a traced peak is raised by: the worst that a trial took beyond its trace, and no less than `MARGIN`.
+
+        Where nothing was tried, no less than what is not known of convolutions.
+        """
+        untold = self._profile.loop.has_convolutions and not self._profile.trials
+        return max([MARGIN, *self._misses(), *([CONVOLUTIONS] if untold else [])])
 
     def _misses(self) -> Iterable[float]:
         for trial in self._weighed():

@@ -60,6 +60,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         reference=profile.reference,
         baseline=_measured(profile, reference) if profile.trials else _predicted(profile, reference),
         elsewhere="" if profile.trials else profile.device.name,
+        peak_margin=None if profile.trials else CostModel(profile).margin,
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
@@ -103,7 +104,9 @@ def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budg
         raise _infeasible(profile, found, budget)
     unit = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
     scores = {point.candidate: space.score(point, objective, unit) for point in fitting}
-    best = space.simplest(fitting, scores, profile.reference_candidate).candidate
+    simplest = space.simplest(fitting, scores, profile.reference_candidate)
+    stays = unit.candidate == profile.reference_candidate and unit.refusal is None
+    best = unit.candidate if stays and not space.is_worth_a_change(simplest, unit, objective) else simplest.candidate
     if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
         return _Decision(winner, outcome)
     return _Decision(best, None)

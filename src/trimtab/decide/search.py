@@ -18,7 +18,6 @@ change is tried without the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -101,20 +100,6 @@ def next_traces(
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
     ignored = ("micro_batch", "allocator", "fused_optimizer")
     return tuple(c for c in wanted if not any(traced.candidate.alike(c, *ignored) for traced in profile.traces))
-
-
-def chunks_elsewhere(profile: Profile) -> tuple[Candidate, ...]:
-    """Return the chunked heads to trace where nothing is run: of the fastest precision, where that cannot be had whole.
-
-    It can where memory is not weighed, and its whole batch is within the limit.
-    """
-    model, limit = CostModel(profile), profile.budget.memory_bytes
-    whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
-    fastest = min(whole, key=lambda mode: model.predict(mode).step_s or math.inf, default=None)
-    if fastest is None:
-        return ()
-    fits = limit is None or model.is_within(fastest, limit)
-    return () if fits and profile.objective.memory == 0 else chunk_candidates(profile, fastest)
 
 
 def final_rounds(profile: Profile) -> tuple[str, ...]:

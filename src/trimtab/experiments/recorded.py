@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import absent_device
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.decide.elsewhere import recorded as recorded_traces
+from trimtab.decide.elsewhere import traced_for
 from trimtab.decide.planner import choose
 
 
@@ -21,11 +25,13 @@ def decide_recorded(path: str, budget: Budget, objective: Objective, device: str
     if device is None:
         return choose(recorded, objective, budget)
     spec = absent_device(device)
-    if not recorded.traces:
+    if not recorded.elsewhere_traces:
         raise FormatError(
             path,
-            given="a profile without traces",
-            expected="one that says something of another device",
-            way_out="Record it with `trimtab profile TASK -o FILE.json`, of a task whose steps can be traced.",
+            given="a profile without traces for other devices",
+            expected="one that says something of them",
+            way_out="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
         )
-    return choose(recorded.elsewhere(spec), objective, budget.within(spec.memory_bytes))
+    limits = budget.within(spec.memory_bytes)
+    there = replace(recorded.elsewhere(spec), objective=objective, budget=limits)
+    return choose(traced_for(there, recorded_traces(recorded)), objective, limits)

@@ -8,23 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# What a model or a loss calls of those operators that run in fp32 under autocast on CUDA.
-_IN_FP32 = frozenset(
-    {
-        *(F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss),
-        *(F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy_with_logits, F.cosine_similarity),
-        *(torch.layer_norm, torch.group_norm, torch.softmax, torch.log_softmax, torch.logsumexp, torch.exp, torch.log),
-        *(torch.pow, torch.rsqrt, torch.sum, torch.cumsum, torch.prod, Tensor.softmax, Tensor.log_softmax),
-        *(Tensor.logsumexp, Tensor.exp, Tensor.log, Tensor.pow, Tensor.rsqrt, Tensor.sum, Tensor.cumsum, Tensor.prod),
-    }
-)
+# Operators that autocast runs in fp32 on CUDA, and those whose result alone is fp32, by their names wherever torch has
+# them (ATen/autocast_mode.h); a loss of several is counted among the first.
+_COMPUTED = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
+    layer_norm rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    cross_entropy dist pdist cdist renorm logsumexp interpolate upsample normalize
+"""
+_RETURNED = "prod softmax log_softmax cumprod cumsum vector_norm matrix_norm norm sum"
 _MOST_FLASH = 256  # width of a head that flash attention has kernels for
+_attend, _softmax = F.scaled_dot_product_attention, F.softmax
+
+
+def _everywhere(names: str) -> frozenset[Any]:
+    places = (torch, Tensor, F, torch.linalg)
+    return frozenset(getattr(place, name) for place in places for name in names.split() if hasattr(place, name))
+
+
+_IN_FP32, _TO_FP32 = _everywhere(_COMPUTED), _everywhere(_RETURNED)
 
 
 class AsCuda(TorchFunctionMode):
@@ -32,17 +42,31 @@ class AsCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _attend:
             return _attention(*args, **kwargs)
-        if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_in_fp32(each) for each in args)
-            kwargs = {name: _in_fp32(each) for name, each in kwargs.items()}
+        if func is F.multi_head_attention_forward:  # calls the others itself, where this mode does not see them
+            with mock.patch.multiple(F, scaled_dot_product_attention=_attention, softmax=_softmax_in_fp32):
+                return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if func in _IN_FP32:
+                args = tuple(_in_fp32(each) for each in args)
+                kwargs = {name: _in_fp32(each) for name, each in kwargs.items()}
+            elif func in _TO_FP32 and args and _is_half(args[0]) and kwargs.get("dtype") is None:
+                kwargs = kwargs | {"dtype": torch.float32}
         return func(*args, **kwargs)
 
 
+def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:
+    half = _is_half(scores) and torch.is_autocast_enabled("cpu")
+    return _softmax(scores, dim, dtype=torch.float32 if half else None)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
 def _in_fp32(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    return value.float() if _is_half(value) else value
 
 
 def _attention(
@@ -61,7 +85,7 @@ def _attention(
         query, key, value = (each.to(dtype) for each in (query, key, value))
     whole = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if query.dim() != 4 or enable_gqa:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=enable_gqa, **whole)
+        return _attend(query, key, value, attn_mask, enable_gqa=enable_gqa, **whole)
     kernel: Callable[..., Any]
     is_half, fits = query.dtype is not torch.float32, max(query.shape[-1], value.shape[-1]) <= _MOST_FLASH
     if is_half and fits and attn_mask is None:

@@ -15,6 +15,7 @@ from trimtab.calibrate.tracing import trace_elsewhere
 from trimtab.core.errors import InfeasibleError, ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec, absent_device
 from trimtab.core.profile import Candidate
+from trimtab.decide.elsewhere import recorded, recorded_candidates, traced_for
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.step_trace import trace_step
 from trimtab.tasks.language_modelling import next_token_loss
@@ -45,6 +46,42 @@ def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
     (fastest,) = {precision for precision, chunk in found if chunk is not None}
     assert found == {(p, None) for p in ("fp32", "tf32", "bf16")} | {(fastest, chunk) for chunk in (128, 64)}
     assert all(each.candidate.fused_optimizer for each in profile.traces)
+
+
+@pytest.mark.parametrize("device", [H100, replace(H100, peak_flops={"fp32": 15e12, "fp16": 112e12})])
+def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
+    """Of a device that has fp16 and no bf16 too: its operators are those that bf16 has."""
+    live = profiled(*loop(), objective=MEMORY_TOO, device=device)
+    bare = replace(live, traces=())
+    found = [each for wanted in recorded_candidates(bare) for each in trace_elsewhere(*loop(), wanted)]
+    kept = replace(bare, elsewhere_traces=tuple(found))
+    again = traced_for(kept.elsewhere(live.device), recorded(kept))
+    assert [each.candidate for each in again.traces] == [each.candidate for each in live.traces]
+    for ours, theirs in zip(again.traces, live.traces, strict=True):
+        assert (ours.whole, ours.sliced) == (theirs.whole, theirs.sliced)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0])
+
+
+def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
+    """A trace of this one is a fifth of what it takes."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    loss_fn = lambda m, b: m(b[0]).square().mean()  # noqa: E731
+    with pytest.raises(ModelError, match=r"LSTM, whose operators take more memory .* trimtab\.plan, where it will run"):
+        trimtab.plan_elsewhere(model, torch.optim.AdamW(model.parameters()), loss_fn, (torch.randn(16, 64, 32),), H100)
+
+
+def test_peaks_are_said_to_be_traced_and_by_how_much_they_are_raised():
+    plan = trimtab.plan_elsewhere(*loop(), H100)
+    assert "peaks: traced, with 2% on top for what no trace tells; not calibrated" in str(plan)
 
 
 def test_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():
@@ -128,6 +165,7 @@ def test_batch_statistics_are_not_split():
     loss_fn = lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
     batch = (torch.randn(8, 3, 8, 8), torch.zeros(8).long())
     plan = trimtab.plan_elsewhere(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, "H100 SXM")
+    assert "peaks: traced, with 15% on top" in str(plan)
     assert plan.micro_batch.value == 8
     assert not plan.check.splittable
     assert "the user's batch: a module computes over the batch" in str(plan)

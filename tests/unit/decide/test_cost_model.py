@@ -12,7 +12,7 @@ from simulated_machine import HEAD, MIB, Machine, measured
 
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile
-from trimtab.decide.cost_model import MARGIN, CostModel
+from trimtab.decide.cost_model import CONVOLUTIONS, MARGIN, CostModel
 from trimtab.decide.space import points
 
 REFERENCE = Candidate("fp32", "keep", False, 64)
@@ -85,10 +85,18 @@ def test_counted_bytes_go_before_traced_ones():
     assert traced.peak_bytes == pytest.approx(120 * MIB)
 
 
-def test_a_trace_is_held_with_a_margin():
-    profile = replace(measured(Machine(), objective=MEMORY), trials=())
+@pytest.mark.parametrize(
+    ("facts", "margin"),
+    [
+        ({"has_convolutions": False}, MARGIN),
+        ({"has_convolutions": True}, CONVOLUTIONS),
+    ],
+)
+def test_a_trace_is_held_with_a_margin(facts, margin):
+    """Where nothing was tried, by what its layers take beside tensors."""
+    profile = replace(measured(Machine(), objective=MEMORY, **facts), trials=())
     found = CostModel(profile).predict(REFERENCE)
-    assert found.peak_bytes == pytest.approx((1 + MARGIN) * 740 * MIB)
+    assert found.peak_bytes == pytest.approx((1 + margin) * 740 * MIB)
     assert CostModel(profile).may_fit(REFERENCE, 740 * MIB)
     assert not CostModel(profile).may_fit(REFERENCE, 739 * MIB)
 

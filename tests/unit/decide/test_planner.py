@@ -99,8 +99,10 @@ def test_a_gain_too_small_to_be_worth_a_change_is_no_noise():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_alone_changes_nothing(seed):
-    plan = planned(Machine(noise=0.04, drift=0.2, seed=seed))
+@pytest.mark.parametrize("can_retain", [False, True])
+def test_noise_alone_changes_nothing(seed, can_retain):
+    """Also where nothing is predicted to be worth a run against the loop, and none is made."""
+    plan = planned(Machine(noise=0.04, drift=0.2, seed=seed), can_retain=can_retain)
     assert plan.changes == ()
 
 

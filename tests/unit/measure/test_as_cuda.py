@@ -56,6 +56,59 @@ def test_what_has_no_kernel_is_what_it_was():
         assert F.scaled_dot_product_attention(query[0], query[0], query[0]).shape == query[0].shape
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torchs_own_attention_layer_keeps_no_scores_either(precision):
+    def kept(dropout):
+        layer = nn.TransformerEncoderLayer(32, HEADS, 64, dropout=dropout, batch_first=True).train()
+        autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")  # noqa: E731
+        batch = (torch.zeros(ROWS, CONTEXT, 32),)
+        loss_fn = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+        step = trace_step(layer, torch.optim.SGD(layer.parameters()), loss_fn, batch, autocast=autocast)
+        return step.most_bytes["activations"]
+
+    assert kept(0.1) > 2 * SCORES
+    with AsCuda():
+        whole, dropped = kept(0.0), kept(0.1)
+    assert dropped < whole + SCORES
+
+
+def test_weights_of_attention_that_are_asked_for_are_in_fp32():
+    with Fakes(), AsCuda(), torch.autocast("cpu", torch.bfloat16):
+        layer = nn.MultiheadAttention(32, HEADS, batch_first=True)
+        x = torch.empty(ROWS, CONTEXT, 32)
+        out, weights = layer(x, x, x, need_weights=True)
+        assert (out.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
+        assert layer(x, x, x, need_weights=False)[0].shape == out.shape
+    assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+    assert F.softmax.__module__ == "torch.nn.functional"
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: F.rms_norm(x, x.shape[-1:]),
+        lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+        lambda x: x**2,
+        lambda x: 2**x,
+        lambda x: x.norm(),
+        lambda x: torch.linalg.vector_norm(x),
+        F.softplus,
+        torch.log1p,
+        lambda x: x.reciprocal(),
+        lambda x: x.sum(-1),
+        lambda x: torch.cumsum(x, 0),
+    ],
+)
+def test_what_autocast_on_cuda_computes_in_fp32(operator):
+    with Fakes():
+        x = torch.empty(8, 8, dtype=torch.bfloat16)
+        with AsCuda(), torch.autocast("cpu", torch.bfloat16):
+            assert operator(x).dtype is torch.float32
+            assert x.sum(dtype=torch.bfloat16).dtype is torch.bfloat16
+        with AsCuda():
+            assert operator(x).dtype is torch.bfloat16
+
+
 def test_autocast_computes_norms_and_losses_in_fp32_and_products_not():
     with Fakes():
         layer, norm = nn.Linear(8, 8), nn.LayerNorm(8)

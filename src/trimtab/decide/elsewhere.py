@@ -1,0 +1,91 @@
+"""Which candidates are traced for a device that is not here, be it now or by a profile that was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.decide.cost_model import CostModel
+from trimtab.decide.search import chunk_candidates, mode_candidates
+
+Trace = Callable[[Sequence[Candidate]], Sequence[Traced]]
+
+# Precisions whose operators are another's, in other kernels, and hold as many bytes.
+_TWINS = {"tf32": "fp32", "fp16": "bf16"}
+RECORDED = ("fp32", "bf16")
+
+
+def traced_for(profile: Profile, trace: Trace) -> Profile:
+    """Return the profile with traces of each precision of its device; where memory counts, the fastest's in chunks.
+
+    Args:
+        trace: returns traces of candidates that are alike but in precision, or of as many of them as there are.
+    """
+
+    def traced(profile: Profile, candidates: Sequence[Candidate]) -> Profile:
+        """Trace each of those whose operators are no other's."""
+        apart = [c for c in candidates if _twin(c) == c or _twin(c) not in candidates]
+        found = {each.candidate: each for each in trace(apart)}
+        twins = ((c, found.get(c) or found.get(_twin(c))) for c in candidates)
+        traces = tuple(replace(twin, candidate=c) for c, twin in twins if twin is not None)
+        return replace(profile, traces=(*profile.traces, *traces))
+
+    profile = traced(profile, modes(profile))
+    for candidate in chunks(profile):
+        profile = traced(profile, [candidate])
+    return profile
+
+
+def modes(profile: Profile) -> list[Candidate]:
+    """Return precisions worth a trace, their step fused: layouts differ in nothing that a data sheet knows."""
+    device = profile.device
+    found = [mode for mode in mode_candidates(profile) if mode.memory_layout == "keep"]
+    if (device.peak("bf16") or 0.0) >= (device.peak("fp16") or 0.0) > 0:  # as fast, and of fp32's range
+        found = [mode for mode in found if mode.precision != "fp16" or profile.reference.precision == "fp16"]
+    return [_fused(profile, mode) for mode in found]
+
+
+def chunks(profile: Profile) -> tuple[Candidate, ...]:
+    """Return the chunked heads to trace where nothing is run: of the fastest precision, where that cannot be had whole.
+
+    It can where memory is not weighed, and its whole batch is within the limit.
+    """
+    model, limit = CostModel(profile), profile.budget.memory_bytes
+    whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
+    fastest = min(whole, key=lambda mode: model.predict(mode).step_s or math.inf, default=None)
+    if fastest is None:
+        return ()
+    fits = limit is None or model.is_within(fastest, limit)
+    return () if fits and profile.objective.memory == 0 else chunk_candidates(profile, fastest)
+
+
+def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:
+    """Yield what to trace for any device that a profile may be decided for later, each time alike but in precision."""
+    bare = replace(profile, trials=())
+    base = _fused(bare, replace(bare.reference_candidate, allocator="keep"))
+    whole = tuple(replace(base, precision=precision) for precision in RECORDED)
+    yield whole
+    for chunked in chunk_candidates(bare, base):
+        yield tuple(replace(chunked, precision=precision) for precision in RECORDED)
+
+
+def recorded(profile: Profile) -> Trace:
+    """Return what looks traces up that a profile has of CUDA's operators."""
+
+    def trace(candidates: Sequence[Candidate]) -> list[Traced]:
+        has = {each.candidate: each for each in profile.elsewhere_traces}
+        found = [(c, has.get(c) or has.get(_twin(c))) for c in candidates]
+        return [replace(each, candidate=c) for c, each in found if each is not None]
+
+    return trace
+
+
+def _fused(profile: Profile, candidate: Candidate) -> Candidate:
+    return replace(candidate, fused_optimizer=profile.loop.supports_fused or profile.loop.is_fused)
+
+
+def _twin(candidate: Candidate) -> Candidate:
+    """Return who has the same operators in another precision; itself where nobody does."""
+    return replace(candidate, precision=_TWINS.get(candidate.precision, candidate.precision))
