@@ -304,15 +304,20 @@ def _planning_times(rows: list[Row]) -> Iterator[str]:
 def _savings() -> Iterator[str]:
     """Yield what the best k saves of k = 1 by the model of docs/math.md, section 4, up to k = 64."""
     scales = (1, 10, 100, 1000)
-    yield "| fixed part of a window, in micro-batches | " + " | ".join(f"N/(b R) = {scale}" for scale in scales) + " |"
-    yield "|---|" + "---|" * len(scales)
-    for fixed in (0.02, 0.1, 0.3, 1.0, 3.0, 10.0):
-        cells = []
-        for scale in scales:
-            costs = {k: relative_time(k, scale, 1, 1, Times(1.0, fixed)) for k in range(1, 65)}
-            best = min(costs, key=costs.__getitem__)
-            cells.append(f"{1 - costs[best] / costs[1]:.0%} (k={best})")
-        yield f"| {fixed:g} | " + " | ".join(cells) + " |"
+    for normalises, said in ((False, "SGD"), (True, "Adam and others that normalise")):
+        head = " | ".join(f"N/(b R) = {scale}" for scale in scales)
+        yield f"| {said}: fixed part of a window, in micro-batches | {head} |"
+        yield "|---|" + "---|" * len(scales)
+        for fixed in (0.02, 0.1, 0.3, 1.0, 3.0, 10.0):
+            cells = (_saving(scale, Times(1.0, fixed), normalises=normalises) for scale in scales)
+            yield f"| {fixed:g} | " + " | ".join(cells) + " |"
+        yield ""
+
+
+def _saving(scale: float, times: Times, *, normalises: bool) -> str:
+    costs = {k: relative_time(k, scale, 1, times, normalises=normalises) for k in range(1, 65)}
+    best = min(costs, key=costs.__getitem__)
+    return f"{1 - costs[best] / costs[1]:.0%} (k={best})"
 
 
 KINDS = {
