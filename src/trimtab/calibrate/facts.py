@@ -31,6 +31,7 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         terms="rows",
         flops_per_step=None,
         has_convolutions=any(p.dim() == 4 for p in parameters),
+        has_workspaces=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
         supports_fused=supports_fused(optimizer),
         is_fused=is_fused(optimizer),
         layout="channels_last" if is_channels_last(model) else "contiguous",

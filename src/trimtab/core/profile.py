@@ -115,6 +115,7 @@ class LoopFacts:
         flops_per_step: counted forward and backward FLOP of one optimizer step, as the model runs (recomputation that
             it does by itself is counted); None: not counted.
         has_convolutions, supports_fused, is_fused: what decides which settings are worth a trial.
+        has_workspaces: whether it has convolutions of any dimension, whose operators take memory that no tensor shows.
         layout: "contiguous" or "channels_last", as the parameters lie now.
         layout_hazard: why channels_last is not safe here, or "".
         can_retain: whether the host allocator can be told to keep freed memory.
@@ -149,6 +150,7 @@ class LoopFacts:
     scores_bytes: int = 0
     logits: tuple[int, int] | None = None
     padding_saves_s: float | None = None
+    has_workspaces: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,25 @@ class Review:
 class Account:
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
-    _FIELDS = ("windows", "uses", "last", "spent_s", "used_s", "pause", "pause_left", "reviewed", "began", "untold")
+    _FIELDS = (
+        "windows",
+        "uses",
+        "opened",
+        "last",
+        "spent_s",
+        "used_s",
+        "pause",
+        "pause_left",
+        "reviewed",
+        "began",
+        "untold",
+    )
 
     def __init__(self, technique: str, limit: float = LIMIT) -> None:
         self.technique, self._limit = technique, limit
-        self.windows = self.uses = self.last = self.pause_left = self.reviewed = self.began = self.untold = 0
+        self.windows = self.uses = self.opened = self.last = self.pause_left = self.reviewed = self.began = (
+            self.untold
+        ) = 0
         self.spent_s = self.used_s = 0.0
         self.pause = PAUSE
 
@@ -73,7 +87,7 @@ class Account:
         if self.is_paused or self.windows < FRESH:
             return False
         may_spend = self._limit * self.windows + min(EARLY * self.windows, ALLOWANCE)
-        if self.price * (self.uses + 1) > may_spend:
+        if self.price * (self.opened + 1) > may_spend:
             return False
         if sparse:
             return self.windows % sparse == 0
@@ -81,8 +95,9 @@ class Account:
         return self.windows - self.last >= min(self.every, spread)
 
     def use(self) -> None:
-        """The next window is one that it is used in; what that takes is charged later."""
+        """The window that is passed next is one that it was used in; what that took is charged later."""
         self.last = self.windows
+        self.opened += 1
 
     def pass_window(self) -> None:
         """A window is over. After a pause it begins anew."""

@@ -181,7 +181,7 @@ class CostModel:
 
         Where nothing was tried, no less than what is not known of convolutions.
         """
-        untold = self._profile.loop.has_convolutions and not self._profile.trials
+        untold = self._profile.loop.has_workspaces and not self._profile.trials
         return max([MARGIN, *self._misses(), *([CONVOLUTIONS] if untold else [])])
 
     def _misses(self) -> Iterable[float]:

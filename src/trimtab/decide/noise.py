@@ -116,9 +116,10 @@ class NoiseAverage:
     Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
     of a window of k micro-batches varies like 1/k^2 where noise is all there is: by the weights of S, what was seen at
     k = 1 would keep it uncertain long after k has risen. Both are shares of the window's own energy: gradients fall by
-    orders of magnitude in a run's first windows, and one that leaps would outweigh all around it. It makes N too large
-    by 2% where a gradient has six components, and by less the more it has. And while a run is short, what it began with
-    fades sooner: a window at twice the time weighs four times as much.
+    orders of magnitude in a run's first windows, and one that leaps would outweigh all around it. That is not unbiased:
+    N comes out too large by about one over the directions that noise has, if few micro-batches are in a window (2% for
+    four of four rows, where a gradient has six components). And while a run is short, what it began with fades sooner:
+    a window at twice the time weighs four times as much.
     """
 
     _COUNTS = ("num_windows", "span")

@@ -78,7 +78,7 @@ class BatchControl:
         self._average, self._times, self._usual = NoiseAverage(), WindowTimes(), UsualWindow()
         self._account = Account("noise monitor")
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
-        self._normalises = normalises(optimizer)
+        self._normalises = self._follower.rule == "sqrt" and normalises(optimizer)
         self._monitor = NoiseMonitor(model, optimizer)
         self._seen_apart = 1 if self._monitor.is_sharded else exchange.num_ranks
         self._measures = not self._cuts  # which is given all it needs
@@ -97,7 +97,7 @@ class BatchControl:
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
-        self._is_probe = self._was_probe = self._retries_probe = self._owes = False
+        self._is_probe = self._was_probe = self._retries_probe = self._owes = self._is_used = False
         self._opened_s = 0.0
         self._pays: bool | None = None
         self._last_gain: float | None = None
@@ -153,8 +153,7 @@ class BatchControl:
         is_due = self._owes or self._is_probe or self._account.is_due()
         self._opened_s = time.perf_counter()
         is_seen = self._measures and is_due and num_micro_batches * self._seen_apart > 1
-        if self._owes or (is_seen and self._exchange.num_ranks == 1):
-            self._account.use()
+        self._is_used = self._owes or (is_seen and self._exchange.num_ranks == 1)
         if is_seen:
             self._monitor.open()
             self._clock.open()
@@ -204,6 +203,8 @@ class BatchControl:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
+        if self._is_used:  # noted once the window is over: one that is given up is due again, on all ranks
+            self._account.use()
         self.dropped()
         self._account.pass_window()
         self._deciding_s += time.perf_counter() - start - waited_s
@@ -222,7 +223,8 @@ class BatchControl:
         self._monitor.drop()
         self._clock.drop()
         self._said = None
-        self._was_probe, self._is_probe, self._owes = self._is_probe, False, False
+        self._was_probe = self._is_probe
+        self._is_probe = self._owes = self._is_used = False
 
     def ran_out(self) -> bool:
         """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.

@@ -10,9 +10,10 @@ from trimtab.decide.accounts import Account
 from trimtab.decide.accumulation import Noise, is_known_well, most
 from trimtab.decide.window_times import WindowTimes
 
-# Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known; and from
-# then on one window in so many.
-_EXPLORED, _SPARSE = 200, 50
+# Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known, if they
+# are split; larger ones, whose price in samples is on no account, are one in so many after the first few. And from then
+# on, or where all is known, one window in so many.
+_EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
@@ -72,7 +73,11 @@ class Probing:
             return self._renews_times(k)
         is_known = is_known_well(self._rule, noise) and not lacks_times
         explores = not is_known and self._account.windows - self._account.began < _EXPLORED
-        return self._account.is_due(sparse=0 if explores else _SPARSE)
+        if not explores:
+            return self._account.is_due(sparse=_SPARSE)
+        are_larger = lacks_times or not self._may_split
+        is_early = self._account.windows - self._account.began < _FIRST
+        return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
     def _lacks_times(self, k: int) -> bool:
         """Return whether only a window of more loader batches shows the time of one.

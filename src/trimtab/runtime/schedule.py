@@ -51,8 +51,8 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step has no size of its gradient's, as Adam's: of all optimizers but SGD that is assumed."""
-    return not isinstance(optimizer, torch.optim.SGD)
+    """Return whether a step has no size of its gradient's, as Adam's: of all but SGD, sharded or not, it is assumed."""
+    return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
 
 
 class RateFollower:

@@ -88,8 +88,8 @@ def test_counted_bytes_go_before_traced_ones():
 @pytest.mark.parametrize(
     ("facts", "margin"),
     [
-        ({"has_convolutions": False}, MARGIN),
-        ({"has_convolutions": True}, CONVOLUTIONS),
+        ({"has_workspaces": False}, MARGIN),
+        ({"has_workspaces": True}, CONVOLUTIONS),
     ],
 )
 def test_a_trace_is_held_with_a_margin(facts, margin):
