@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.decide.progress import Times, relative_time
+from trimtab.decide.goodput import Times, relative_time
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"

@@ -37,7 +37,7 @@ import torch
 from regret_cases import CASES, Case, Course, kept, local_times, rank_times, train, train_fixed, train_held
 
 import trimtab
-from trimtab.decide.progress import Times
+from trimtab.decide.goodput import Times
 from trimtab.decide.statistics import ratio_interval
 
 FIXED = (1, 2, 4, 8, 16)

@@ -28,7 +28,7 @@ from trimtab.core.codec import write_whole
 from trimtab.core.plan import Plan
 from trimtab.decide import accumulation
 from trimtab.decide.accumulation import Noise
-from trimtab.decide.progress import Times
+from trimtab.decide.goodput import Times
 from trimtab.decide.window_times import WindowTimes
 from trimtab.runtime import batch_control
 from trimtab.runtime.engine import Run

@@ -7,7 +7,7 @@ until it costs what it may; one whose yield stays below its price is paused, eac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,25 +41,13 @@ class Review:
 class Account:
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
-    _FIELDS = (
-        "windows",
-        "uses",
-        "opened",
-        "last",
-        "spent_s",
-        "used_s",
-        "pause",
-        "pause_left",
-        "reviewed",
-        "began",
-        "untold",
-    )
+    _COUNTS = ("windows", "uses", "opened", "last", "pause", "pause_left", "reviewed", "began", "untold")
+    _FIELDS = (*_COUNTS, "spent_s", "used_s")
 
     def __init__(self, technique: str, limit: float = LIMIT) -> None:
         self.technique, self._limit = technique, limit
-        self.windows = self.uses = self.opened = self.last = self.pause_left = self.reviewed = self.began = (
-            self.untold
-        ) = 0
+        self.windows = self.uses = self.opened = self.last = 0
+        self.pause_left = self.reviewed = self.began = self.untold = 0
         self.spent_s = self.used_s = 0.0
         self.pause = PAUSE
 
@@ -119,17 +107,17 @@ class Account:
         self.used_s += window_s
         self.spent_s += spent_s
 
-    def review(self, gain: float | None, prospect: float = 0.0) -> Review | None:
+    def review(self, gain: float | None, prospect: Callable[[], float] = lambda: 0.0) -> Review | None:
         """Return what a look at the account finds; None before it is time for one, or while the gain is unknown.
 
         Args:
             gain: share of time that the technique saves, by the best that is known of it; None while that is nothing.
-            prospect: what it may come to save by the end of a pause: one that would miss that is put off.
+            prospect: returns what it may come to save by the end of a pause: one that would miss that is put off.
         """
         if gain is not None:
             self.untold = 0
         elif self.untold >= PATIENCE:
-            gain, prospect = 0.0, 0.0
+            gain, prospect = 0.0, lambda: 0.0
         if gain is None or self.is_paused or self.windows - self.reviewed < REVIEW:
             return None
         self.reviewed = self.windows
@@ -137,7 +125,7 @@ class Account:
         if gain >= price:
             self.pause = PAUSE
             return Review(self.technique, price, gain, True)
-        if prospect >= price:
+        if prospect() >= price:
             return None
         pause, self.pause_left = self.pause, self.pause
         self.pause = min(2 * self.pause, MOST_PAUSE)
@@ -157,9 +145,7 @@ class Account:
         if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
             raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
         for name, value in state.items():
-            seconds = name.endswith("_s")
-            checks.number(f"{where}.{name}", value, low=0) if seconds else checks.integer(
-                f"{where}.{name}", value, low=0
-            )
+            check = checks.integer if name in self._COUNTS else checks.number
+            check(f"{where}.{name}", value, low=0)
         for name, value in state.items():
             setattr(self, name, value)

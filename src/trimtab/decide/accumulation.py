@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.decide.progress import Times, goodput_k, relative_time
+from trimtab.decide.goodput import Times, goodput_k, relative_time
 
 # A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
 HYSTERESIS = 0.01

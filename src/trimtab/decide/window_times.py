@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.core import checks
 from trimtab.core.errors import FormatError
-from trimtab.decide.progress import Times
+from trimtab.decide.goodput import Times
 
 # Windows looked back on, and of the first ones how many are dropped: kernels are chosen and memory is found in them.
 MEMORY, SKIPPED = 50, 2

@@ -277,7 +277,7 @@ class BatchControl:
     def _review(self) -> None:
         if self._rule.policy != "goodput":
             return
-        review = self._account.review(self._gain(), self._prospect())
+        review = self._account.review(self._gain(), self._prospect)
         if review is not None and review.pays != self._pays:
             self._pays = review.pays
             self._note("account", asdict(review))

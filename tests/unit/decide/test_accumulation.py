@@ -21,7 +21,7 @@ from trimtab.decide.accumulation import (
     most,
     throughput_per_memory,
 )
-from trimtab.decide.progress import Times
+from trimtab.decide.goodput import Times
 
 positive = st.floats(1e-6, 1e6)
 rounding = st.floats(-1e-6, 0.0)  # of estimates that are unbiased, where nothing is there

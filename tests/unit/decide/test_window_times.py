@@ -160,11 +160,11 @@ def test_what_pays_goes_on():
 
 def test_a_pause_that_a_gain_may_fall_into_is_put_off():
     account = used(0.02, REVIEW)
-    assert account.review(gain=0.0, prospect=0.05) is None
+    assert account.review(gain=0.0, prospect=lambda: 0.05) is None
     assert not account.is_paused
-    assert account.review(gain=0.0, prospect=0.0) is None  # not before it is time again
+    assert account.review(gain=0.0, prospect=lambda: 0.0) is None  # not before it is time again
     used(0.02, REVIEW, account=account)
-    assert account.review(gain=0.0, prospect=0.0).pause == PAUSE
+    assert account.review(gain=0.0, prospect=lambda: 0.0).pause == PAUSE
 
 
 def test_nothing_is_said_of_an_unknown_gain():

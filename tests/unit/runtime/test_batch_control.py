@@ -14,8 +14,8 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Check, Choice, Mark, Plan
-from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, Account
-from trimtab.decide.accumulation import Times
+from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, REVIEW, Account
+from trimtab.decide.accumulation import Noise, Times
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow
 from trimtab.measure.gradient_norms import GradientNorms
@@ -543,6 +543,35 @@ def test_a_monitor_that_pays_says_so_too(tmp_path, always_measured, monkeypatch)
     assert found[0].detail["pays"] is True
     assert found[0].detail["gain"] > 0.05
     assert [event.detail["pays"] for event in found[:-1]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("make", "learning_rate", "expected"),
+    [
+        (torch.optim.SGD, "linear", False),
+        (torch.optim.SGD, "sqrt", False),
+        (torch.optim.AdamW, "auto", True),
+        (torch.optim.AdamW, "linear", False),
+    ],
+)
+def test_rows_are_worth_what_the_optimizer_and_its_rate_make_of_them(make, learning_rate, expected):
+    """The law of an optimizer that normalises is that of a rate that follows the root of the batch."""
+    problem = Regression(8, BatchRule("goodput", learning_rate=learning_rate))
+    problem.optimizer = make(problem.model.parameters(), lr=0.0)
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        assert run._control._standing().normalises is expected
+
+
+@pytest.mark.parametrize("fixed_s", [0.04, 1e-6])
+def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measured, monkeypatch, fixed_s):
+    """At k = 1 nothing is gained now; with noise that grows as the run does much is, where a window has a fixed part."""
+    monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.times", lambda self, rows: Times(0.01, fixed_s))
+    monkeypatch.setattr(Account, "price", 1e-3)
+    problem = Regression(8, BatchRule("goodput", k_max=2, learning_rate="linear"), lr=0.0)
+    two_rows = Noise(2.0, 1.0, norm2_error=0.01, num_windows=100)  # k = 2 is best from four on
+    monkeypatch.setattr(NoiseAverage, "noise", two_rows)
+    found = [event.detail for event in recorded(problem, REVIEW + 20, tmp_path)]
+    assert any(each.get("pause") for each in found) is (fixed_s < 1e-3)
 
 
 def lost_in_noise(rule, monkeypatch, fixed_s):

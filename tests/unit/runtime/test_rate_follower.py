@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.runtime.schedule import RateFollower
+from trimtab.runtime.schedule import RateFollower, normalises
 
 
 def level_after(follower, ratio, windows, decided=None):
@@ -63,3 +63,25 @@ def test_the_optimizer_chooses():
     assert RateFollower.for_optimizer("auto", torch.optim.SGD(parameters, 0.1)).rule == "linear"
     assert RateFollower.for_optimizer("auto", torch.optim.AdamW(nn.Linear(2, 2).parameters())).rule == "sqrt"
     assert RateFollower.for_optimizer("none", torch.optim.AdamW(nn.Linear(2, 2).parameters())).rule == "none"
+
+
+class Sharded:
+    """What a sharding engine puts around an optimizer."""
+
+    def __init__(self, optim):
+        self.optim = optim
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.SGD, False),
+        (torch.optim.ASGD, False),
+        (lambda found, lr: Sharded(torch.optim.SGD(found, lr)), False),
+        (lambda found, lr: Sharded(torch.optim.AdamW(found, lr)), True),
+        (torch.optim.AdamW, True),
+        (torch.optim.RMSprop, True),
+    ],
+)
+def test_all_but_sgd_divide_by_their_gradients_size(make, expected):
+    assert normalises(make(nn.Linear(2, 2).parameters(), lr=0.1)) is expected

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.decide.progress import NOISY, Times, goodput_k, relative_time, rows_needed
+from trimtab.decide.goodput import NOISY, Times, goodput_k, relative_time, rows_needed
 
 positive = st.floats(1e-6, 1e6)
 kinds = st.booleans()
