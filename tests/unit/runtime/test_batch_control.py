@@ -564,7 +564,7 @@ def test_rows_are_worth_what_the_optimizer_and_its_rate_make_of_them(make, learn
 
 @pytest.mark.parametrize("fixed_s", [0.04, 1e-6])
 def test_a_pause_that_would_miss_growing_noise_is_put_off(tmp_path, always_measured, monkeypatch, fixed_s):
-    """At k = 1 nothing is gained now; with noise that grows as the run does much is, where a window has a fixed part."""
+    """Nothing is gained now; with noise that grows as the run does much is, where a window has a fixed part."""
     monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.times", lambda self, rows: Times(0.01, fixed_s))
     monkeypatch.setattr(Account, "price", 1e-3)
     problem = Regression(8, BatchRule("goodput", k_max=2, learning_rate="linear"), lr=0.0)
