@@ -33,7 +33,10 @@ from trimtab.runtime.exchange import Alone
 from trimtab.runtime.recorder import Recorder
 
 ADAPTATIONS = ("learning_rate", "batch")
-FREED = "the batch was freed: it follows gradient noise and the times of a window"
+FREED = (
+    "the batch was freed: it follows gradient noise and the times of a window; "
+    "peaks are of windows of two batches, the loop's too"
+)
 
 
 def profile(
@@ -48,6 +51,7 @@ def profile(
     longest_batch: Any = None,
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
+    frees_batch: bool = False,
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     progress: Callable[[str], None] = silent,
@@ -66,6 +70,8 @@ def profile(
             iterator is that much further on afterwards.
         total_steps: optimizer steps of the whole run, where they are known: they say how long measuring may take, and
             whether compiling the model can pay.
+        frees_batch: whether windows may span several batches, as with `adapt="batch"`. Their gradients are then held
+            beside a forward, and peaks are of windows of two batches.
         num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
@@ -80,7 +86,7 @@ def profile(
     objective = _typed("objective", objective, Objective, Objective())
     _refuse_unmeasurable(objective, budget)
     batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
-    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm)
+    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch)
     blocks = checks.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else checks.integer("total_steps", total_steps)
     given = {"data": data, "total_steps": steps, "num_blocks": blocks, "traces": traces, "progress": progress}
@@ -178,6 +184,7 @@ def plan(
         longest_batch=longest_batch,
         data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
         total_steps=total_steps,
+        frees_batch=rule is not None and rule.policy != "throughput_per_memory",  # which cuts the one it has
         num_blocks=num_blocks,
         progress=progress,
     )

@@ -58,6 +58,7 @@ def profile_loop(
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
+        asked["frees_batch"] = subject.frees_batch
         profile = Profile(device, facts, check, reference, environment=environment(), **asked)
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None

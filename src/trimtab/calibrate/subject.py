@@ -25,6 +25,8 @@ from trimtab.runtime.precision import autocast
 class Subject:
     """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies.
 
+    `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
+
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
         LoopError: a run holds the model, and no trial could start one of its own.
@@ -35,6 +37,7 @@ class Subject:
     loss_fn: LossFn
     batch: Any
     clip_norm: float | None = None
+    frees_batch: bool = False
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)

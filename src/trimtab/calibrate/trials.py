@@ -212,7 +212,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             _require_finite(run)
             if measure_memory:
                 subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
-                arm.peak_bytes = peak_bytes(lambda: _step(run, subject), subject.device, subject.live_tensors)
+                arm.peak_bytes = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
                 arm.unused_bytes = unused_bytes(subject.device)
     except _Unusable as error:
         arm.error = str(error)
@@ -226,6 +226,12 @@ class _Unusable(Exception):
 
 def _step(run: Run, subject: Subject) -> None:
     run.train_step(run.window(subject.batch), subject.loss_fn)
+
+
+def _heaviest_step(run: Run, subject: Subject) -> None:
+    """Step as a run does where it holds most."""
+    batches = [subject.batch] * (2 if subject.frees_batch else 1)
+    run.train_step(run.window(*batches), subject.loss_fn)
 
 
 def _step_until_applied(run: Run, subject: Subject) -> None:

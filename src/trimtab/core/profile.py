@@ -12,7 +12,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 5
+PROFILE_SCHEMA = 6
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -159,6 +159,7 @@ class Profile:
 
     Args:
         objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
+        frees_batch: whether windows may span several batches; peaks are then of those that do, the reference's too.
         hurried: whether measuring had taken what it may before the search was over, which was then cut short.
         traces: of this device's operators. elsewhere_traces: of CUDA's, for devices that are not here.
     """
@@ -176,6 +177,7 @@ class Profile:
     traces: tuple[Traced, ...] = ()
     elsewhere_traces: tuple[Traced, ...] = ()
     total_steps: int | None = None
+    frees_batch: bool = False
     hurried: bool = False
     schema: int = PROFILE_SCHEMA
 

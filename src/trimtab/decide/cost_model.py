@@ -157,7 +157,8 @@ class CostModel:
 
     def _bare(self, candidate: Candidate) -> int | None:
         traced = self._trace_of(candidate)
-        model = None if traced is None else traced.whole if self._count(candidate) == 1 else traced.sliced
+        is_whole = self._count(candidate) == 1 and not self._profile.frees_batch
+        model = None if traced is None else traced.whole if is_whole else traced.sliced
         return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _by_roofline(self, candidate: Candidate) -> float | None:

@@ -91,6 +91,7 @@ def make_plans(
         reference=task.reference,
         data=data.batches(PLANNING_SEED, task.batch_rows),
         total_steps=-(-task.budget_rows // task.batch_rows),
+        frees_batch="batch" in adapt,
         traces=traces,
         progress=progress,
     )

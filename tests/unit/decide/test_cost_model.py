@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from simulated_machine import HEAD, MIB, Machine, measured
 
 from trimtab.core.objective import Budget, Objective
+from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.cost_model import CONVOLUTIONS, MARGIN, CostModel
 from trimtab.decide.space import points
@@ -99,6 +100,15 @@ def test_a_trace_is_held_with_a_margin(facts, margin):
     assert found.peak_bytes == pytest.approx((1 + margin) * 740 * MIB)
     assert CostModel(profile).may_fit(REFERENCE, 740 * MIB)
     assert not CostModel(profile).may_fit(REFERENCE, 739 * MIB)
+
+
+def test_a_batch_that_is_free_holds_gradients_beside_a_forward():
+    profile = replace(measured(Machine(), objective=MEMORY), trials=())
+    sliced = PeakModel(((900.0 * MIB, 0.0),))
+    traces = tuple(replace(each, sliced=sliced) for each in profile.traces)
+    kept, freed = (replace(profile, traces=traces, frees_batch=frees) for frees in (False, True))
+    assert CostModel(kept).predict(REFERENCE).peak_bytes < CostModel(freed).predict(REFERENCE).peak_bytes
+    assert CostModel(freed).predict(REFERENCE).peak_bytes >= 900 * MIB
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0.005, 0.05), st.integers(0, 100))
