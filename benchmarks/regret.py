@@ -14,7 +14,8 @@ has measured as many. The learning rate follows the batch by the optimizer's rul
 best at k = 1 (`--sweep` shows what others give), and rises over the first samples where the case has a warm-up.
 "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
 figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and two
-arms are set against each other by the seeds they share. `--keep FOLDER` goes on where another run was stopped.
+arms are set against each other by the seeds they share. `--keep FOLDER` goes on where another run of the
+same sources was stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from typing import Any
 
 import command
 import torch
-from regret_cases import CASES, Case, Course, kept, local_times, rank_times, train, train_fixed, train_held
+from regret_cases import CASES, Case, Course, kept, train, train_fixed, train_held
+from regret_times import local_times, rank_times
 
 import trimtab
 from trimtab.decide.goodput import Times

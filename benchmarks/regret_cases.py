@@ -1,16 +1,14 @@
-"""The cases of regret.py: what is trained, how an arm is trained, and the table of times."""
+"""The cases of regret.py: what is trained, and how an arm is."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import statistics
-import tempfile
-import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.core.codec import write_whole
@@ -206,12 +202,20 @@ class Told(WindowTimes):
 
 
 def kept(path: Path, run: Callable[..., Course], *arguments: Any) -> Course:
-    """Return the course that a file has; or train it, and let the file have it."""
-    if not path.is_file():
+    """Return the course that a file has, if these sources trained it; or train it, and let the file have it."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if found.get("sources") != sources():
         course = run(*arguments)
-        write_whole(path, json.dumps({"points": course.points, "price": course.price}))
-    found = json.loads(path.read_text(encoding="utf-8"))
+        found = {"points": course.points, "price": course.price, "sources": sources()}
+        write_whole(path, json.dumps(found))
     return Course([tuple(point) for point in found["points"]], price=found["price"])
+
+
+@functools.cache
+def sources() -> str:
+    """Return a fingerprint of all that trains a course."""
+    files = sorted(Path(trimtab.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(each.read_bytes() for each in [*files, Path(__file__)])).hexdigest()[:16]
 
 
 def train_fixed(case: Case, seed: int, total: int, rate: float | None = None) -> Course:
@@ -326,70 +330,3 @@ def held_out_loss(task: Task, model: nn.Module, data: TaskData) -> float:
             loss, count = found if isinstance(found, tuple) else (found * len(batch[0]), len(batch[0]))
             total, terms = total + float(loss), terms + float(count)
     return total / terms
-
-
-# The table of times.
-
-
-def local_times(case: Case) -> Times:
-    """Return the times of this process, in one thread, as the arms have."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    return _measured(case, case.make().make_model().train())
-
-
-def rank_times(case: Case, latency_s: float) -> Times:
-    """Return the times over two gloo ranks of one thread, each reduction so many seconds late."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        work = functools.partial(_rank, case=case, latency_s=latency_s, folder=folder)
-        ranks = [context.Process(target=work, args=(rank,)) for rank in range(2)]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-            if each.exitcode != 0:
-                raise SystemExit("a rank failed: no table of times")
-        return Times(*json.loads((Path(folder) / "times.json").read_text(encoding="utf-8")))
-
-
-def _rank(rank: int, case: Case, latency_s: float, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(case.make().make_model().train())
-
-    def late(_, bucket):  # type: ignore[no-untyped-def]
-        if bucket.is_last():
-            time.sleep(latency_s)
-        reduction = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-        assert reduction is not None
-        return reduction.get_future().then(lambda done: done.value()[0])
-
-    model.register_comm_hook(None, late)
-    found = _measured(case, model)
-    if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps([found.micro_s, found.fixed_s]), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _mean_loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return a mean: over ranks no counts are added up."""
-    found = task.loss_fn(model, batch)
-    return found[0] / found[1] if isinstance(found, tuple) else found
-
-
-def _measured(case: Case, model: nn.Module, num_windows: int = 100) -> Times:
-    """Return the times by windows of one and of five micro-batches in turn, medians of their seconds, data included."""
-    task = case.make()
-    batches: Iterator[Any] = task.load_data().batches(0, case.rows)
-    optimizer = task.make_optimizer(model, rate=1e-4)  # type: ignore[call-arg]
-    seconds: dict[int, list[float]] = {1: [], 5: []}
-    with trimtab.start(model, optimizer, Plan.fixed(case.rows)) as run:
-        for k in itertools.islice(itertools.cycle(seconds), 2 * num_windows):
-            start = time.perf_counter()
-            run.train_step(run.window(*itertools.islice(batches, k)), functools.partial(_mean_loss, task))
-            seconds[k].append(time.perf_counter() - start)
-    one, five = (statistics.median(seconds[k]) for k in (1, 5))
-    return Times((five - one) / 4, one - (five - one) / 4)

@@ -97,3 +97,35 @@ def test_what_reductions_show_is_each_micro_batch_of_all_ranks(found):
 def test_partial_sums_agree_on_average(found):
     exact, partial = (sum(each["trace"] for each in found[name]) / 40 for name in ("exact", "partial"))
     assert partial == pytest.approx(exact, rel=0.5)
+
+
+REPLICATED = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    import trimtab
+    from trimtab.core.errors import UsageError
+
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.Linear(6, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(4, batch_rule=trimtab.BatchRule()))
+    except UsageError as error:
+        assert "mesh of several dimensions" in str(error), error
+        with trimtab.start(model, optimizer, trimtab.Plan.fixed(4)) as run:  # nothing was taken
+            run.train_step(run.window(torch.ones(4, 6)), lambda model, rows: model(rows).mean())
+    else:
+        raise SystemExit("a mesh of replicas was taken")
+    dist.destroy_process_group()
+"""
+
+
+def test_a_mesh_with_replicas_is_refused_where_noise_is_measured(tmp_path):
+    """Each replica would count as shards of its own."""
+    run_ranks(REPLICATED, tmp_path)

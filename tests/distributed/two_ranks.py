@@ -15,6 +15,11 @@ def run_ranks(code: str, folder: Path, *arguments: object) -> None:
         subprocess.Popen([*command, str(rank), str(folder), *map(str, arguments)], stderr=subprocess.PIPE)
         for rank in range(2)
     ]
-    for each in running:
-        _, error = each.communicate(timeout=300)
-        assert each.returncode == 0, error.decode()[-3000:]
+    try:
+        for each in running:
+            _, error = each.communicate(timeout=300)
+            assert each.returncode == 0, error.decode()[-3000:]
+    finally:
+        for each in running:  # one that waits for another that failed
+            each.kill()
+            each.communicate()

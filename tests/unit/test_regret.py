@@ -108,7 +108,7 @@ def little_cifar10():
     return Images(images, labels, images, labels, DataSource("zeros", "made here", ""))
 
 
-def test_a_course_is_trained_once(cases, tmp_path):
+def test_a_course_is_trained_once_by_the_same_sources(cases, tmp_path, monkeypatch):
     trained = []
 
     def run(seed):
@@ -119,6 +119,9 @@ def test_a_course_is_trained_once(cases, tmp_path):
     first, second = (cases.kept(path, run, 7) for _ in range(2))
     assert trained == [7]
     assert (first.points, first.price) == (second.points, second.price) == ([(0, 1, 2, 3.5), (8, 2, 4, 3.25)], 0.25)
+    monkeypatch.setattr(cases, "sources", lambda: "changed since")
+    assert cases.kept(path, run, 7).price == 0.25
+    assert trained == [7, 7]
 
 
 def test_a_held_rule_is_one_to_which_nothing_is_certain_but_what_is_known_well(cases, monkeypatch):

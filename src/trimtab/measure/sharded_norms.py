@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.measure.gradient_norms import squared_norm
@@ -149,6 +150,12 @@ class PartialNorms:
 def is_shard(parameter: Tensor) -> bool:
     """Return whether a parameter is a shard of one."""
     return hasattr(parameter, "to_local")
+
+
+def has_replicas(parameter: Any) -> bool:
+    """Return whether several ranks hold the same shard of a parameter, or others hold none of it."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size())
 
 
 def local(gradient: Any) -> Tensor:

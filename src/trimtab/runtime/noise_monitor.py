@@ -18,6 +18,7 @@ from trimtab.measure.late import Late
 from trimtab.measure.sharded_norms import (
     PartialNorms,
     ShardedNorms,
+    has_replicas,
     is_flat_sharded,
     is_shard,
     is_sharded,
@@ -87,7 +88,8 @@ class NoiseMonitor:
     """Watches the backwards of a window: each one's gradient, or sums of them where single ones do not show.
 
     Raises:
-        ValueGivenError: a model under FSDP1, or with parameters stepped that FSDP2 does not hold while it holds others.
+        ValueGivenError: a model under FSDP1; under FSDP2 one with parameters stepped that it does not hold, or over a
+            mesh of several dimensions.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -103,6 +105,13 @@ class NoiseMonitor:
                 given="a model of which FSDP2 holds a part, and the optimizer steps another",
                 expected="all of what is stepped under FSDP2: a norm is added up from every rank's shards",
                 way_out="fully_shard(model) holds what its parts do not.",
+            )
+        if any(map(has_replicas, _Stepped(optimizer))):
+            raise ValueGivenError(
+                "plan.batch_rule",
+                given="a model sharded over a mesh of several dimensions, or of some of the ranks",
+                expected="one over all ranks: a norm is added up from every rank's shards, of which each has its own",
+                way_out="fully_shard(model) without a mesh, or DistributedDataParallel.",
             )
         self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []
