@@ -93,12 +93,12 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
 
 def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget) -> _Decision:
     rounds = final_rounds(profile)
-    outcome = finals.decide(profile, rounds[-1], objective, budget) if rounds else None
+    outcome, judged = _outcome(profile, rounds, objective, budget)
     was_asked = (objective, budget) == (profile.objective, profile.budget)
     if outcome is not None and was_asked:
         return _Decision(outcome.winner.candidate, outcome)
     winner = None if outcome is None else outcome.winner.candidate
-    lost = {t.candidate for name in rounds for t in profile.stage(name)} - {winner, profile.reference_candidate}
+    lost = judged - {winner, profile.reference_candidate}
     fitting = [point for point in found if point.refusal is None and point.candidate not in lost]
     if not fitting or (rounds and was_asked):
         raise _infeasible(profile, found, budget)
@@ -110,6 +110,20 @@ def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budg
     if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
         return _Decision(winner, outcome)
     return _Decision(best, None)
+
+
+def _outcome(
+    profile: Profile, rounds: Sequence[str], objective: Objective, budget: Budget
+) -> tuple[finals.Outcome | None, set[Candidate]]:
+    """Return what the first final decides in which somebody fits, and who was in it; of none, who was in any.
+
+    Later ones were run as nobody fitted that was in it: under another limit somebody may.
+    """
+    for name in rounds:
+        outcome = finals.decide(profile, name, objective, budget)
+        if outcome is not None:
+            return outcome, {trial.candidate for trial in profile.stage(name)}
+    return None, {trial.candidate for name in rounds for trial in profile.stage(name)}
 
 
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:

@@ -193,7 +193,7 @@ class _Step:
         self._saved: set[int] = set()  # by the first micro-batch
         self._activations: set[int] = set()
         self._gradients: set[int] = set()
-        self._arrived: list[tuple[int, int]] = []  # gradients that are whole, and after how many events
+        self._arrived: dict[int, int] = {}  # storages whose last gradient is whole, and after how many events
         self._phases: list[tuple[int, str]] = []
         self._work_before: list[int] = []  # each phase
         self._static = self._known(batch)
@@ -238,7 +238,7 @@ class _Step:
 
     def _arrives(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._arrived.append((self._storages.number_of(parameter.grad), len(self._seen.events)))
+        self._arrived[self._storages.number_of(parameter.grad)] = len(self._seen.events)
 
     def _enter(self, phase: str) -> None:
         self._phases.append((len(self._seen.events), phase))
@@ -246,7 +246,10 @@ class _Step:
 
     def scratch(self) -> dict[Call, Taken]:
         """Return what operators take for themselves, by running each that does."""
-        return measured(call for call, *_ in self._seen.calls)
+        try:
+            return measured(call for call, *_ in self._seen.calls)
+        except Exception as error:  # they run on real tensors, for which there may be no memory
+            raise cannot_trace(error) from error
 
     def blocks(self, marks: _Marks) -> Iterator[BlockMemory]:
         """Yield what each block keeps, by the storages that were born in it."""
@@ -261,7 +264,7 @@ class _Step:
         edges = [0, *(begin + 1 for begin, _ in self._phases), len(held)]
         found = [(held[begin:end], kinds[begin:end]) for begin, end in itertools.pairwise(edges)]
         if self._first is not None:
-            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=counts_scratch)
+            *_, (backward, _), (step, kinds) = self._first.by_phase(counts_scratch=False)  # of a step there is none
             found[-1] = [size - backward[-1] + held[-1] for size in step], kinds
         return found
 
@@ -274,7 +277,7 @@ class _Step:
         sizes, begin = self._storages.sizes, self._phases[1][0]
         left = sum(sizes[number] for number in self._gradients)
         held = [size + left for size in forward]
-        arriving = sorted(self._arrived, key=lambda each: each[1])
+        arriving = sorted(self._arrived.items(), key=lambda each: each[1])
         second: _Phase = [], []
         for index, size in enumerate(backward, begin + 1):
             second[0].append(size + left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from simulated_machine import CPU, HEAD, MIB, Machine, measured, planned, values
+from simulated_machine import CPU, HEAD, MIB, Machine, candidate_of, measured, planned, values
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import InfeasibleError
@@ -350,6 +350,28 @@ def test_a_recorded_profile_can_be_decided_under_another_budget():
     assert tight.verified is None
     with pytest.raises(InfeasibleError, match="nearest that runs: bf16, micro-batch 1 is predicted to need 112 MiB"):
         choose(recorded, Objective(), Budget(memory=100 * MIB))
+
+
+class Surprising(Machine):
+    """In the first final half a batch takes more than before."""
+
+    def run(self, stage):
+        found = super().run(stage)
+        if stage.name != "final":
+            return found
+        return tuple(replace(t, peak_bytes=480 * MIB) if t.candidate.micro_batch == 32 else t for t in found)
+
+
+def test_who_broke_a_tight_limit_in_a_final_may_win_under_a_looser_one():
+    """There was another final without it."""
+    facts = {"can_retain": False, "supports_fused": False, "has_convolutions": False}
+    tight = Budget(memory=430 * MIB)
+    recorded = measured(Surprising(speed={"bf16": 1.5}, split_s=0.1), budget=tight, **facts)
+    (broke,) = {trial.candidate for trial in recorded.stage("final")} - {recorded.reference_candidate}
+    assert candidate_of(choose(recorded, Objective(), tight)).micro_batch == 16
+    loose = choose(recorded, Objective(), Budget(memory=600 * MIB))
+    assert candidate_of(loose) == broke
+    assert loose.verified is not None
 
 
 def test_a_plan_that_was_never_run_says_so():

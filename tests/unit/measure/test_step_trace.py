@@ -202,6 +202,16 @@ def test_what_operators_take_for_themselves_is_counted_where_asked_for(make, los
     assert abs(with_it.peak_bytes / found - 1) < error
 
 
+def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monkeypatch):
+    def fails(calls):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("trimtab.measure.step_trace.measured", fails)
+    model, optimizer, batch = loop()
+    with pytest.raises(ModelError, match="can't allocate memory"):
+        trace_step(model, optimizer, loss_fn, batch, counts_scratch=True)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_two_sizes_tell_the_peak_of_every_other(num_micro_batches):
     model, optimizer, batch = loop()
@@ -227,3 +237,28 @@ def test_a_loss_in_more_chunks_at_another_size_is_told_too(chunk_rows):
     for number, k in itertools.product((3, 6, 8, 16), (1, 2)):
         traced = trace_step(model, optimizer, next_token_loss, rows(number), num_micro_batches=k).peak_bytes
         assert (found.whole if k == 1 else found.sliced).peak_bytes(number) == pytest.approx(traced, rel=0.01)
+
+
+class Joined(nn.Module):
+    """A weight made of several, whose gradients lie in one storage; before it a larger one, whose comes after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(128, 1024)
+        self.parts = nn.ParameterList(torch.randn(8, 1024) for _ in range(4))
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x).tanh(), torch.cat(tuple(self.parts)))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
+def test_gradients_that_share_a_storage_go_once(num_micro_batches):
+    torch.manual_seed(0)
+    model = Joined()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean = lambda model, batch: model(batch).mean()  # noqa: E731
+    rows = lambda number: torch.randn(number, 128)  # noqa: E731
+    found = trace_peaks(model, optimizer, mean, (rows(4), rows(8)), (4, 8))[0][num_micro_batches > 1]
+    for number in (4, 8, 64):
+        traced = trace_step(model, optimizer, mean, rows(number), num_micro_batches=num_micro_batches)
+        assert found.peak_bytes(number) == pytest.approx(traced.peak_bytes, rel=0.001)
