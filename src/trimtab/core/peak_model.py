@@ -42,19 +42,6 @@ class PeakModel:
         """Return the peak of a micro-batch of so many rows."""
         return math.ceil(max(base + rows * slope for base, slope in self.lines))
 
-    def most_rows(self, limit_bytes: float, most: int) -> int:
-        """Return the most rows whose peak is within a limit, up to `most`; 0 where one row is not."""
-        fitting = (self._fitting(line, limit_bytes) for line in self.lines)
-        rows = min(most, *fitting)
-        return int(rows) if rows >= 1 else 0
-
-    @staticmethod
-    def _fitting(line: Line, limit_bytes: float) -> float:
-        base, slope = line
-        if slope <= 0:
-            return math.inf if base + slope <= limit_bytes else 0.0
-        return math.floor((limit_bytes - base) / slope)
-
 
 def _line(few: float, many: float, fewer: int, more: int) -> Line:
     slope = (many - few) / (more - fewer)

@@ -67,7 +67,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         stands_between=space.stands_between(found, winner, reference),
         front=tuple(_front_point(point) for point in space.pareto(found)),
         planning_s=profile.profiling_s,
-        advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner)),
+        advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
     )
 
 

@@ -27,15 +27,6 @@ def test_it_is_the_highest_moment_whatever_the_rows(found, rows):
     assert model_of(found).peak_bytes(rows) == pytest.approx(highest, abs=2)
 
 
-@given(moments, st.integers(0, 10**10), st.integers(1, 4096))
-def test_the_most_rows_fit_and_one_more_does_not(found, limit, most):
-    model = model_of(found)
-    rows = model.most_rows(limit, most)
-    assert 0 <= rows <= most
-    assert rows == 0 or model.peak_bytes(rows) <= limit + 2
-    assert rows == most or model.peak_bytes(rows + 1) >= limit - 2
-
-
 @given(moments)
 def test_more_rows_never_take_less_and_few_lines_are_kept(found):
     model = model_of(found)
