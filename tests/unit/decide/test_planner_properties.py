@@ -11,11 +11,12 @@ from simulated_machine import GPU, MIB, SPLITTABLE, Machine, candidate_of, measu
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.objective import Budget, Objective
+from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import FREE_SPEED
+from trimtab.decide.space import WORTH_A_RUN, points
 
 REFUSED = Check(False, "a module computes over the batch")
 SETTINGS = ("fp32", "tf32", "bf16", "fp16", "channels_last", "retain")
@@ -109,6 +110,25 @@ def test_more_memory_is_never_slower_on_one_recorded_profile(machine, seconds, o
     assert roomy.predicted is not None
     assert tight.predicted is not None
     assert roomy.predicted.step_s <= tight.predicted.step_s / FREE_SPEED * (1 + 1e-9)
+
+
+@given(machines(**SILENT), facts, limits, st.sampled_from([0.0, 0.3, 1.0]))
+def test_a_dominated_plan_is_never_chosen(machine, facts, limit, memory):
+    """Nobody that fits takes less of one and no more of the other, by true costs: but for what is not worth a change."""
+    machine.speed["retain"] = 1 / 0.96  # as page faults that were not counted are taken for
+    objective, budget = Objective(time=1, memory=memory), Budget(memory=limit)
+    profile = measured(machine, budget=budget, objective=objective, device=GPU, **facts)
+    plan = plan_or_none(profile, budget, objective)
+    assume(plan is not None)
+
+    def cost(candidate: Candidate) -> Cost:
+        return Cost(machine.step_s("", candidate), machine.peak_bytes(candidate))
+
+    ours, unit = cost(candidate_of(plan)), cost(profile.reference_candidate)
+    for candidate in (point.candidate for point in points(profile, budget) if point.refusal is None):
+        found = cost(candidate)
+        if found.time_s <= ours.time_s and found.memory_bytes <= ours.memory_bytes:
+            assert objective.score(found, unit) >= WORTH_A_RUN**2 * objective.score(ours, unit), candidate.describe()
 
 
 @given(machines(**NOISY), facts)
