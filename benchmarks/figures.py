@@ -250,21 +250,30 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
     """Yield a line a step, and what the errors are like."""
     names = {
         "error": "peak, traced",
-        "calibrated_error": "peak, with operators' scratch",
-        "time_error": "seconds, on a line through two other sizes",
+        "time_error": "seconds, by the cost model",
+        "bare_error": "peak, traced without operators' scratch",
         "roofline_error": "seconds, by the device's peaks alone",
     }
-    known = {key: name for key, name in names.items() if key in rows[0]}
-    for key, name in known.items():
-        errors = sorted(abs(row[key]) for row in rows)
-        yield f"- {name}: median error {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}"
+    for key, name in names.items():
+        yield f"- {name}: {_errors([row[key] for row in rows if row.get(key) is not None])}"
+    untried = [row["time_error"] for row in rows if not row["tried"]]
+    yield f"- seconds of steps that were not tried themselves: {_errors(untried)}"
     yield ""
-    yield f"| model | rows | precision | optimizer | counted, MiB | {' | '.join(known.values())} | tracing, s |"
-    yield "|---|---|---|---|---|" + "---|" * len(known) + "---|"
+    yield f"| model | rows | step | counted, MiB | took, s | {' | '.join(names.values())} |"
+    yield "|---|---|---|---|---|" + "---|" * len(names)
     for row in rows:
-        step = f"| {row['model']} | {row['batch']} | {row['precision']} | {row['optimizer']} "
-        errors = " | ".join(f"{row[key]:+.2%}" for key in known)
-        yield step + f"| {row['measured_bytes'] / 2**20:.1f} | {errors} | {row['traced_s']:.1f} |"
+        chunk = "" if row["loss_chunk"] is None else f", loss in chunks of {row['loss_chunk']}"
+        step = f"{row['precision']}, {row['optimizer']}, k={row['num_micro_batches']}{chunk}"
+        errors = " | ".join("" if row.get(key) is None else f"{row[key]:+.2%}" for key in names)
+        took = f"{row['measured_bytes'] / 2**20:.1f} | {row['measured_s']:.3f}"
+        yield f"| {row['model']} | {row['batch']} | {step} | {took} | {errors} |"
+
+
+def _errors(errors: list[float]) -> str:
+    """Return what errors are like; too little is worst where it is a peak."""
+    each = sorted(map(abs, errors))
+    median, worst = (f"{value:.2%}" for value in (each[len(each) // 2], each[-1]))
+    return f"median error {median}, worst {worst}, {min(errors):+.2%} to {max(errors):+.2%}"
 
 
 def _budgets(rows: list[Row]) -> Iterator[str]:

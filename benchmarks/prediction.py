@@ -1,117 +1,120 @@
 """What a step is predicted to take, against what it took.
 
-`python benchmarks/prediction.py [--quick] [--json]` prints `prediction` rows, for each kind of model at two batch
-sizes, in each precision and with each optimizer in turn: peak bytes of a step, traced on fake tensors, and counted
-while it ran; its seconds, on a straight line through two other sizes, by the device's peaks alone, and as it took.
+`python benchmarks/prediction.py [--quick] [--json]` prints `prediction` rows: for each kind of model at two batch
+sizes, with each optimizer in turn, the loop is profiled as for a plan; and every step that its cost model then tells
+of, in each precision, in one micro-batch and in several, its loss head whole and in chunks, is run. Bytes are as they
+were traced, on fake tensors at two sizes of a micro-batch (`bare_error`: and without the scratch that operators take,
+as for a device that is not here), against those that were counted. Seconds are as the cost model has them of its trials
+(`tried`: of that very step, too), and by the device's peaks alone (`roofline_s`), against a step that was run in turn
+with the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import command
 import torch
 from prediction_models import KINDS, OPTIMIZERS, Kind
-from torch import Tensor
 
+import trimtab
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.decide.cost_model import CostModel
 from trimtab.decide.roofline import step_seconds
-from trimtab.measure.machine import device_spec
 from trimtab.measure.memory import peak_bytes
-from trimtab.measure.step_trace import trace_peaks, trace_step
+from trimtab.measure.step_trace import trace_peaks
 from trimtab.measure.timing import time_call
+from trimtab.runtime.precision import autocast
 
 CPU = torch.device("cpu")
 ROUNDS = 9
-PRECISIONS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "fp32": contextlib.nullcontext,
-    "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
-}
+PRECISIONS = ("fp32", "bf16")
+SPLITS = (1, 2, 4, 8)
 
 
-def row_of(name: str, rows: int, precision: str, optimizer: str) -> dict[str, Any]:
-    """Trace a step and run it."""
+def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any]]:
+    """Profile a loop, and yield a row for each step its cost model tells of."""
     torch.manual_seed(0)
-    kind, autocast = KINDS[name], PRECISIONS[precision]
+    kind = KINDS[name]
     model, batch = kind.make().train(), kind.batch(rows)
-    made = OPTIMIZERS[optimizer](model.parameters())
-    start = time.perf_counter()
-    predicted = trace_step(model, made, kind.loss_fn, batch, autocast=autocast).peak_bytes
-    traced_s = time.perf_counter() - start
-    with_scratch = trace_step(model, made, kind.loss_fn, batch, autocast=autocast, counts_scratch=True).peak_bytes
-    measured = _counted(kind, model, made, batch, autocast)
-    probes = _probes(rows)
-    seconds = _seconds(kind, model, made, (rows, *probes), autocast)
-    roofline_s = _by_roofline(kind, model, made, rows, precision, autocast)
-    row = {"metric": "prediction", "model": name, "batch": rows, "precision": precision, "optimizer": optimizer}
-    row |= {"schedule": "none", "predicted_bytes": predicted, "measured_bytes": measured, "traced_s": traced_s}
-    row |= {"calibrated_bytes": with_scratch}
-    row |= {"error": predicted / measured - 1, "calibrated_error": with_scratch / measured - 1}
-    measured_s, (a, b) = seconds[rows], probes
-    predicted_s = seconds[a] + (seconds[b] - seconds[a]) / (b - a) * (rows - a)
-    row |= {"predicted_s": predicted_s, "measured_s": measured_s, "roofline_s": roofline_s}
-    return row | {"time_error": predicted_s / measured_s - 1, "roofline_error": roofline_s / measured_s - 1}
+    subject = Subject(model, OPTIMIZERS[optimizer](model.parameters()), kind.loss_fn, batch)
+    found = trimtab.profile(model, subject.optimizer, kind.loss_fn, batch, traces=True)
+    before = tuple(trial for trial in found.trials if not trial.stage.startswith(FINAL))
+    told = CostModel(replace(found, trials=before))
+    candidates = [c for c in candidates_of(found) if told.predict(c).step_s and told.traced_bytes(c)]
+    seconds = _seconds(subject, candidates)
+    tried = {trial.candidate for trial in before if trial.is_whole and trial.step_s}
+    for candidate in candidates:
+        k = math.ceil(rows / candidate.micro_batch)
+        row = {"metric": "prediction", "model": name, "batch": rows, "optimizer": optimizer, "schedule": "none"}
+        row |= {"precision": candidate.precision, "num_micro_batches": k, "loss_chunk": candidate.loss_chunk}
+        predicted, measured = told.traced_bytes(candidate), _counted(subject, candidate)
+        assert predicted is not None
+        row |= {"predicted_bytes": predicted, "measured_bytes": measured, "error": predicted / measured - 1}
+        predicted_s, measured_s = told.predict(candidate).step_s, seconds[candidate]
+        row |= {"predicted_s": predicted_s, "measured_s": measured_s, "time_error": (predicted_s or 0) / measured_s - 1}
+        row |= {"tried": candidate in tried}
+        if k == 1 and candidate.loss_chunk is None:
+            row |= _from_afar(kind, subject, found, candidate, measured, measured_s)
+        yield row
 
 
-def _probes(rows: int) -> tuple[int, int]:
-    """Return the two sizes that a step of another is predicted from: a half and three halves of it."""
-    return max(2, rows // 2) if rows > 2 else 3, max(4, 3 * rows // 2)
+def candidates_of(profile: Profile) -> Iterator[Candidate]:
+    """Yield what is predicted: the loop's own layout and step, in the allocator's mode that its trials were run in."""
+    rows, base = profile.loop.batch_rows, replace(profile.trials[0].candidate, micro_batch=profile.loop.batch_rows)
+    chunks = sorted({each.candidate.loss_chunk or 0 for each in profile.traces})
+    splits = [k for k in SPLITS if 2 * k <= rows] if profile.check.splittable else [1]
+    for precision, k, chunk in itertools.product(PRECISIONS, splits or [1], chunks):
+        yield replace(base, precision=precision, micro_batch=math.ceil(rows / k), loss_chunk=chunk or None)
 
 
-def _seconds(kind: Kind, model: Any, made: Any, sizes: tuple[int, ...], autocast: Any) -> dict[int, float]:
-    """Return the median seconds of a step of each size, run in turn."""
-    batches = {rows: kind.batch(rows) for rows in sizes}
-    taken: dict[int, list[float]] = {rows: [] for rows in sizes}
+def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
+    """Return the median seconds of a step of each, run in turn."""
+    taken: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for turn in range(ROUNDS + 1):
-        for rows in sizes if turn % 2 else reversed(sizes):
-            seconds = time_call(lambda rows=rows: _step(kind, model, made, batches[rows], autocast), CPU)
-            taken[rows] += [seconds] if turn else []
-    return {rows: statistics.median(each) for rows, each in taken.items()}
+        for candidate in candidates if turn % 2 else reversed(candidates):
+            with subject.start(candidate) as run:
+                run.train_step(run.window(subject.batch), subject.loss_fn)
+                seconds = time_call(lambda run=run: run.train_step(run.window(subject.batch), subject.loss_fn), CPU)
+            taken[candidate] += [seconds] if turn else []
+    return {candidate: statistics.median(each) for candidate, each in taken.items()}
 
 
-def _by_roofline(kind: Kind, model: Any, made: Any, rows: int, precision: str, autocast: Any) -> float:
-    """Return seconds as they are guessed of a device that is not here."""
-    sizes = (max(2, rows // 2), max(3, rows))
-    batches = tuple(map(kind.batch, sizes))
-    work = trace_peaks(model, made, kind.loss_fn, (batches[0], batches[1]), sizes, autocasts=[autocast])[0].work
-    return step_seconds(work, device_spec(CPU), precision, rows, 1) or math.nan
+def _counted(subject: Subject, candidate: Candidate) -> int:
+    with subject.start(candidate) as run:
+        run.train_step(run.window(subject.batch), subject.loss_fn)
+        return peak_bytes(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), CPU, subject.live_tensors)
 
 
-def _step(kind: Kind, model: Any, made: Any, batch: Any, autocast: Any) -> None:
-    with autocast():
-        loss = kind.loss_fn(model, batch)
-    loss.backward()
-    del loss
-    made.step()
-    made.zero_grad(set_to_none=True)
-
-
-def _counted(kind: Kind, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, autocast: Any) -> int:
-    def step() -> None:
-        _step(kind, model, optimizer, batch, autocast)
-
-    def live() -> list[Tensor]:
-        states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
-        return [*model.parameters(), *model.buffers(), *batch, *(v for v in states if isinstance(v, Tensor))]
-
-    step()
-    return peak_bytes(step, CPU, live)
+def _from_afar(
+    kind: Kind, subject: Subject, profile: Profile, candidate: Candidate, measured: int, measured_s: float
+) -> dict[str, Any]:
+    """Return a step's bytes and seconds as they are told of a device that is not here."""
+    rows, precision = subject.rows, candidate.precision
+    sizes = max(2, rows // 2), max(3, rows)
+    few, many = map(kind.batch, sizes)
+    forward = [lambda: autocast(precision, CPU)]
+    (found,) = trace_peaks(subject.model, subject.optimizer, kind.loss_fn, (few, many), sizes, autocasts=forward)
+    roofline_s = step_seconds(found.work, profile.device, precision, rows, 1)
+    bare = {"bare_error": found.whole.peak_bytes(rows) / measured - 1, "roofline_s": roofline_s}
+    return bare | {"roofline_error": None if roofline_s is None else roofline_s / measured_s - 1}
 
 
 def rows_of(names: list[str], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kind, batch and precision, the optimizers taking turns."""
+    """Yield the rows of each kind and batch size, the optimizers taking turns."""
     optimizers = itertools.cycle(OPTIMIZERS)
     for name in names:
-        for rows, precision in itertools.product(KINDS[name].sizes[:1] if quick else KINDS[name].sizes, PRECISIONS):
-            row = row_of(name, rows, precision, next(optimizers))
-            print(_line(row), file=sys.stderr, flush=True)
-            yield row
+        for rows in KINDS[name].sizes[:1] if quick else KINDS[name].sizes:
+            for row in rows_of_loop(name, rows, next(optimizers)):
+                print(_line(row), file=sys.stderr, flush=True)
+                yield row
 
 
 def main() -> None:
@@ -124,11 +127,12 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    where = f"{row['model']:<9} batch {row['batch']:<4} {row['precision']} {row['optimizer']:<9}"
-    sizes = f"{row['predicted_bytes'] / 2**20:8.1f} MiB predicted {row['measured_bytes'] / 2**20:8.1f} measured"
-    errors = f"{100 * row['error']:+6.2f}%, with scratch {100 * row['calibrated_error']:+6.2f}%"
-    times = f"{row['measured_s']:.3f} s, predicted {row['time_error']:+.1%}, by peaks {row['roofline_error']:+.0%}"
-    return f"{where} {sizes}  {errors}  traced in {row['traced_s']:.1f} s; {times}"
+    chunk = "" if row["loss_chunk"] is None else f", chunks of {row['loss_chunk']}"
+    where = f"{row['model']:<9} {row['batch']:<4} {row['precision']} {row['optimizer']:<9} k={row['num_micro_batches']}"
+    sizes = f"{row['measured_bytes'] / 2**20:8.1f} MiB, predicted {row['error']:+.2%}"
+    times = f"{row['measured_s']:.3f} s, predicted {row['time_error']:+.1%}{' (tried)' if row['tried'] else ''}"
+    afar = f"; from afar {row['bare_error']:+.2%}, {row['roofline_error']:+.0%}" if row.get("roofline_error") else ""
+    return f"{where}{chunk}  {sizes}; {times}{afar}"
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 
-CLASSES, TOKENS, VOCABULARY = 10, 128, 2048
-Batch = tuple[Tensor, Tensor]
+CLASSES, TOKENS, VOCABULARY, LARGE_VOCABULARY = 10, 128, 2048, 16_384
+Batch = tuple[Tensor, ...]
 
 
 class Bottleneck(nn.Module):
@@ -176,8 +177,12 @@ def _maps(rows: int) -> Batch:
     return torch.randn(rows, 3, 64, 64), torch.randint(0, CLASSES, (rows, 64, 64))
 
 
-def _gpt(*, tied: bool) -> nn.Module:
-    return GPT(GPTShape(VOCABULARY, TOKENS, num_layers=4, num_heads=4, width=192, dropout=0.1, tied_head=tied))
+def _text(rows: int) -> tuple[Tensor]:
+    return (torch.randint(0, LARGE_VOCABULARY, (rows, TOKENS + 1)),)
+
+
+def _gpt(*, tied: bool, words: int = VOCABULARY) -> nn.Module:
+    return GPT(GPTShape(words, TOKENS, num_layers=4, num_heads=4, width=192, dropout=0.1, tied_head=tied))
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Kind:
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    loss_fn: Callable[[Any, Batch], Tensor]
+    loss_fn: Callable[[Any, Batch], Any]
     sizes: tuple[int, int]
 
 
@@ -196,6 +201,7 @@ KINDS = {
     "vit": Kind(ViT, _images(64), over_classes, (4, 16)),
     "gpt": Kind(lambda: _gpt(tied=False), _tokens, over_tokens, (2, 8)),
     "gpt_tied": Kind(lambda: _gpt(tied=True), _tokens, over_tokens, (2, 8)),
+    "gpt_head": Kind(lambda: _gpt(tied=False, words=LARGE_VOCABULARY), _text, next_token_loss, (4, 16)),
     "bert": Kind(Bert, _tokens, over_tokens, (2, 8)),
     "lstm": Kind(Lstm, _tokens, over_tokens, (2, 8)),
     "unet": Kind(UNet, _maps, over_classes, (2, 8)),

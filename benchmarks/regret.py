@@ -13,8 +13,9 @@ gradients (batch statistics are updated by both), and the control reads the tabl
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
 best at k = 1 (`--sweep` shows what others give), and rises over the first samples where the case has a warm-up.
 "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
-figure here is worth. What is not compared (all but fixed k and goodput) is trained from five seeds at the most, and two
-arms are set against each other by the seeds they share. `--keep FOLDER` goes on where another run of the
+figure here is worth. Who is not compared (all but fixed k and goodput), or 15% behind the best
+fixed k after five seeds, is trained from no more of them; two arms are set against each other by the seeds they
+share. `--keep FOLDER` goes on where another run of the
 same sources was stopped.
 """
 
@@ -49,6 +50,7 @@ COMPARED = "goodput"
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
 SEEDS, QUICK_SEEDS, OTHER_SEEDS = 5, 1, 5
+FAR_BEHIND = 1.15
 FIRST_SEED = 100  # the rules were made by looks at the first few
 
 Targets = tuple[float, ...]
@@ -82,29 +84,26 @@ class Trained:
 
     def __init__(self, case: Case, seeds: int, pool: Executor, keep: Path) -> None:
         self._case, self._seeds, self._pool, self._keep = case, seeds, pool, keep
-        self._fixed: dict[int, list[Future[Course]]] = {}
+        self._fixed: dict[tuple[int, int], Future[Course]] = {}
 
-    def fixed(self, total: int) -> list[Future[Course]]:
-        """Begin a course a seed of so many micro-batches a window, of all ranks."""
-        if total not in self._fixed:
-            self._fixed[total] = self._begun(total, FIRST_SEED)
-        return self._fixed[total]
+    def fixed(self, total: int, *, first: int = FIRST_SEED, most: int = OTHER_SEEDS) -> list[Future[Course]]:
+        """Begin a course a seed of so many micro-batches a window, of all ranks; of no more seeds than all have."""
+        seeds = range(first, first + min(most, self._seeds))
+        for seed in seeds:
+            if (total, seed) not in self._fixed:
+                self._fixed[total, seed] = self._submit(f"fixed {total}", train_fixed, seed, total)
+        return [self._fixed[total, seed] for seed in seeds]
 
     def again(self, total: int) -> list[Future[Course]]:
         """Begin such courses from other seeds."""
-        return self._begun(total, FIRST_SEED + self._seeds, OTHER_SEEDS)
-
-    def _begun(self, total: int, first: int, most: float = math.inf) -> list[Future[Course]]:
-        return [self._submit(f"fixed {total}", train_fixed, seed, total) for seed in self._from(first, most)]
-
-    def _from(self, first: int, most: float = math.inf) -> range:
-        return range(first, first + int(min(self._seeds, most)))
+        return self.fixed(total, first=FIRST_SEED + self._seeds)
 
     def policy(self, name: str, ranks: int, times: Times) -> list[Future[Course]]:
         """Begin a course a seed by a policy."""
         rule, run = rule_of(name, self._case, ranks), train_held if name == HELD else train
-        seeds = self._from(FIRST_SEED, math.inf if name == COMPARED else OTHER_SEEDS)
-        return [self._submit(f"{name} on {ranks}", run, seed, rule, ranks, times) for seed in seeds]
+        seeds = self._seeds if name == COMPARED else min(self._seeds, OTHER_SEEDS)
+        each = range(FIRST_SEED, FIRST_SEED + seeds)
+        return [self._submit(f"{name} on {ranks}", run, seed, rule, ranks, times) for seed in each]
 
     def _submit(self, name: str, run: Callable[..., Course], seed: int, *arguments: Any) -> Future[Course]:
         path = self._keep / f"{self._case.name}, {name}, seed {seed}.json"
@@ -136,9 +135,23 @@ def case_rows(case: Case, seeds: int, latency: float, jobs: int, keep: Path) -> 
         for link, ranks in RANKS.items():
             begun[link] = {f"k={k}": trained.fixed(k * ranks) for k in FIXED}
             begun[link] |= {policy: trained.policy(policy, ranks, tables[link]) for policy in POLICIES}
+        for link, ranks in RANKS.items():
+            begun[link] |= _near(case, trained, tables[link], ranks, seeds)
         for link, arms in begun.items():
             courses = {name: _results(f"{case.name} {link} {name}", found) for name, found in arms.items()}
             yield from _link_rows(case, link, courses, tables[link], trained)
+
+
+def _near(case: Case, trained: Trained, times: Times, ranks: int, seeds: int) -> dict[str, list[Future[Course]]]:
+    """Begin the other seeds of each fixed k that is not far behind after the first few."""
+
+    def median_s(k: int) -> float:
+        few = [each.result() for each in trained.fixed(k * ranks)]
+        return statistics.median(each.arrival(case.targets, times, ranks)[1] for each in few)
+
+    medians = {k: median_s(k) for k in FIXED}
+    near = [k for k, seconds in medians.items() if seconds <= FAR_BEHIND * min(medians.values())]
+    return {f"k={k}": trained.fixed(k * ranks, most=seeds) for k in near}
 
 
 def _results(name: str, begun: list[Future[Course]]) -> list[Course]:

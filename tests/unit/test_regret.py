@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -141,3 +142,22 @@ def test_the_papers_target_is_a_quarter_of_a_micro_batchs_variance(regret, monke
     rule = regret.rule_of("paper", case, 2)
     assert rule.sigma2_target == pytest.approx(64.0 / case.rows / 4 / 2)
     assert (rule.k, rule.k_max, rule.allowed) == (8, 32, (8, 16))
+
+
+def test_a_k_that_is_far_behind_is_trained_from_few_seeds(regret, cases, monkeypatch, tmp_path):
+    trained = []
+
+    def submit(self, name, run, seed, total):
+        trained.append((total, seed - regret.FIRST_SEED))
+        done = Future()
+        micro = {1: 100, 2: 110, 4: 120, 8: 200, 16: 300}[total]  # until the loss is met
+        done.set_result(cases.Course([(0, 0, 0, 2.0), (micro, 1, micro, 1.0), (micro, 1, micro, 0.0)]))
+        return done
+
+    monkeypatch.setattr(regret.Trained, "_submit", submit)
+    case = dataclasses.replace(cases.CASES[0], targets=(1.0,))
+    arms = regret.Trained(case, 15, None, tmp_path)
+    near = regret._near(case, arms, Times(1.0, 0.0), 1, 15)
+    assert {name: len(found) for name, found in near.items()} == {"k=1": 15, "k=2": 15}
+    assert [total for total, _ in trained].count(8) == 5
+    assert len(set(trained)) == len(trained)  # each once

@@ -74,13 +74,20 @@ class CostModel:
 
     def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
         """Return whether nothing is known that speaks against it: counted bytes, or traced ones without a margin."""
-        found = self._counted(candidate) or self._bare(candidate)
+        found = self._counted(candidate) or self.traced_bytes(candidate)
         return found is None or found <= limit_bytes
 
     def is_within(self, candidate: Candidate, limit_bytes: int) -> bool:
         """Return whether its peak is known, and within a limit."""
         found = self.predict(candidate).peak_bytes
         return found is not None and found <= limit_bytes
+
+    def traced_bytes(self, candidate: Candidate) -> int | None:
+        """Return the peak as it was traced, without a margin; None where it was not."""
+        traced = self._trace_of(candidate)
+        is_whole = self._count(candidate) == 1 and not self._profile.frees_batch
+        model = None if traced is None else traced.whole if is_whole else traced.sliced
+        return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _unit_s(self) -> float | None:
         return None if self._unit is None else self._unit.step_s
@@ -152,14 +159,8 @@ class CostModel:
         return [trial for trial in self._profile.trials if not trial.control and trial.peak_bytes is not None]
 
     def _traced(self, candidate: Candidate) -> int | None:
-        bare = self._bare(candidate)
+        bare = self.traced_bytes(candidate)
         return None if bare is None else math.ceil(bare * (1 + self.margin))
-
-    def _bare(self, candidate: Candidate) -> int | None:
-        traced = self._trace_of(candidate)
-        is_whole = self._count(candidate) == 1 and not self._profile.frees_batch
-        model = None if traced is None else traced.whole if is_whole else traced.sliced
-        return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
         """Return seconds on a device where nothing was tried."""
@@ -187,7 +188,7 @@ class CostModel:
 
     def _misses(self) -> Iterable[float]:
         for trial in self._weighed():
-            bare = self._bare(trial.candidate)
+            bare = self.traced_bytes(trial.candidate)
             if bare:
                 yield (trial.peak_bytes or 0) / bare - 1
 

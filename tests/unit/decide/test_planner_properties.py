@@ -114,7 +114,7 @@ def test_more_memory_is_never_slower_on_one_recorded_profile(machine, seconds, o
 
 @given(machines(**SILENT), facts, limits, st.sampled_from([0.0, 0.3, 1.0]))
 def test_a_dominated_plan_is_never_chosen(machine, facts, limit, memory):
-    """Nobody that fits takes less of one and no more of the other, by true costs: but for what is not worth a change."""
+    """Nobody that fits takes less of one and no more of the other, but for what is not worth a change."""
     machine.speed["retain"] = 1 / 0.96  # as page faults that were not counted are taken for
     objective, budget = Objective(time=1, memory=memory), Budget(memory=limit)
     profile = measured(machine, budget=budget, objective=objective, device=GPU, **facts)
