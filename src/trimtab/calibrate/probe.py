@@ -1,13 +1,14 @@
 """A few rows of the batch, stepped through before all of it is risked.
 
 A dtype or layout without a kernel of its own can take a hundred times as long (fp16 convolutions on a CPU: 52 s a step
-in place of 0.4 s), and a step that has begun cannot be stopped.
+in place of 0.4 s), and a step that has begun cannot be stopped. One with a fault ends the process it runs in.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from trimtab.calibrate.child import can_fork, killed_by
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
@@ -17,6 +18,24 @@ from trimtab.runtime.batches import slices
 _WORTH_S = 0.1  # of a step: one of a hundred times a shorter one can be borne
 _SHARE, _FEWEST = 32, 2  # one row in so many, and at least so many: batch statistics need two
 _HOPELESS = 10.0  # few rows have fixed costs, casts of the weights above all, that all of them do not
+
+
+def fatal(subject: Subject, candidate: Candidate) -> str | None:
+    """Return what ended another process in which a few rows went forward and backward by a candidate, or None."""
+    if subject.device.type != "cpu" or not can_fork():
+        return None
+    rows = subject.rows
+    few = replace(subject, batch=next(slices(subject.batch, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0])
+
+    def backward() -> None:  # without a step, which would write to copies of all there is
+        with few.start(replace(candidate, micro_batch=few.rows)) as run:
+            for micro in run.window(few.batch):
+                with run.autocast():
+                    result = few.loss_fn(run.model, micro)
+                run.backward(*result) if isinstance(result, tuple) else run.backward(result)
+
+    name = killed_by(backward)
+    return None if name is None else f"{name} ended a process that stepped through {few.rows} of {rows} rows"
 
 
 class Probe:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
@@ -27,7 +27,7 @@ from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
-from trimtab.runtime.batches import iterate
+from trimtab.runtime.batches import iterate, tensors_in
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -52,7 +52,7 @@ def profile_loop(
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
     start = time.perf_counter()
     with Snapshot(subject.model, subject.optimizer) as snapshot:
-        drawing_s = None if data is None else seconds_per_batch(subject, data)
+        drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
         check = check_splitting(subject, reference.precision)
         facts = _facts(subject, reference.precision)
@@ -62,14 +62,14 @@ def profile_loop(
         profile = Profile(device, facts, check, reference, environment=environment(), **asked)
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None
-        facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s)
+        facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
         profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start)
         profile = _with_padding(subject, profile)
         if traces:
             profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
-    if drawing_s is not None and phases:
-        phases = {"data": _waiting_s(drawing_s, phases, data)} | phases
+    if drawn.seconds is not None and phases:
+        phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
 
 
@@ -114,8 +114,20 @@ def _with_padding(subject: Subject, profile: Profile) -> Profile:
     return replace(profile, loop=replace(profile.loop, padding_saves_s=saves_s))
 
 
-def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
-    """Return seconds that drawing one batch takes, of a few drawn in a row; None where there are not even two.
+class Drawn(NamedTuple):
+    """What a few batches of a loader say.
+
+    Attributes:
+        seconds: that drawing one takes; None where there are not even two. longest: elements of the largest, in those
+            of the example.
+    """
+
+    seconds: float | None = None
+    longest: float | None = None
+
+
+def draw_some(subject: Subject, data: Iterable[Any]) -> Drawn:
+    """Draw a few batches in a row.
 
     The first is drawn before the clock starts: it opens files and starts workers. A loader is left as `borrowed` says.
 
@@ -124,10 +136,14 @@ def seconds_per_batch(subject: Subject, data: Iterable[Any]) -> float | None:
     """
     with borrowed(data) as lent:
         batches = islice(iterate("data", lent), 1 + _DATA_BATCHES)
-        next(batches, None)
-        drawn: list[int] = []
-        seconds = time_call(lambda: drawn.extend(1 for _ in batches), subject.device)
-    return seconds / len(drawn) if drawn else None
+        elements = [_elements(batch) for batch in islice(batches, 1)]
+        seconds = time_call(lambda: elements.extend(map(_elements, batches)), subject.device)
+    num, example = len(elements) - 1, _elements(subject.batch)
+    return Drawn(seconds / num if num > 0 else None, max(elements, default=0) / example if example else None)
+
+
+def _elements(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def _waiting_s(drawing_s: float, phases: Mapping[str, float], data: Any) -> float:

@@ -125,6 +125,7 @@ class LoopFacts:
         scores_bytes: bytes a step keeps of softmaxes over square scores, which attention that is written out makes.
         logits: rows and columns of the largest that a loss is made of. padding_saves_s: seconds a step would save with
             their columns padded, as its products were timed; None: not timed.
+        longest: elements of the largest batch that was drawn, in those of the example; None: none was.
         head_tokens, head_words: rows and columns of the logits of a step, where the model has a `trimtab.nn.LossHead`.
     """
 
@@ -151,6 +152,7 @@ class LoopFacts:
     logits: tuple[int, int] | None = None
     padding_saves_s: float | None = None
     has_workspaces: bool = False
+    longest: float | None = None
 
 
 @dataclass(frozen=True)

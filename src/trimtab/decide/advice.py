@@ -8,8 +8,8 @@ from trimtab.core.plan import Measured
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.units import format_bytes
 
-# Shares before a word is said: of a step's time (waiting for data) and its peak (scores); of its time (a padded
-# vocabulary); of what it reserves (pieces).
+# Shares before a word is said: of a step's time (waiting for data), its peak (scores), a batch's elements; of its time
+# (a padded vocabulary); of what it reserves (pieces).
 WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
 MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
 
@@ -31,6 +31,12 @@ def advice_of(
 
 
 def _data(profile: Profile) -> Iterator[str]:
+    longest = profile.loop.longest or 0.0
+    if longest > 1 + WORTH_ADVICE:
+        yield (
+            f"a batch that was drawn has {longest:.2f} times the elements of the one that all was measured on: plan "
+            "with longest_batch, or time and memory are those of a shorter one"
+        )
     data, whole = profile.phases_s.get("data", 0.0), sum(profile.phases_s.values())
     if whole > 0 and data / whole > WORTH_ADVICE:
         share = f"{100 * data / whole:.0f}%"

@@ -100,9 +100,19 @@ def test_data_too_short_to_time_is_no_data(batches):
 def test_an_iterator_is_left_whole_for_the_range_test(monkeypatch, make, adapt, drawn):
     model, optimizer, batch = loop()
     timed = []
-    monkeypatch.setattr(profiler, "seconds_per_batch", lambda subject, data: timed.extend(data))
+    monkeypatch.setattr(profiler, "draw_some", lambda subject, data: timed.extend(data) or profiler.Drawn())
     trimtab.plan(model, optimizer, mean_loss, batch, adapt=adapt, data=make([batch] * 3), num_blocks=3)
     assert len(timed) == drawn
+
+
+@pytest.mark.parametrize(("factor", "longest"), [(1, 1.0), (3, 3.0)])
+def test_a_batch_longer_than_the_example_is_seen(factor, longest):
+    batch = loop()[2]
+    longer = tuple(torch.cat([part] * factor) for part in batch)
+    found = profiled(data=[batch, batch, longer])
+    assert found.loop.longest == longest
+    advice = choose(found, trimtab.Objective(), trimtab.Budget()).advice
+    assert any("longest_batch" in each for each in advice) is (factor > 1)
 
 
 def test_phases_that_cannot_be_timed_are_none(monkeypatch):
