@@ -25,7 +25,7 @@ from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
-from trimtab.decide.planner import adapt_learning_rate, choose
+from trimtab.decide.planner import adapt_learning_rate, choose, choose_there
 from trimtab.distributed.exchange import connect, has_peers
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
@@ -116,11 +116,39 @@ def plan_elsewhere(
     Raises:
         UsageError: the device is not known, or a step cannot be traced. InfeasibleError: no settings meet the budget.
     """
+    return choose_there(
+        profile_there(
+            model,
+            optimizer,
+            loss_fn,
+            example_batch,
+            device,
+            budget=budget,
+            objective=objective,
+            reference=reference,
+            progress=progress,
+        )
+    )
+
+
+def profile_there(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFn,
+    example_batch: Any,
+    device: str | DeviceSpec,
+    *,
+    budget: Budget | None = None,
+    objective: Objective | None = None,
+    reference: Reference | None = None,
+    progress: Callable[[str], None] = silent,
+) -> Profile:
+    """Return what `plan_elsewhere` decides by; arguments and errors as there."""
     spec = absent_device(device) if isinstance(device, str) else device
     limits = _typed("budget", budget, Budget, Budget()).within(spec.memory_bytes)
     weights = _typed("objective", objective, Objective, Objective())
     _refuse_unmeasurable(weights, limits)
-    found = profile_elsewhere(
+    return profile_elsewhere(
         model,
         optimizer,
         loss_fn,
@@ -131,9 +159,6 @@ def plan_elsewhere(
         budget=limits,
         progress=progress,
     )
-    chosen = choose(found, weights, limits)
-    unproved = chosen.check is not None and chosen.check.splittable  # by the modules alone: nothing was run
-    return dataclasses.replace(chosen, check=None) if unproved else chosen
 
 
 def plan(

@@ -92,27 +92,24 @@ def plan(
     memory_weight: Weight = 0.0,
     device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
     adapt: Adapt = None,
+    explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
     as_json: Json = False,
 ) -> None:
-    """Decide what to change, and explain it."""
+    """Decide what to change, and say why."""
     from trimtab.core.codec import to_json
     from trimtab.core.objective import Budget, Objective
-    from trimtab.experiments.recorded import decide_recorded
+    from trimtab.experiments.decided import decided
 
     _require_folder(out)
+    if task.endswith(".json") or device is not None:
+        _refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
-    if task.endswith(".json"):
-        _refuse_adapt(adapt, task)
-        chosen = decide_recorded(task, limits, weights, device)
-    elif device is not None:
-        _refuse_adapt(adapt, "--device")
-        chosen = _plan_elsewhere(task, limits, weights, device)
-    else:
-        plans = _plan(task, limits, weights, adapt)
-        chosen = plans.plans.get("F", plans.plans["S"])
+    wanted = _adaptation(adapt, ("learning-rate", "batch"))
+    with _progress() as progress:
+        found = decided(task, limits, weights, device=device, adapt=wanted, progress=progress)
     if out is not None:
-        out.write_text(to_json(chosen, indent=1), encoding="utf-8")
-    typer.echo(to_json(chosen) if as_json else str(chosen))
+        out.write_text(to_json(found.plan, indent=1), encoding="utf-8")
+    typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
 
 
 @app.command()
@@ -247,14 +244,6 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _plan_elsewhere(task: str, budget: Any, objective: Any, device: str) -> Any:
-    from trimtab.experiments.planning import plan_elsewhere
-    from trimtab.tasks import load_task
-
-    with _progress() as progress:
-        return plan_elsewhere(load_task(task), device, budget=budget, objective=objective, progress=progress)
 
 
 def _plan(task: str, budget: Any, objective: Any, adapt: str | None, *, traces: bool = False) -> Any:

@@ -154,6 +154,21 @@ def test_a_plan_for_a_task(trimtab):
     assert found.json["schedule"]["value"] == "warmup_cosine"
 
 
+def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_path):
+    trimtab("profile", "tiny.py:task", "-o", "profile.json")
+    bare, explained_ = (trimtab("plan", "profile.json", *flags).out for flags in ((), ("--explain",)))
+    assert explained_.startswith(bare.rstrip("\n"))
+    assert "combinations, by C in units of the reference's (time weighs 1, memory 0):" in explained_
+    considered = explained_.partition("considered, ")[2].partition("\n\n")[0].splitlines()[1:]
+    scores = [float(line.split()[0]) for line in considered if line.split()[0] != "and"]
+    assert scores == sorted(scores)
+    assert 1.0 in scores  # the loop as it is
+    assert "trials:\n" in explained_
+    there = trimtab("plan", "profile.json", "--device", "H100 SXM", "--explain").out
+    assert "traced" in there
+    assert there.rstrip("\n").endswith("measured: nothing, the device is not here")
+
+
 def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, tmp_path):
     trimtab("profile", "tiny.py:task", "-o", "profile.json")
     elsewhere = trimtab("plan", "profile.json", "--device", "H100 SXM")

@@ -55,7 +55,7 @@ class Told:
             found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
         before: Scalar = getattr(self.profile.reference_candidate, name)
         if before != chosen:
-            found.setdefault(before, "the reference; slower, or over the budget, by what the trials predict")
+            found.setdefault(before, "the reference; slower, or over the budget, by what is predicted")
         if name == "micro_batch":
             found |= {rows: why for rows, why in self._refused_sizes() if rows not in found}
         return tuple(Rejected(value, reason) for value, reason in found.items() if value != chosen)

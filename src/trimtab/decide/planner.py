@@ -71,6 +71,13 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     )
 
 
+def choose_there(profile: Profile) -> Plan:
+    """Return the plan of a profile of a device that is not here, under the limits and weights it was made for."""
+    chosen = choose(profile, profile.objective, profile.budget)
+    unproved = chosen.check is not None and chosen.check.splittable  # by the modules alone: nothing was run
+    return replace(chosen, check=None) if unproved else chosen
+
+
 def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
     """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
 

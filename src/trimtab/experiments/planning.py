@@ -117,13 +117,13 @@ def make_plans(
     return Plans(plans, profiles)
 
 
-def plan_elsewhere(
+def profile_there(
     task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
-) -> Plan:
-    """Return a task's plan for a device that is not here."""
+) -> Profile:
+    """Return a task's profile for a device that is not here."""
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().train()
     batch = next(task.load_data().batches(PLANNING_SEED, task.batch_rows))
     loop = (model, task.make_optimizer(model), task.loss_fn, batch)
     given = {"budget": budget, "objective": objective, "reference": task.reference}
-    return api.plan_elsewhere(*loop, device, progress=progress, **given)
+    return api.profile_there(*loop, device, progress=progress, **given)

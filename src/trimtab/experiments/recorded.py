@@ -8,22 +8,20 @@ from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import absent_device
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.elsewhere import recorded as recorded_traces
 from trimtab.decide.elsewhere import traced_for
-from trimtab.decide.planner import choose
 
 
-def decide_recorded(path: str, budget: Budget, objective: Objective, device: str | None) -> Plan:
-    """Return the plan of a profile's file.
+def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:
+    """Return the profile of a file, to be decided under these limits: of its own device, or of one that is not here.
 
     Raises:
-        FormatError: it is no profile, or holds no traces for another device. InfeasibleError: as of `choose`.
+        FormatError: it is no profile, or holds no traces for another device.
     """
     recorded = read_json(Profile, path)
     if device is None:
-        return choose(recorded, objective, budget)
+        return recorded
     spec = absent_device(device)
     if not recorded.elsewhere_traces:
         raise FormatError(
@@ -32,6 +30,5 @@ def decide_recorded(path: str, budget: Budget, objective: Objective, device: str
             expected="one that says something of them",
             way_out="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
         )
-    limits = budget.within(spec.memory_bytes)
-    there = replace(recorded.elsewhere(spec), objective=objective, budget=limits)
-    return choose(traced_for(there, recorded_traces(recorded)), objective, limits)
+    there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
+    return traced_for(there, recorded_traces(recorded))

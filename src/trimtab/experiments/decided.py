@@ -1,0 +1,87 @@
+"""A plan with the profile that it was decided by: of a task here, of a device that is not, or recorded before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide import space
+from trimtab.decide.planner import choose, choose_there
+from trimtab.experiments.planning import make_plans, profile_there
+from trimtab.experiments.recorded import recorded_profile
+from trimtab.experiments.text import profile_text
+from trimtab.tasks import load_task
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, and what it was decided by, under these limits and weights."""
+
+    plan: Plan
+    profile: Profile
+    budget: Budget
+    objective: Objective
+
+    def explained(self) -> str:
+        """Return the plan's page, every combination that was considered, and what was measured."""
+        return "\n\n".join((str(self.plan), self._considered(), self._measured()))
+
+    def _considered(self) -> str:
+        found = space.points(self.profile, self.budget)
+        reference = next((p for p in found if p.candidate == self.profile.reference_candidate), found[0])
+        scores = {point: space.score(point, self.objective, reference) for point in found}
+        ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
+        weights = f"time weighs {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
+        lines = [f"considered, {len(found)} combinations, by C in units of the reference's ({weights}):"]
+        for point in ranked[:_MOST_SHOWN]:
+            cost, peak = point.cost, format_bytes(point.cost.peak_bytes)
+            known = "counted" if cost.counted else "traced" if cost.peak_bytes is not None else ""
+            why = f"; {point.refusal}" if point.refusal else ""
+            figures = f"{scores[point]:6.3f}  {format_seconds(cost.step_s):>9}  {peak:>9} {known:<7}"
+            lines.append(f"  {figures}  {point.candidate.describe()}{why}")
+        if len(ranked) > _MOST_SHOWN:
+            lines.append(f"  and {len(ranked) - _MOST_SHOWN} more")
+        return "\n".join(lines)
+
+    def _measured(self) -> str:
+        return profile_text(self.profile) if self.profile.trials else "measured: nothing, the device is not here"
+
+
+def decided(
+    task: str,
+    budget: Budget,
+    objective: Objective,
+    *,
+    device: str | None = None,
+    adapt: Collection[str] = (),
+    progress: Callable[[str], None],
+) -> Decided:
+    """Return a plan with its profile.
+
+    Args:
+        task: of the built-in ones, `my_module:task`, or a profile's file. device: one that is not here. adapt: as of
+            `make_plans`; of a task on this machine alone.
+
+    Raises:
+        FormatError: no profile, or none that says something of another device. InfeasibleError: as of `choose`.
+    """
+    if task.endswith(".json"):
+        found = recorded_profile(task, budget, objective, device)
+        plan = choose(found, objective, budget if device is None else found.budget)
+        return Decided(plan, found, budget if device is None else found.budget, objective)
+    if device is not None:
+        found = profile_there(load_task(task), device, budget=budget, objective=objective, progress=progress)
+        return Decided(choose_there(found), found, found.budget, objective)
+    loaded = load_task(task)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits = {"budget": budget, "objective": objective}
+    plans = make_plans(loaded, loaded.load_data(), here, adapt=adapt, strong=False, progress=progress, **limits)
+    return Decided(plans.plans.get("F", plans.plans["S"]), plans.profiles["S"], budget, objective)
