@@ -13,7 +13,7 @@ gradients (batch statistics are updated by both), and the control reads the tabl
 has measured as many. The learning rate follows the batch by the optimizer's rule in every arm, from the one that is
 best at k = 1 (`--sweep` shows what others give), and rises over the first samples where the case has a warm-up.
 "goodput, held" holds k where the noise is not known well. "again" is the best fixed arm from other seeds: what a
-figure here is worth. Who is not compared (all but fixed k and goodput), or 15% behind the best
+figure here is worth. Who is not compared (all but fixed k and goodput), or 10% behind the best
 fixed k after five seeds, is trained from no more of them; two arms are set against each other by the seeds they
 share. `--keep FOLDER` goes on where another run of the
 same sources was stopped.
@@ -50,7 +50,7 @@ COMPARED = "goodput"
 RANKS = {"local": 1, "slow": 2}
 LATENCY = 3.0  # of a slow reduction, in micro-batches of one process
 SEEDS, QUICK_SEEDS, OTHER_SEEDS = 5, 1, 5
-FAR_BEHIND = 1.15
+FAR_BEHIND = 1.1
 FIRST_SEED = 100  # the rules were made by looks at the first few
 
 Targets = tuple[float, ...]
