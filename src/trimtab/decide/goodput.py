@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Noise scales in a window up to which the learning rate of an optimizer that normalises may grow with its root: noise
-# is what holds that rate down, and beyond it curvature is.
-NOISY = 2.0
+# Noise scales in a window at which an optimizer that normalises needs sqrt(2) times the rows; measured.
+BEND = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,15 @@ class Times:
 def rows_needed(scales: float, *, normalises: bool) -> float:
     """Return the rows that a loss takes with windows of so many noise scales, in those that the smallest ones take.
 
-    1 + x, where each batch has the learning rate that is best for it (McCandlish et al. 2018, eq. 2.7). An optimizer
-    that divides by a root mean square of gradients divides by noise as long as that is most of them: a step along
-    component i is as G_i / sqrt(G_i^2 + s_i^2 / B), and with a rate that follows the root of B (Malladi et al. 2022) a
-    row is worth 1 / sqrt(1 + x) of one of the smallest windows'. From `NOISY` scales on as if no rate helped any more.
+    1 + x, where each batch has the learning rate that is best for it (McCandlish et al. 2018, eq. 2.7).
+
+    An optimizer that divides by a root mean square of gradients, at a rate that follows the root of the batch (Malladi
+    et al. 2022), takes a row's step a = 1 / sqrt(1 + x) times as long as with the smallest windows, and its noise is a^2
+    times theirs: as if the rate were a times what it was. Where that was a good one progress is flat in it, so that
+    nothing is lost to first order in x; and windows, not rows, are what a loss takes where noise is gone. Hence
+    sqrt(1 + (x / 2)^2), whose 2 is measured (docs/math.md, section 4).
     """
-    if not normalises:
-        return 1 + scales
-    return math.sqrt(1 + scales) if scales <= NOISY else (1 + scales) / math.sqrt(1 + NOISY)
+    return math.hypot(1.0, scales / BEND) if normalises else 1 + scales
 
 
 def relative_time(k: float, noise_scale: float, rows: float, times: Times, *, normalises: bool = False) -> float:
@@ -53,15 +53,9 @@ def relative_time(k: float, noise_scale: float, rows: float, times: Times, *, no
 def goodput_k(noise_scale: float, rows: float, times: Times, *, normalises: bool = False) -> float:
     """Return the k of least time to a loss.
 
-    With n = N / r and f = t_fixed / t_micro it is k* = sqrt(n f). Where the optimizer normalises, k* = (f + sqrt(f^2 +
-    8 f n)) / 2, the root of k^2 - f k = 2 f n, as long as that is no more than `NOISY` noise scales; and where k* =
-    sqrt(n f) is more, that.
+    With n = N / r and f = t_fixed / t_micro it is k* = sqrt(n f); where the optimizer normalises, k* = cbrt(f (2 n)^2).
     """
     scales, fixed = noise_scale / rows, times.fixed_s / times.micro_s
     if not (scales and fixed):
         return 0.0
-    settled = math.sqrt(scales * fixed)
-    if not normalises or math.isinf(scales):
-        return settled
-    rising = (fixed + math.sqrt(fixed**2 + 8 * fixed * scales)) / 2
-    return max(settled, min(rising, NOISY * scales))
+    return math.cbrt(fixed) * math.cbrt(BEND * scales) ** 2 if normalises else math.sqrt(scales * fixed)

@@ -209,7 +209,7 @@ def test_an_optimizer_that_normalises_is_given_more():
     standing = replace(STANDING, times=Times(1.0, 1.0), k=8)
     likes = {each: decide(rule_of("goodput"), replace(standing, normalises=each)) for each in (False, True)}
     assert likes[False].wanted == pytest.approx(math.sqrt(80.0))
-    assert likes[True].wanted == pytest.approx((1 + math.sqrt(1 + 8 * 80.0)) / 2)
+    assert likes[True].wanted == pytest.approx(math.cbrt((2 * 80.0) ** 2))
 
 
 def test_a_gain_is_told_from_the_least_noise_and_unknown_where_that_asks_for_nothing():
