@@ -27,8 +27,8 @@ def rows_needed(scales: float, *, normalises: bool) -> float:
     1 + x, where each batch has the learning rate that is best for it (McCandlish et al. 2018, eq. 2.7).
 
     An optimizer that divides by a root mean square of gradients, at a rate that follows the root of the batch (Malladi
-    et al. 2022), takes a row's step a = 1 / sqrt(1 + x) times as long as with the smallest windows, and its noise is a^2
-    times theirs: as if the rate were a times what it was. Where that was a good one progress is flat in it, so that
+    et al. 2022), takes a row's step a = 1 / sqrt(1 + x) times as long as with the smallest windows, and its noise is
+    a^2 times theirs: as if the rate were a times what it was. Where that was a good one progress is flat in it, so that
     nothing is lost to first order in x; and windows, not rows, are what a loss takes where noise is gone. Hence
     sqrt(1 + (x / 2)^2), whose 2 is measured (docs/math.md, section 4).
     """
