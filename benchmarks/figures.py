@@ -284,17 +284,23 @@ def _errors(errors: list[float]) -> str:
 
 
 def _budgets(rows: list[Row]) -> Iterator[str]:
-    yield "| task | limit, MiB | share | peak when run, MiB | met | seconds predicted | measured (95%) | changes |"
-    yield "|---|---|---|---|---|---|---|---|"
+    met = [row["is_met"] for row in rows if row["feasible"]]
+    rising = sum(row["is_monotone"] for row in rows)
+    yield f"- {sum(met)} of {len(met)} feasible budgets were met; of {len(rows)}, {len(rows) - len(met)} are infeasible"
+    yield f"- predicted by one profile, {rising} of {len(rows)} take no less time than under a looser budget"
+    yield ""
+    yield "| task | limit, MiB | share | peak run, MiB | met | seconds predicted | measured (95%) | error | changes |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         limit = f"| {row['model']} | {row['budget_bytes'] / 2**20:.1f} | {row['share']:.0%} "
         if not row["feasible"]:
-            yield limit + f"| | infeasible | | | {row['way_out']} |"
+            yield limit + f"| | infeasible | | | | {row['way_out']} |"
             continue
         took = f"{row['measured_s']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
         met = "yes" if row["is_met"] else "**no**"
-        peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {row['predicted_s']:.3f} "
-        yield limit + peak + f"| {took} | {row['changes']} |"
+        predicted, error = row.get("predicted_s", math.nan), row.get("time_error", math.nan)
+        peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {predicted:.3f} "
+        yield limit + peak + f"| {took} | {error:+.1%} | {row['changes']} |"
 
 
 def _picks(rows: list[Row]) -> Iterator[str]:

@@ -125,17 +125,6 @@ def test_a_course_is_trained_once_by_the_same_sources(cases, tmp_path, monkeypat
     assert trained == [7, 7]
 
 
-def test_a_held_rule_is_one_to_which_nothing_is_certain_but_what_is_known_well(cases, monkeypatch):
-    from trimtab.decide.accumulation import Standing, decide
-
-    lost = Standing(1, 1, 8.0, noise=Noise(1e6, 0.0, 1.0, 100), times=Times(0.1, 1.0))
-    decided = []
-    monkeypatch.setattr(cases, "train", lambda: decided.append(decide(trimtab.BatchRule(), lost).k))
-    cases.train_held()
-    cases.train()
-    assert decided == [1, 2]
-
-
 def test_the_papers_target_is_a_quarter_of_a_micro_batchs_variance(regret, monkeypatch):
     case = regret.CASES[0]
     monkeypatch.setattr(regret, "train", lambda *_, **__: regret.Course(noise=Noise(64.0, 1.0, 0.1, 12)))

@@ -182,6 +182,14 @@ def gain(rule: BatchRule, standing: Standing, base_k: int) -> float | None:
     return saved if less < base_k and saved >= HYSTERESIS else None
 
 
+def could_save(rule: BatchRule, standing: Standing) -> float:
+    """Return the share of time to a loss that the best k saves if noise is the most there can be; 0 while unknown."""
+    if rule.policy != "goodput" or standing.times is None:
+        return 0.0
+    scale = math.inf if standing.noise is None else standing.noise.at_most().scale
+    return _saved(rule, standing, scale, standing.k)[1]
+
+
 def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
     """Return the best k at a noise scale, and the share of time to a loss that it saves of another's."""
     unit = standing.unit

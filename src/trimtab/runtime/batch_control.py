@@ -20,7 +20,7 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import PATIENCE, Account
-from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
+from trimtab.decide.accumulation import Noise, Standing, could_save, decide, gain, most
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow, WindowTimes
 from trimtab.measure.window_clock import WindowClock
@@ -203,6 +203,8 @@ class BatchControl:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
+        if self._is_probe:
+            self._probing.used(num_batches)
         if self._is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()
@@ -266,6 +268,7 @@ class BatchControl:
             return
         standing = self._standing()
         decision = decide(self._rule, standing)
+        self._probing.could_save = could_save(self._rule, standing)
         if decision.k == self.k:
             return
         figures = {"from": self.k, "to": decision.k, "wanted": decision.wanted, "reason": decision.reason}

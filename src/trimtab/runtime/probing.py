@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
+from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError
 from trimtab.decide.accounts import Account
@@ -15,6 +18,10 @@ from trimtab.decide.window_times import WindowTimes
 # on, or where all is known, one window in so many.
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
+# Where k = 1 shows no noise, what a window says of it grows as the square of its batches: while nobody knows, and k
+# could save so much, windows of four batches, eight, and so on are made, whose further batches take this share of that.
+_WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
+_FIRST_EXPLORED = 4
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
 
@@ -28,6 +35,7 @@ class Probing:
             on several ranks, or nobody asks for it.
 
     Attributes:
+        could_save: share of the time that k would save if the noise were the most there can be.
         fits: whether memory is enough for such windows, as far as is known.
         timed: loader batches of a window that shows the time of one, which is that of those between first and last; of
             two where no more are allowed, the first's.
@@ -40,22 +48,30 @@ class Probing:
         self._may_split, self._shows_one = may_split, shows_one
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
-        self.fits = True
+        self.could_save, self.fits = 0.0, True
+        self._explored = self._explores_at = 0  # loader batches of the last large window; when there may be another
 
-    def state_dict(self) -> dict[str, bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"fits": self.fits}
+        explored = {"explored": self._explored, "explores_at": self._explores_at}
+        return {"fits": self.fits, "could_save": self.could_save} | explored
 
-    def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` where it is none."""
-        if not isinstance(state, Mapping) or not isinstance(state.get("fits"), bool):
-            raise FormatError("state.probing", given=f"{state!r:.80}", expected="fits, true or false")
-        self.fits = state["fits"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()) or state["fits"] not in (True, False):
+            names = ", ".join(self.state_dict())
+            raise FormatError("state.probing", given=f"{state!r:.80}", expected=f"the keys {names}, fits true or false")
+        could_save = checks.number("state.probing.could_save", state["could_save"], low=0)
+        explored = checks.integer("state.probing.explored", state["explored"], low=0)
+        self._explores_at = checks.integer("state.probing.explores_at", state["explores_at"], low=0)
+        self.fits, self.could_save, self._explored = bool(state["fits"]), could_save, explored
 
     def batches(self, decided: int, k: int, noise: Noise | None) -> int:
         """Return the loader batches of the next window: as decided, or as many as show what those do not."""
         if not self.is_due(k, noise):
             return decided
+        if self._explores(k, noise):
+            return max(decided, min(most(self._rule, self._unit) // self._unit, 2 * self._explored or _FIRST_EXPLORED))
         if self._lacks_times(k) or self._renews_times(k):
             return self.timed
         return 2 if self._may_double and not self._may_split else decided
@@ -69,6 +85,8 @@ class Probing:
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
         if not self.fits:
             return False
+        if self._explores(k, noise):
+            return True
         if not (lacks_times or lacks_noise):
             return self._renews_times(k)
         is_known = is_known_well(self._rule, noise) and not lacks_times
@@ -78,6 +96,22 @@ class Probing:
         are_larger = lacks_times or not self._may_split
         is_early = self._account.windows - self._account.began < _FIRST
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
+
+    def used(self, num_batches: int) -> None:
+        """A window that was due, of so many loader batches, is over."""
+        if num_batches > self.timed:
+            self._explored = num_batches
+            wait = (num_batches - 1) / (_EXPLORING * self.could_save) if self.could_save > 0 else 0
+            self._explores_at = self._account.windows + math.ceil(wait)
+
+    def _explores(self, k: int, noise: Noise | None) -> bool:
+        """Return whether the next window is of many batches, to find noise that a few batches do not show."""
+        is_shown = k > 1 or self._shows_one
+        may_be_many = self._may_double and most(self._rule, self._unit) > self.timed * self._unit
+        if is_shown or not may_be_many or self._account.is_paused or self._lacks_times(k):
+            return False
+        is_worth_it = self.could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
+        return is_worth_it and self._account.windows >= self._explores_at
 
     def _lacks_times(self, k: int) -> bool:
         """Return whether only a window of more loader batches shows the time of one.

@@ -15,7 +15,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Check, Choice, Mark, Plan
 from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, REVIEW, Account
-from trimtab.decide.accumulation import Noise, Times
+from trimtab.decide.accumulation import Noise, Times, could_save
 from trimtab.decide.noise import NoiseAverage
 from trimtab.decide.window_times import UsualWindow
 from trimtab.measure.gradient_norms import GradientNorms
@@ -588,6 +588,19 @@ def test_a_gradient_lost_in_noise_is_given_more_micro_batches(always_measured, m
     sizes, run = windows_of(lost_in_noise(BatchRule("goodput", k_max=8), monkeypatch, fixed_s=30.0), 200)
     assert run.noise.relative_error > 0.25
     assert sizes[-1] == (8, 8)
+
+
+@pytest.mark.parametrize(("fixed_s", "explored"), [(1.0, [4, 8, 8]), (0.01, [])])
+def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, fixed_s, explored):
+    """Where k could save much: then a window of many batches shows as much as hundreds that are split."""
+    problem = lost_in_noise(BatchRule("goodput", k_max=8, min_windows=10**6), monkeypatch, fixed_s)
+    monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.is_known", True)
+    sizes, run = windows_of(problem, 250)
+    many = [batches for batches, _ in sizes if batches > 3]
+    assert many[: len(explored)] == explored
+    assert bool(many) is bool(explored)
+    share = sum(batches - 1 for batches in many) / len(sizes)
+    assert share <= 2 / 8 * could_save(problem.plan.batch_rule, run._control._standing()) + 0.05
 
 
 def test_one_that_is_never_told_is_paused(tmp_path, always_measured, monkeypatch):
