@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,3 +37,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def each_measured(monkeypatch):
+    """Measure every window, from a run's first, whatever that costs; counts those that were watched, and to the end."""
+    from trimtab.decide.accounts import Account
+    from trimtab.runtime.noise_monitor import NoiseMonitor
+
+    counts = SimpleNamespace(opened=0, closed=0)
+
+    def counted(does, count):
+        def run(self, *given):
+            vars(counts)[count] += 1
+            return does(self, *given)
+
+        return run
+
+    monkeypatch.setattr(NoiseMonitor, "open", counted(NoiseMonitor.open, "opened"))
+    monkeypatch.setattr(NoiseMonitor, "close", counted(NoiseMonitor.close, "closed"))
+    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: True)
+    return counts

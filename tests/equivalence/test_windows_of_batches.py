@@ -99,7 +99,7 @@ def test_weighting_batches_alike_would_be_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_measuring_changes_no_gradient(optimizer):
+def test_measuring_changes_no_gradient(optimizer, each_measured):
     """The same windows with and without the monitor, bit for bit."""
     each = batches(torch.float32, sizes=(ROWS,) * 6)
     case = Case(mlp, OPTIMIZERS[optimizer], mean_loss, each, torch.float32)
@@ -108,6 +108,7 @@ def test_measuring_changes_no_gradient(optimizer):
         train_ours(case.having(batches=joined(each, 2)), Plan.fixed(24, 12)),
     )
     assert_same_training(watched, unwatched, 0.0)
+    assert each_measured.closed == 3
 
 
 @pytest.mark.parametrize(("rule", "power"), [("linear", 1.0), ("sqrt", 0.5), ("none", 0.0), ("auto", 1.0)])

@@ -116,12 +116,13 @@ def test_it_is_so_under_a_loss_scale_too(place):
 
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_it_is_so_of_windows_of_several_batches_that_are_measured_too(place, micro):
+def test_it_is_so_of_windows_of_several_batches_that_are_measured_too(place, micro, each_measured):
     """Two loader batches a window, and a monitor's hooks on the gradients; memory runs out in either batch."""
     ours, clean = (Loop(micro=micro, place=where) for where in (place, ""))
     rules = (trimtab.BatchRule("fixed", k=k, k_max=k, learning_rate="none") for k in (4, 8))
     plans = tuple(Plan.fixed(ROWS, rows, batch_rule=rule) for rows, rule in zip((8, 4), rules, strict=True))
     assert_as_if_begun_smaller(ours, clean, plans, num_batches=2 * FAILING)
+    assert each_measured.opened > each_measured.closed > 0  # the one that failed was measured too
 
 
 def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import trimtab
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Plan
 from trimtab.measure.late import Late
+from trimtab.runtime.noise_monitor import NoiseMonitor
 
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default}
 
@@ -83,10 +84,18 @@ def test_a_step_reads_no_scalar_from_the_device(loss_fn: Any, micro_batch: int, 
 
 
 @pytest.mark.parametrize("loss_fn", [mean_loss, token_loss])
-def test_a_measured_step_reads_nothing_either(loss_fn: Any) -> None:
+def test_a_measured_step_reads_nothing_either(loss_fn: Any, each_measured: Any) -> None:
     """Its figures are copied, and read a window later."""
     rule = BatchRule("fixed", k=4, k_max=4, learning_rate="none", min_windows=100)
     assert reads_per_step(loss_fn, 2, rule, stop=trimtab.Stop(grad_norm=1e-9)) == 0
+    assert each_measured.closed == 3  # the counted one too
+
+
+def test_a_read_of_the_monitors_would_be_seen(each_measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = NoiseMonitor._sums
+    monkeypatch.setattr(NoiseMonitor, "_sums", lambda *given: sums(*given) * sums(*given)[0].item() ** 0)
+    rule = BatchRule("fixed", k=4, k_max=4, learning_rate="none", min_windows=100)
+    assert reads_per_step(mean_loss, 2, rule) == 1
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "cpu", "numpy"])
