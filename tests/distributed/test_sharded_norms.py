@@ -99,6 +99,42 @@ def test_partial_sums_agree_on_average(found):
     assert partial == pytest.approx(exact, rel=0.5)
 
 
+UNREDUCED = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    import trimtab
+    from trimtab.decide.accounts import Account
+
+    Account.is_due = lambda self, sparse=0: True
+    torch.set_num_threads(1)
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.Linear(6, 2)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = trimtab.BatchRule("goodput", k=4, k_max=8, learning_rate="linear", min_windows=2)
+    with trimtab.start(model, optimizer, trimtab.Plan.fixed(4, batch_rule=rule)) as run:
+        loader = [torch.randn(4, 6) for _ in range(60)]
+        for window in run.windows(loader):
+            for index, micro in enumerate(window):
+                model.set_requires_gradient_sync(index == window.num_micro_batches - 1)
+                run.backward(run.model(micro).square().mean())
+            run.step()
+            assert run.num_batches <= 4, run.num_batches
+        assert run.noise is None, run.noise
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_micro_batches_that_are_not_reduced_say_nothing(tmp_path):
+    """Taken for gradients of nothing, they would make all of the last one's noise, and k rise without end."""
+    run_ranks(UNREDUCED, tmp_path)
+
+
 REPLICATED = """
     import sys
     import torch
@@ -122,6 +158,7 @@ REPLICATED = """
             run.train_step(run.window(torch.ones(4, 6)), lambda model, rows: model(rows).mean())
     else:
         raise SystemExit("a mesh of replicas was taken")
+    dist.barrier()
     dist.destroy_process_group()
 """
 

@@ -7,6 +7,7 @@ hook, norms of the sums so far are taken, from which less is learned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -82,9 +83,12 @@ class ShardedNorms:
         self._total = None
 
     def take(self) -> Tensor:
-        """Return what was seen since the last call: a scalar."""
+        """Return what was seen since the last call: a scalar, nan where there was no reduction.
+
+        As where the user's loop switches it off but for the last micro-batch, which then reduces the sum of all.
+        """
         total, self._total = self._total, None
-        return torch.zeros(()) if total is None else total
+        return torch.full((), math.nan) if total is None else total
 
     def _see(self, reduced: Tensor) -> None:
         if not self.is_on:

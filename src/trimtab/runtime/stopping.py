@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from trimtab.measure.late import Late
 
 _KEEP = 0.9  # of the average, a window; nothing is said before it holds two thirds of what it will
 _MIN_WINDOWS = 10
+_STATE = ("average", "weight", "seen", "reason", "conditions")
 
 
 class StopTest:
@@ -25,6 +27,10 @@ class StopTest:
         self._norm: Late | None = None
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
+
+    @property
+    def _conditions(self) -> dict[str, Any] | None:
+        return None if self._stop is None else asdict(self._stop)
 
     @property
     def wants_norm(self) -> bool:
@@ -56,20 +62,22 @@ class StopTest:
             self.reason = StopReason.GRAD_NORM
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; one that was over stays so."""
+        """Return what a resumed run needs; one that was over stays so under the conditions that ended it."""
         if self._norm is not None:
             self._add(self._norm.read()[0])
             self._norm = None
         reason = None if self.reason is None else self.reason.value
-        return {"average": self._average, "weight": self._weight, "seen": self._seen, "reason": reason}
+        average = {"average": self._average, "weight": self._weight, "seen": self._seen}
+        return average | {"reason": reason, "conditions": self._conditions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"average", "weight", "seen", "reason"}:
-            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys average, weight, seen, reason")
+        if not isinstance(state, Mapping) or set(state) != set(_STATE):
+            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys " + ", ".join(_STATE))
         average, weight = (checks.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight"))
         if state["reason"] is not None:
             checks.one_of("state.stop.reason", state["reason"], tuple(StopReason))
         self._seen = checks.integer("state.stop.seen", state["seen"], low=0)
         self._average, self._weight, self._norm = average, weight, None
-        self.reason = None if state["reason"] is None else StopReason(state["reason"])
+        is_over = state["reason"] is not None and state["conditions"] == self._conditions
+        self.reason = StopReason(state["reason"]) if is_over else None

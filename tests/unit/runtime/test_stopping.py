@@ -141,3 +141,15 @@ def test_a_run_that_was_over_stays_so_when_resumed():
         run.load_state_dict(state)
         assert run.stop_reason is trimtab.StopReason.TARGET
         assert list(run.windows(batches(3))) == []
+
+
+@pytest.mark.parametrize("stop", [trimtab.Stop(target=3.0), trimtab.Stop(grad_norm=1e-9, target=1.0), None])
+def test_one_that_is_resumed_under_other_conditions_goes_on(stop):
+    with started(trimtab.Stop(target=1.0)) as run:
+        run.evaluated(2.0)
+        state = run.state_dict()
+    with started(stop) as run:
+        run.load_state_dict(state)
+        for window in run.windows(batches(3)):
+            run.train_step(window, loss)
+        assert (run.stop_reason, run.applied_steps) == (None, 3)
