@@ -33,6 +33,7 @@ from trimtab.runtime.exchange import Alone
 from trimtab.runtime.recorder import Recorder
 
 ADAPTATIONS = ("learning_rate", "batch")
+MOST_BATCHES = 16
 FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
     "peaks are of windows of two batches, the loop's too"
@@ -184,7 +185,8 @@ def plan(
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
             test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
             training, as gradient noise and measured times ask for, the learning rate following. Or both of them.
-        batch_rule: how, with "batch"; by default goodput. Without, one that only measures: `BatchRule("fixed")`.
+        batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
+            measures: `BatchRule("fixed")`.
         data: training batches, as in `profile`, and for the range test; needed with "learning_rate".
         The rest as in `profile`.
 
@@ -196,6 +198,7 @@ def plan(
     if by_range and data is None:
         raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
     rule = _batch_rule("batch" in freed, batch_rule)
+    is_default = batch_rule is None
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
     found = profile(
@@ -216,7 +219,14 @@ def plan(
     chosen = choose(found, objective, budget)
     if by_range and data is not None:
         chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
-    return chosen if rule is None else chosen.freed(rule, FREED)
+    if rule is None:
+        return chosen
+    return chosen.freed(default_rule(chosen) if is_default else rule, FREED)
+
+
+def default_rule(plan: Plan) -> BatchRule:
+    """Return the rule that frees a plan's batch by default: goodput, for windows of up to sixteen loader batches."""
+    return BatchRule(k_max=MOST_BATCHES * plan.num_micro_batches)
 
 
 def find_learning_rate(

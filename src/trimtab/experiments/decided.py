@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
-
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide import space
 from trimtab.decide.planner import choose, choose_there
-from trimtab.experiments.planning import make_plans, profile_there
 from trimtab.experiments.recorded import recorded_profile
 from trimtab.experiments.text import profile_text
-from trimtab.tasks import load_task
 
 _MOST_SHOWN = 20
 
@@ -77,6 +73,12 @@ def decided(
         found = recorded_profile(task, budget, objective, device)
         plan = choose(found, objective, budget if device is None else found.budget)
         return Decided(plan, found, budget if device is None else found.budget, objective)
+
+    import torch  # without which what was recorded is decided
+
+    from trimtab.experiments.planning import make_plans, profile_there
+    from trimtab.tasks import load_task
+
     if device is not None:
         found = profile_there(load_task(task), device, budget=budget, objective=objective, progress=progress)
         return Decided(choose_there(found), found, found.budget, objective)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trimtab import api
-from trimtab.api import FREED, find_learning_rate, profile
-from trimtab.core.batch_rule import BatchRule
+from trimtab.api import FREED, default_rule, find_learning_rate, profile
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
@@ -100,7 +99,8 @@ def make_plans(
     if "learning_rate" in adapt:
         plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
     if "batch" in adapt:
-        plans["F"] = plans.get("F", plans["S"]).freed(BatchRule(), FREED)
+        base = plans.get("F", plans["S"])
+        plans["F"] = base.freed(default_rule(base), FREED)
     if strong and task.strong is not None:
         reference = Reference(task.strong.precision, task.strong.clip_norm)
         with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after

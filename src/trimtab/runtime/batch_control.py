@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import PATIENCE, Account
 from trimtab.decide.accumulation import Noise, Standing, could_save, decide, gain, most
@@ -26,6 +26,7 @@ from trimtab.decide.window_times import UsualWindow, WindowTimes
 from trimtab.measure.window_clock import WindowClock
 from trimtab.runtime import compiled
 from trimtab.runtime.accumulation import Count, WindowWeights
+from trimtab.runtime.batch_doors import check_rule, require_one_plan
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.measured import Measured, Nothing
@@ -56,7 +57,8 @@ class BatchControl:
             leaves the batch as it is, those that it is cut into.
 
     Raises:
-        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be.
+        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be; a `k_max` that allows no other batch; a
+            plan that is not the one of the other ranks.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
@@ -67,12 +69,8 @@ class BatchControl:
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
-        if self._cuts and not may_split:
-            raise ValueGivenError(
-                "plan.batch_rule",
-                given="throughput_per_memory, which cuts the batch, and a model that computes over it",
-                expected="a model whose batch can be cut",
-            )
+        check_rule(plan, may_split=may_split)
+        require_one_plan(plan, exchange)
         self.k = min(-(-self._rule.k // self._unit) * self._unit, most(self._rule, self._unit))
         self._base_k = self.k
         self._average, self._times, self._usual = NoiseAverage(), WindowTimes(), UsualWindow()
@@ -97,7 +95,7 @@ class BatchControl:
         self._rows: list[int] = []  # of each loader batch of a window
         self._deciding_s = 0.0
         self._absorbed_at = 0
-        self._is_probe = self._was_probe = self._retries_probe = self._owes = self._is_used = False
+        self._is_probe = self._was_probe = self._retries_probe = self._owes = self._is_used = self._is_cut = False
         self._opened_s = 0.0
         self._pays: bool | None = None
         self._last_gain: float | None = None
@@ -125,7 +123,8 @@ class BatchControl:
         if self._cuts:
             return -(-rows // self.k)
         is_one = num_batches * -(-rows // planned) == 1
-        return -(-rows // 2) if is_one and rows > 1 and self._probing.splits(self.k, self.noise) else planned
+        self._is_cut = is_one and rows > 1 and self._probing.splits(self.k, self.noise)
+        return -(-rows // 2) if self._is_cut else planned
 
     def rate_factor(self, num_batches: int) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
@@ -145,8 +144,7 @@ class BatchControl:
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
         self._rows.clear()
-        is_split = self.k == 1 and num_micro_batches > 1
-        is_larger = num_batches > self._decided or is_split
+        is_larger = num_batches > self._decided or (self._is_cut and num_micro_batches > 1)
         self._is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
         # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
         self._owes = self._exchange.num_ranks > 1 and self._is_next_due
@@ -231,12 +229,13 @@ class BatchControl:
     def ran_out(self) -> bool:
         """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.
 
-        Where the user's has one micro-batch none is made again: gradients do not fit beside a forward, as they would
+        Where the user's has one micro-batch none is made for long: gradients do not fit beside a forward, as they would
         have to if k rose, and k stays.
         """
         if self._was_probe and self.k == 1 and self._probing.fits:
-            self._probing.fits = False
-            self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": "held: memory ran out at k = 2"})
+            self._probing.ran_out()
+            why = "held for now: memory ran out beside another micro-batch's gradients"
+            self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": why})
         self._retries_probe = self._was_probe
         return self._was_probe
 

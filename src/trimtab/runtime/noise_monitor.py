@@ -172,7 +172,8 @@ class NoiseMonitor:
             return NoiseSums.of_ranks(ranks, sharded=self.is_sharded).noise()
         trace, norm2 = sum(figures[0] for figures in ranks), sum(figures[1] for figures in ranks)
         _, _, num, rows, *_ = ranks[0]
-        return found_by(trace * len(ranks), norm2, num, rows)  # a row of the mean over ranks is one of each
+        # what a rank calls a row of its mean over ranks is one of each
+        return found_by(trace * len(ranks), norm2, num, rows * len(ranks))
 
     def _partial(self, divisor: float | Tensor, scale: float | Tensor) -> Tensor:
         """Return S and G2 as this rank's shards have them, of rows of one rank; no numbers where terms are not rows."""

@@ -22,6 +22,7 @@ _RENEWED = 200  # windows after which the time of a loader batch is looked at ag
 # could save so much, windows of four batches, eight, and so on are made, whose further batches take this share of that.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
+_UNFIT = 1_000  # windows for which none is made after memory ran out in one
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
 
@@ -36,7 +37,6 @@ class Probing:
 
     Attributes:
         could_save: share of the time that k would save if the noise were the most there can be.
-        fits: whether memory is enough for such windows, as far as is known.
         timed: loader batches of a window that shows the time of one, which is that of those between first and last; of
             two where no more are allowed, the first's.
     """
@@ -48,23 +48,39 @@ class Probing:
         self._may_split, self._shows_one = may_split, shows_one
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
-        self.could_save, self.fits = 0.0, True
+        self.could_save = 0.0
+        self._fits_from, self._unfit = 0, _UNFIT
         self._explored = self._explores_at = 0  # loader batches of the last large window; when there may be another
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
         explored = {"explored": self._explored, "explores_at": self._explores_at}
-        return {"fits": self.fits, "could_save": self.could_save} | explored
+        return {"could_save": self.could_save} | explored
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()) or state["fits"] not in (True, False):
-            names = ", ".join(self.state_dict())
-            raise FormatError("state.probing", given=f"{state!r:.80}", expected=f"the keys {names}, fits true or false")
+        """Continue from `state_dict()`, on a machine that may have more memory than the one it was.
+
+        Raises:
+            FormatError, ValueGivenError: not such a state; nothing was changed.
+        """
+        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
+            raise FormatError(
+                "state.probing", given=f"{state!r:.80}", expected="the keys " + ", ".join(self.state_dict())
+            )
         could_save = checks.number("state.probing.could_save", state["could_save"], low=0)
         explored = checks.integer("state.probing.explored", state["explored"], low=0)
         self._explores_at = checks.integer("state.probing.explores_at", state["explores_at"], low=0)
-        self.fits, self.could_save, self._explored = bool(state["fits"]), could_save, explored
+        self.could_save, self._explored = could_save, explored
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory is enough for such windows, as far as is known."""
+        return self._account.windows >= self._fits_from
+
+    def ran_out(self) -> None:
+        """It was not; such windows are tried again after a while, which is longer each time."""
+        self._fits_from = self._account.windows + self._unfit
+        self._unfit *= 2
 
     def batches(self, decided: int, k: int, noise: Noise | None) -> int:
         """Return the loader batches of the next window: as decided, or as many as show what those do not."""

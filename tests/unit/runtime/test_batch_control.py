@@ -605,6 +605,31 @@ def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, f
     assert share <= 2 / 8 * could_save(problem.plan.batch_rule, run._control._standing()) + 0.05
 
 
+@pytest.mark.filterwarnings("ignore:out of memory")
+def test_memory_that_runs_out_in_a_larger_window_holds_k_for_a_while(tmp_path, each_measured, monkeypatch):
+    monkeypatch.setattr("trimtab.runtime.probing._UNFIT", 10)
+    problem, sizes = Regression(8, BatchRule("goodput", k_max=8)), []
+
+    def loss(model, batch):
+        if sizes[-1] > 1 and sizes[-1] not in ran_out:
+            ran_out.append(sizes[-1])
+            raise MemoryError("no more")
+        return mean_loss(model, batch)
+
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, trimtab.start(problem.model, problem.optimizer, problem.plan, record=writer) as run:
+        for window in itertools.islice(run.windows(problem.batches()), 50):
+            sizes.append(window.num_batches)
+            ran_out: list[int] = []
+            run.train_step(window, loss)
+    larger = [index for index, size in enumerate(sizes) if size > 1]
+    assert [later - sooner for sooner, later in itertools.pairwise(larger)] == [10, 20]
+    found = [
+        event.detail["reason"] for event in trimtab.read_record(tmp_path / "run.jsonl").events if event.name == "k"
+    ]
+    assert found == ["held for now: memory ran out beside another micro-batch's gradients"] * 3
+
+
 def test_one_that_is_never_told_is_paused(tmp_path, always_measured, monkeypatch):
     """There might be something to gain, but the windows do not say so: after so long, nothing is gained by looking."""
     problem = lost_in_noise(BatchRule("goodput", k_max=8), monkeypatch, fixed_s=0.05)

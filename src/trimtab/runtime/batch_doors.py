@@ -1,0 +1,45 @@
+"""What is refused of a plan that frees the batch, before anything is done."""
+
+from __future__ import annotations
+
+import zlib
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.runtime.exchange import Exchange
+
+
+def check_rule(plan: Plan, *, may_split: bool) -> None:
+    """Raise `ValueGivenError` for a batch to be cut that cannot be, or a `k_max` that allows no other batch."""
+    rule, unit = plan.batch_rule, plan.num_micro_batches
+    assert rule is not None
+    if rule.policy == "throughput_per_memory":
+        if not may_split:
+            raise ValueGivenError(
+                "plan.batch_rule",
+                given="throughput_per_memory, which cuts the batch, and a model that computes over it",
+                expected="a model whose batch can be cut",
+            )
+    elif rule.policy != "fixed" and unit > 1 and rule.k_max < 2 * unit:
+        raise ValueGivenError(
+            "plan.batch_rule.k_max",
+            given=f"{rule.k_max}, where a loader batch is cut into {unit} micro-batches",
+            expected=f"{2 * unit} or more: k is of whole loader batches, and could never change",
+        )
+
+
+def require_one_plan(plan: Plan, exchange: Exchange) -> None:
+    """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself."""
+    if exchange.num_ranks == 1:
+        return
+    exchange.put([plan.batch_rows, plan.num_micro_batches, zlib.crc32(str(plan.batch_rule).encode())])
+    shared = exchange.take()
+    assert shared is not None
+    if any(each != shared[0] for each in shared):
+        batches = ", ".join(f"{rows:.0f} rows in {micro:.0f} micro-batches" for rows, micro, _ in shared)
+        raise ValueGivenError(
+            "plan.batch_rule",
+            given=f"ranks with other plans or rules ({batches})",
+            expected="the same on all ranks, which decide by the same figures",
+            way_out="Plan on one rank, and hand its JSON to the others.",
+        )
