@@ -120,3 +120,34 @@ def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp
     one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text())["ks"] for rank in range(2))
     assert (one[10], other[10]) == (2, 1)
     assert one[:10] + one[11:] == other[:10] + other[11:]
+
+
+OTHER_PLANS = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    import trimtab
+    from trimtab.core.errors import UsageError
+
+    rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = DistributedDataParallel(nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    micro, k_max = (4 - rank, 16) if what == "cut" else (4, 16 + rank)
+    plan = trimtab.Plan.fixed(4, micro, batch_rule=trimtab.BatchRule(k_max=k_max))
+    try:
+        trimtab.start(model, optimizer, plan)
+    except UsageError as error:
+        assert "ranks with other plans" in str(error), error
+    else:
+        raise SystemExit("ranks with other plans were taken")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("what", ["cut", "rule"])
+def test_ranks_that_would_decide_otherwise_are_refused(tmp_path, what):
+    run_ranks(OTHER_PLANS, tmp_path, what)

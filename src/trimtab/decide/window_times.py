@@ -38,6 +38,7 @@ class WindowTimes:
         self._row_s: deque[float] = deque(maxlen=memory)
         self._fixed_s: deque[float] = deque(maxlen=memory)
         self._seen = 0
+        self._since_loaded: int | None = None
 
     def add(self, row_s: float, fixed_s: float) -> None:
         """Take a window in.
@@ -51,6 +52,19 @@ class WindowTimes:
         if self._seen > SKIPPED:
             self._row_s.append(row_s)
             self._fixed_s.append(max(0.0, fixed_s))
+            self._drop_loaded()
+
+    def _drop_loaded(self) -> None:
+        """Forget what was loaded as soon as there is enough without it: it may be another machine's."""
+        if self._since_loaded is None:
+            return
+        self._since_loaded += 1
+        if self._since_loaded == MIN_WINDOWS:
+            for kept in (self._row_s, self._fixed_s):
+                own = list(kept)[-MIN_WINDOWS:]
+                kept.clear()
+                kept.extend(own)
+            self._since_loaded = None
 
     def forget(self) -> None:
         """Begin anew."""
@@ -85,7 +99,7 @@ class WindowTimes:
             raise FormatError("state.times", given=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
         seen = checks.integer("state.times.seen", state.get("seen"), low=0)
         row_s, fixed_s = ([checks.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
-        self._seen = seen
+        self._seen, self._since_loaded = seen, 0
         for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
             kept.clear()
             kept.extend(loaded)

@@ -63,13 +63,13 @@ def best_rate_loses_nothing(scales):
 
 @pytest.mark.parametrize("scales", [0.01, 0.1, 0.3, 1.0])
 def test_below_a_noise_scale_it_is_what_a_good_rate_on_a_quadratic_loses(scales):
-    """To second order in x: a hundredth where `1 + x` loses a third."""
+    """Nothing to first order in x: not a twentieth is between them where `1 + x` loses as much again."""
     assert rows_needed(scales, normalises=True) == pytest.approx(best_rate_loses_nothing(scales), abs=0.05)
 
 
 @pytest.mark.parametrize(("batch", "measured"), [(8, 1.02), (16, 1.06), (32, 1.2), (64, 1.84)])
 def test_it_is_what_a_small_gpt_took(batch, measured):
-    """Samples to a loss, in those at B = 4: means of four losses, medians of five seeds, N about 22 rows."""
+    """Samples to a loss, in those at B = 4: what the rule's 2 was made by, at the N of 22 rows that fits best."""
     ratio = rows_needed(batch / 22, normalises=True) / rows_needed(4 / 22, normalises=True)
     assert ratio == pytest.approx(measured, rel=0.06)
 

@@ -9,6 +9,7 @@ import pytest
 
 from trimtab.core.errors import UsageError
 from trimtab.decide.accounts import ALLOWANCE, EARLY, FRESH, LIMIT, PATIENCE, PAUSE, REVIEW, Account
+from trimtab.decide.goodput import Times
 from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, WindowTimes
 
 
@@ -191,3 +192,19 @@ def test_an_account_is_saved():
     with pytest.raises(UsageError):
         second.load_state_dict(first.state_dict() | {"uses": -1})
     assert second.state_dict() == first.state_dict()
+
+
+def test_times_of_before_a_resumption_are_forgotten_as_soon_as_there_are_others():
+    """They may be another machine's; until then they are the best that is known."""
+    before, after = WindowTimes(), WindowTimes()
+    for _ in range(40):
+        before.add(1.0, 4.0)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
+    for _ in range(MIN_WINDOWS - 1):
+        after.add(3.0, 8.0)
+        assert after.times(1.0) == Times(1.0, 4.0)
+    after.add(3.0, 8.0)
+    assert after.times(1.0) == Times(3.0, 8.0)
+    after.add(9.0, 9.0)  # and the medians are of many again
+    assert after.times(1.0) == Times(3.0, 8.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import trimtab
+import trimtab.api
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import UsageError
 from trimtab.core.plan import Check, Choice, Mark, Plan
@@ -751,6 +753,19 @@ def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*a k of its own"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)
     trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("goodput", True), ("norm_test", True), ("fixed", False)])
+def test_a_bound_that_allows_no_other_batch_is_refused(policy, refused):
+    """Of a batch that is cut into four micro-batches the next larger window has eight."""
+    problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
+    with pytest.raises(UsageError, match=r"k_max: given 7.*expected 8") if refused else contextlib.nullcontext():
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+
+
+def test_the_default_rule_is_of_loader_batches():
+    assert trimtab.api.default_rule(Plan.fixed(16, 4)).k_max == 64
+    assert trimtab.api.default_rule(Plan.fixed(16)) == BatchRule()
 
 
 def test_a_model_sharded_in_part_is_refused():
