@@ -230,6 +230,7 @@ def _monitor(rows: list[Row]) -> Iterator[str]:
         bar = 1.005 + row["control_half_width"]
         within = "within" if row["high"] <= bar else "not shown" if row["low"] <= bar else "beyond"
         price = f"{row['price_of_a_window']:.2%} of a window, one in {row['measured_every']}"
+        price += f"; {row['price_of_a_run']:.2%} of 2,000 windows" if "price_of_a_run" in row else ""
         yield where + value + f"| {bar:.4f}: {within} | {price} |"
 
 

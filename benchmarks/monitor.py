@@ -4,7 +4,8 @@
 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
 One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
 fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it. A run's
-first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock.
+first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock,
+and `price_of_a_run` what that makes of 2,000 windows, theirs included.
 `--mechanisms` compares ways to see each micro-batch's norm, all of them in every window: the hook that keeps references
 and takes norms of a chunk at once (ours), a norm in the hook of each parameter, norms of the sum so far after each
 micro-batch (no hooks; not exact), a copy of the gradient after each (of which no norm is taken yet), and nothing again.
@@ -36,6 +37,7 @@ from trimtab.tasks.task import Task
 
 # (task, micro-batches per step, pairs, pairs with --quick)
 CASES = (("digits_resnet", 4, 2000, 90), ("source_gpt", 4, 450, 12), ("source_gpt", 1, 150, 12))
+RUN = 2_000
 BEGUN, QUICK_BEGUN = 200, 20  # windows of a run's beginning, in which the account allows more
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[Any], None]
@@ -45,7 +47,7 @@ def steps_of(task: Task, k: int) -> tuple[Step, Step, Account]:
     """Return a run's step with its monitor, which decides too, and without; and the monitor's account."""
     torch.manual_seed(0)
     model = task.make_model().to(DEVICE).train()
-    rule = trimtab.BatchRule("norm_test", k=k, k_max=k, theta=1e-6, learning_rate="none")
+    rule = trimtab.BatchRule("norm_test", k=k, k_max=2 * k, theta=1e6, learning_rate="none")  # asks for no more
     plan = Plan.fixed(task.batch_rows, micro_batch=task.batch_rows // k, batch_rule=rule)
     run = trimtab.start(model, task.make_optimizer(model), plan)
     watching, plain = run._control, FixedBatch()
@@ -88,7 +90,7 @@ def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
     watched, plain, account = steps_of(task, k)
     for batch in itertools.islice(task.load_data().batches(1, task.batch_rows), begun):
         watched(batch)
-    early = {"first_windows": begun, "price_of_the_first": account.share if begun else None}
+    early_share = account.share if begun else 0.0
     theirs, ours, control = alternate(task, [plain, watched, plain], pairs, skip=10)
     found, same = ratio(ours, theirs), ratio(control, theirs)
     return {
@@ -105,7 +107,10 @@ def monitor_row(name: str, k: int, pairs: int, begun: int) -> dict[str, Any]:
         "price_of_a_window": account.price,
         "measured_every": account.every,
         "price_on_average": account.price / account.every,
-    } | early
+        "price_of_a_run": (begun * early_share + (RUN - begun) * account.price / account.every) / RUN,
+        "first_windows": begun,
+        "price_of_the_first": early_share,
+    }
 
 
 # Ways to see the norms.

@@ -28,9 +28,10 @@ def rows_needed(scales: float, *, normalises: bool) -> float:
 
     An optimizer that divides by a root mean square of gradients, at a rate that follows the root of the batch (Malladi
     et al. 2022), takes a row's step a = 1 / sqrt(1 + x) times as long as with the smallest windows, and its noise is
-    a^2 times theirs: as if the rate were a times what it was. Where that was the best for the smallest windows progress
-    is flat in it, so that nothing is lost to first order in x; and far beyond the noise windows count, not rows. Between
-    the two sqrt(1 + (x / 2)^2) is an interpolation, whose 2 is measured on one model (docs/math.md, section 4).
+    a^2 times theirs: as if the rate were a times what it was. Where that was the best for the smallest windows,
+    progress is flat in it, so that nothing is lost to first order in x; and far beyond the noise windows count, not
+    rows. Between the two sqrt(1 + (x / 2)^2) is an interpolation, whose 2 is measured on one model (docs/math.md,
+    section 4).
     """
     return math.hypot(1.0, scales / BEND) if normalises else 1 + scales
 
