@@ -120,6 +120,25 @@ def test_a_step_does_not_synchronise() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("policy", ["fixed", "goodput"])
+def test_a_measured_step_does_not_synchronise_either(policy: str, each_measured: Any) -> None:
+    """Norms, their copy to the host and the clock's events are all in the stream; what is decided is a window late."""
+    model, optimizer, batch = make()
+    batch = tuple(t.cuda() for t in batch)
+    rate = "sqrt" if policy == "goodput" else "none"
+    rule = trimtab.BatchRule(policy, k=4, k_max=8, learning_rate=rate, min_windows=100)
+    with trimtab.start(model, optimizer, Plan.fixed(24, micro_batch=6, batch_rule=rule)) as run:
+        for _ in range(4):
+            run.train_step(run.window(batch), loss_fn)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                run.train_step(run.window(batch), loss_fn)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert each_measured.closed == 7
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_noise_is_measured_as_on_the_host(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late copies, events in the stream of work, norms on the device."""
