@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trimtab.core.codec import to_json
@@ -25,6 +28,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def show(name: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
     """Print rows as a table, a `line` each, or as the benchmark's one JSON object."""
     if as_json:
-        print(to_json({"schema": 1, "name": name, "environment": environment(), "rows": rows}))
+        asked = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        found = {"schema": 1, "name": name, "environment": environment() | {"command": asked}, "rows": rows}
+        print(to_json(found))
     else:
         print(*map(line, rows), sep="\n")

@@ -35,7 +35,7 @@ def test_more_noise_or_more_of_a_fixed_part_never_asks_for_less(scale, fixed_s, 
 @given(positive, st.floats(0, 1))
 def test_an_optimizer_that_normalises_is_asked_for_no_less(scale, share):
     """But where a window's fixed part is so long that it asks for many noise scales of either."""
-    times = Times(1.0, share * 16 * scale / 8.0)
+    times = Times(1.0, share * 0.6 * scale / 8.0)
     assert goodput_k(scale, 8.0, times, normalises=True) >= goodput_k(scale, 8.0, times) * (1 - 1e-12)
 
 
@@ -51,27 +51,27 @@ def test_far_beyond_the_noise_windows_are_what_a_loss_takes(normalises):
     assert rows_needed(2e6, normalises=normalises) == pytest.approx(2 * rows_needed(1e6, normalises=normalises))
 
 
-def best_rate_loses_nothing(scales):
-    """Rows to a loss of a noisy quadratic by steps divided by their root mean square, in the smallest windows'.
-
-    Component by component: a row's step is a = 1 / sqrt(1 + x) times as long and its noise a^2 times as much, so that
-    progress, 2 a - a^2 of what the best rate of the smallest windows makes, is flat there.
-    """
-    a = 1 / math.sqrt(1 + scales)
-    return 1 / (2 * a - a**2)
-
-
 @pytest.mark.parametrize("scales", [0.01, 0.1, 0.3, 1.0])
-def test_below_a_noise_scale_it_is_what_a_good_rate_on_a_quadratic_loses(scales):
-    """Nothing to first order in x: not a twentieth is between them where `1 + x` loses as much again."""
-    assert rows_needed(scales, normalises=True) == pytest.approx(best_rate_loses_nothing(scales), abs=0.05)
+def test_an_optimizer_that_normalises_is_between_a_best_rate_and_one_far_below_it(scales):
+    """A row's step is a times as long, and its noise a^2 times as much: progress is 2 a - a^2 of the best, or a."""
+    a = 1 / math.sqrt(1 + scales)
+    assert 1 / (2 * a - a**2) - 1e-3 <= rows_needed(scales, normalises=True) <= 1 / a
 
 
-@pytest.mark.parametrize(("batch", "measured"), [(8, 1.02), (16, 1.06), (32, 1.2), (64, 1.84)])
-def test_it_is_what_a_small_gpt_took(batch, measured):
-    """Samples to a loss, in those at B = 4: what the rule's 2 was made by, at the N of 22 rows that fits best."""
-    ratio = rows_needed(batch / 22, normalises=True) / rows_needed(4 / 22, normalises=True)
-    assert ratio == pytest.approx(measured, rel=0.06)
+# Optimizer, N in rows as it was measured, batches, and the samples to a loss, in the first one's (math: section 4).
+MEASURED = [
+    (True, 25, (4, 8, 16, 32, 64), (1, 1.02, 1.06, 1.20, 1.84)),
+    (True, 54, (4, 8, 16, 32, 64, 128), (1, 1.05, 1.11, 1.23, 1.48, 1.87)),
+    (False, 70, (4, 8, 16, 32, 64, 128), (1, 1.08, 1.19, 1.39, 1.70, 2.07)),
+    (False, 200, (16, 32, 64, 128, 256), (1, 1.04, 0.98, 1.21, 1.24)),
+]
+
+
+@pytest.mark.parametrize(("normalises", "scale", "batches", "samples"), MEASURED)
+def test_it_is_between_what_was_measured(normalises, scale, batches, samples):
+    first = rows_needed(batches[0] / scale, normalises=normalises)
+    for batch, measured in zip(batches, samples, strict=True):
+        assert rows_needed(batch / scale, normalises=normalises) / first == pytest.approx(measured, rel=0.28)
 
 
 @pytest.mark.parametrize("normalises", [False, True])
