@@ -202,7 +202,7 @@ class BatchControl:
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
         if self._is_probe:
-            self._probing.used(num_batches)
+            self._probing.used(num_batches, self._decided)
         if self._is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()

@@ -18,8 +18,8 @@ from trimtab.decide.window_times import WindowTimes
 # on, or where all is known, one window in so many.
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
-# Where k = 1 shows no noise, what a window says of it grows as the square of its batches: while nobody knows, and k
-# could save so much, windows of four batches, eight, and so on are made, whose further batches take this share of that.
+# On one rank, what a window says of the noise grows as the square of its batches: while nobody knows, and k could save
+# so much, windows of four batches, eight, and so on are made, whose further batches take this share of that.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
 _UNFIT = 1_000  # windows for which none is made after memory ran out in one
@@ -87,7 +87,7 @@ class Probing:
         if not self.is_due(k, noise):
             return decided
         if self._explores(k, noise):
-            return max(decided, min(most(self._rule, self._unit) // self._unit, 2 * self._explored or _FIRST_EXPLORED))
+            return self._many
         if self._lacks_times(k) or self._renews_times(k):
             return self.timed
         return 2 if self._may_double and not self._may_split else decided
@@ -113,21 +113,26 @@ class Probing:
         is_early = self._account.windows - self._account.began < _FIRST
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
-    def used(self, num_batches: int) -> None:
-        """A window that was due, of so many loader batches, is over."""
-        if num_batches > self.timed:
+    def used(self, num_batches: int, decided: int) -> None:
+        """A window that was due, of so many loader batches where so many are decided, is over."""
+        if num_batches > max(self.timed, decided):
             self._explored = num_batches
-            wait = (num_batches - 1) / (_EXPLORING * self.could_save) if self.could_save > 0 else 0
+            wait = (num_batches / decided - 1) / (_EXPLORING * self.could_save) if self.could_save > 0 else 0
             self._explores_at = self._account.windows + math.ceil(wait)
 
     def _explores(self, k: int, noise: Noise | None) -> bool:
-        """Return whether the next window is of many batches, to find noise that a few batches do not show."""
-        is_shown = k > 1 or self._shows_one
-        may_be_many = self._may_double and most(self._rule, self._unit) > self.timed * self._unit
-        if is_shown or not may_be_many or self._account.is_paused or self._lacks_times(k):
+        """Return whether the next window is of many batches, to find noise that those decided do not show."""
+        if self._shows_one or not self._may_double or self._account.is_paused or self._lacks_times(k):
+            return False
+        if self._many < max(2 * (k // self._unit), self.timed + 1):
             return False
         is_worth_it = self.could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
         return is_worth_it and self._account.windows >= self._explores_at
+
+    @property
+    def _many(self) -> int:
+        """Loader batches of the next window of many."""
+        return min(most(self._rule, self._unit) // self._unit, 2 * self._explored or _FIRST_EXPLORED)
 
     def _lacks_times(self, k: int) -> bool:
         """Return whether only a window of more loader batches shows the time of one.
