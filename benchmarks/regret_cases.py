@@ -203,9 +203,10 @@ class Told(WindowTimes):
 def kept(path: Path, run: Callable[..., Course], *arguments: Any) -> Course:
     """Return the course that a file has, if these sources trained it; or train it, and let the file have it."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if found.get("sources") != sources():
+    made_by = f"{sources()}, {arguments[1:]}"
+    if found.get("made_by") != made_by:
         course = run(*arguments)
-        found = {"points": course.points, "price": course.price, "sources": sources()}
+        found = {"points": course.points, "price": course.price, "made_by": made_by}
         write_whole(path, json.dumps(found))
     return Course([tuple(point) for point in found["points"]], price=found["price"])
 

@@ -39,6 +39,8 @@ FREED = (
     "peaks are of windows of two batches, the loop's too"
 )
 
+CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
+
 
 def profile(
     model: nn.Module,
@@ -212,7 +214,7 @@ def plan(
         longest_batch=longest_batch,
         data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
         total_steps=total_steps,
-        frees_batch=rule is not None and rule.policy != "throughput_per_memory",  # which cuts the one it has
+        frees_batch=rule is not None and rule.spans_batches,
         num_blocks=num_blocks,
         progress=progress,
     )
@@ -221,7 +223,7 @@ def plan(
         chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
     if rule is None:
         return chosen
-    return chosen.freed(default_rule(chosen) if is_default else rule, FREED)
+    return chosen.freed(default_rule(chosen) if is_default else rule, FREED if rule.spans_batches else CUT)
 
 
 def default_rule(plan: Plan) -> BatchRule:

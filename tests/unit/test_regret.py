@@ -125,6 +125,18 @@ def test_a_course_is_trained_once_by_the_same_sources(cases, tmp_path, monkeypat
     assert trained == [7, 7]
 
 
+def test_nor_is_a_course_of_other_arguments_taken_for_it(cases, tmp_path):
+    trained = []
+
+    def run(case, k_max):
+        trained.append(k_max)
+        return cases.Course([(0, 1, 2, 3.5)])
+
+    for k_max in (16, 16, 32):
+        cases.kept(tmp_path / "course.json", run, "a case", k_max)
+    assert trained == [16, 32]
+
+
 def test_the_papers_target_is_a_quarter_of_a_micro_batchs_variance(regret, monkeypatch):
     case = regret.CASES[0]
     monkeypatch.setattr(regret, "train", lambda *_, **__: regret.Course(noise=Noise(64.0, 1.0, 0.1, 12)))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+DONE, RAISED, LATE = "done", "raised", "late"
 _PATIENCE_S, _LOOK_S = 20.0, 0.002
 
 
@@ -24,38 +25,53 @@ def can_fork() -> bool:
     )
 
 
-def killed_by(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str | None:
-    """Return the name of the signal that ended a process in which a function ran on the CPU; None where none did.
+def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> str:
+    """Return how a function came to its end on the CPU, in a process of its own: DONE, RAISED or LATE, or by a signal.
 
-    None too where it raised, or took longer than it is waited for. The process is a fork of this one: nothing has to
-    be sent to it, and what it changes is its own. It computes in one thread, as others are not forked.
+    LATE too where there is no other process to be had. It is a fork of this one: nothing has to be sent to it, and what
+    it changes in memory is its own. It computes in one thread, as others are not forked.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
-        child = os.fork()
-    if child == 0:
-        _run(function)
-    end = time.monotonic() + patience_s
-    while time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else None
-        time.sleep(_LOOK_S)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+    child, end = 0, time.monotonic() + patience_s
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
+            child = os.fork()
+        if child == 0:
+            _run(function)
+        while time.monotonic() < end:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                child = 0
+                return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else _SAID[status != 0]
+            time.sleep(_LOOK_S)
+        return LATE
+    except OSError:  # no room for a process, or somebody else waits for all of them
+        return LATE
+    finally:
+        if child > 0:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+_SAID = {False: DONE, True: RAISED}
 
 
 def _run(function: Callable[[], object]) -> None:
-    """Run it, and be gone: nothing of the parent's is written, closed or cleaned up."""
-    import resource  # which systems without a fork have not
+    """Run it, and be gone: what the parent has open is neither written to nor cleaned up."""
+    code = 1
+    try:
+        import resource  # which systems without a fork have not
 
-    with contextlib.suppress(BaseException):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
+        kept = sys.stdout, sys.stderr  # let go they would write what they hold
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         for stream in (1, 2):
             os.dup2(sys.stdout.fileno(), stream)
         torch.set_num_threads(1)
         function()
-    os._exit(0)
+        code = 0
+        del kept
+    finally:
+        os._exit(code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.calibrate.child import can_fork, killed_by
+from trimtab.calibrate.child import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
@@ -20,22 +20,40 @@ _SHARE, _FEWEST = 32, 2  # one row in so many, and at least so many: batch stati
 _HOPELESS = 10.0  # few rows have fixed costs, casts of the weights above all, that all of them do not
 
 
-def fatal(subject: Subject, candidate: Candidate) -> str | None:
-    """Return what ended another process in which a few rows went forward and backward by a candidate, or None."""
-    if subject.device.type != "cpu" or not can_fork():
-        return None
-    rows = subject.rows
-    few = replace(subject, batch=next(slices(subject.batch, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0])
+class Guard:
+    """Tells who ends the process: a few rows go forward and backward in another one, as the incumbent's do, or no more.
 
-    def backward() -> None:  # without a step, which would write to copies of all there is
-        with few.start(replace(candidate, micro_batch=few.rows)) as run:
-            for micro in run.window(few.batch):
-                with run.autocast():
-                    result = few.loss_fn(run.model, micro)
-                run.backward(*result) if isinstance(result, tuple) else run.backward(result)
+    Args:
+        incumbent: where its own do not come to their end there, nothing is told of others.
+    """
 
-    name = killed_by(backward)
-    return None if name is None else f"{name} ended a process that stepped through {few.rows} of {rows} rows"
+    def __init__(self, subject: Subject, incumbent: Candidate) -> None:
+        rows = subject.rows
+        few = next(slices(subject.batch, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
+        self._few, self._rows = replace(subject, batch=few), rows
+        self._is_on = subject.device.type == "cpu" and can_fork()
+        self._is_on = self._is_on and self._end_of(incumbent) == DONE
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return what ended a process that a candidate was in, or None; also where that cannot be told."""
+        end = self._end_of(candidate) if self._is_on else DONE
+        self._is_on = self._is_on and end != LATE
+        if end in (DONE, RAISED, LATE):
+            return None
+        return f"{end} ended a process that stepped through {self._few.rows} of {self._rows} rows"
+
+    def _end_of(self, candidate: Candidate) -> str:
+        few = self._few
+
+        def backward() -> None:  # without a step, which would write to copies of all there is
+            with few.start(replace(candidate, micro_batch=few.rows)) as run:
+                for micro in run.window(few.batch):
+                    with run.autocast():
+                        result = few.loss_fn(run.model, micro)
+                    run.backward(*result) if isinstance(result, tuple) else run.backward(result)
+                run.discard()
+
+        return end_of(backward)
 
 
 class Probe:

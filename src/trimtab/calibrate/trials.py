@@ -22,7 +22,7 @@ import torch
 
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.loss_head import time_head
-from trimtab.calibrate.probe import Probe, fatal
+from trimtab.calibrate.probe import Guard, Probe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
@@ -114,6 +114,7 @@ def run_stage(
         arms.append(_Arm(stage.candidates[0], control=True))
     with _shared_allocator(stage), Snapshot(subject.model, subject.optimizer) as snapshot:
         probe: Probe | None = None
+        guard: Guard | None = None
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
@@ -121,7 +122,8 @@ def run_stage(
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name == "modes" and arm is not arms[0]:
                     probe = probe or Probe(subject, stage.candidates[0], arms[0].first_s)
-                    arm.error = fatal(subject, arm.candidate) or probe.refusal(arm.candidate)
+                    guard = guard or Guard(subject, stage.candidates[0])
+                    arm.error = guard.refusal(arm.candidate) or probe.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
                     _warm_up(subject, arm, measure_memory=stage.name != "optimizer", slowest=slowest)

@@ -82,6 +82,11 @@ class BatchRule:
         """Whether windows stay the user's own."""
         return self.policy == "fixed" and self.k == 1
 
+    @property
+    def spans_batches(self) -> bool:
+        """Whether a window may be of several loader batches."""
+        return not self.only_measures and self.policy != "throughput_per_memory"
+
     def _check_trials(self) -> None:
         for k, throughput, memory in self.trials:
             checks.integer("batch_rule.trials", k, high=self.k_max)

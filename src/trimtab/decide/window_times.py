@@ -49,7 +49,9 @@ class WindowTimes:
             fixed_s: what the window took beyond as much for each of its rows.
         """
         self._seen += 1
-        if self._seen > SKIPPED:
+        if self._since_loaded is not None and self._since_loaded < 0:  # kernels are chosen anew
+            self._since_loaded += 1
+        elif self._seen > SKIPPED:
             self._row_s.append(row_s)
             self._fixed_s.append(max(0.0, fixed_s))
             self._drop_loaded()
@@ -99,7 +101,7 @@ class WindowTimes:
             raise FormatError("state.times", given=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
         seen = checks.integer("state.times.seen", state.get("seen"), low=0)
         row_s, fixed_s = ([checks.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
-        self._seen, self._since_loaded = seen, 0
+        self._seen, self._since_loaded = seen, -SKIPPED
         for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
             kept.clear()
             kept.extend(loaded)

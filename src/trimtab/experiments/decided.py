@@ -14,8 +14,6 @@ from trimtab.decide.planner import choose, choose_there
 from trimtab.experiments.recorded import recorded_profile
 from trimtab.experiments.text import profile_text
 
-_MOST_SHOWN = 20
-
 
 @dataclass(frozen=True)
 class Decided:
@@ -37,14 +35,12 @@ class Decided:
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
         weights = f"time weighs {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
         lines = [f"considered, {len(found)} combinations, by C in units of the reference's ({weights}):"]
-        for point in ranked[:_MOST_SHOWN]:
+        for point in ranked:
             cost, peak = point.cost, format_bytes(point.cost.peak_bytes)
             known = "counted" if cost.counted else "traced" if cost.peak_bytes is not None else ""
             why = f"; {point.refusal}" if point.refusal else ""
             figures = f"{scores[point]:6.3f}  {format_seconds(cost.step_s):>9}  {peak:>9} {known:<7}"
             lines.append(f"  {figures}  {point.candidate.describe()}{why}")
-        if len(ranked) > _MOST_SHOWN:
-            lines.append(f"  and {len(ranked) - _MOST_SHOWN} more")
         return "\n".join(lines)
 
     def _measured(self) -> str:

@@ -57,8 +57,8 @@ class BatchControl:
             leaves the batch as it is, those that it is cut into.
 
     Raises:
-        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be; a `k_max` that allows no other batch; a
-            plan that is not the one of the other ranks.
+        ValueGivenError: a model under FSDP1; a batch to be cut that cannot be; a plan that is not the one of the other
+            ranks.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
@@ -69,8 +69,8 @@ class BatchControl:
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
+        require_one_plan(plan, exchange)  # which all ranks reach, before one of them may refuse
         check_rule(plan, may_split=may_split)
-        require_one_plan(plan, exchange)
         self.k = min(-(-self._rule.k // self._unit) * self._unit, most(self._rule, self._unit))
         self._base_k = self.k
         self._average, self._times, self._usual = NoiseAverage(), WindowTimes(), UsualWindow()
@@ -232,8 +232,9 @@ class BatchControl:
         Where the user's has one micro-batch none is made for long: gradients do not fit beside a forward, as they would
         have to if k rose, and k stays.
         """
-        if self._was_probe and self.k == 1 and self._probing.fits:
+        if self._was_probe and self._probing.fits:
             self._probing.ran_out()
+        if self._was_probe and self.k == 1:
             why = "held for now: memory ran out beside another micro-batch's gradients"
             self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": why})
         self._retries_probe = self._was_probe
@@ -263,7 +264,7 @@ class BatchControl:
         return Standing(self.k, self._unit, self._micro_rows, ranks, self.noise, times, self._normalises)
 
     def _decide(self) -> None:
-        if not self._probing.fits:
+        if self.k == 1 and not self._probing.fits:
             return
         standing = self._standing()
         decision = decide(self._rule, standing)

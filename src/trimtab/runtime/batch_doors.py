@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 
 from trimtab.core.errors import ValueGivenError
@@ -10,26 +11,29 @@ from trimtab.runtime.exchange import Exchange
 
 
 def check_rule(plan: Plan, *, may_split: bool) -> None:
-    """Raise `ValueGivenError` for a batch to be cut that cannot be, or a `k_max` that allows no other batch."""
+    """Raise `ValueGivenError` for a batch to be cut that cannot be; warn of a `k_max` that allows no other batch."""
     rule, unit = plan.batch_rule, plan.num_micro_batches
     assert rule is not None
-    if rule.policy == "throughput_per_memory":
-        if not may_split:
-            raise ValueGivenError(
-                "plan.batch_rule",
-                given="throughput_per_memory, which cuts the batch, and a model that computes over it",
-                expected="a model whose batch can be cut",
-            )
-    elif rule.policy != "fixed" and unit > 1 and rule.k_max < 2 * unit:
+    if rule.policy == "throughput_per_memory" and not may_split:
         raise ValueGivenError(
-            "plan.batch_rule.k_max",
-            given=f"{rule.k_max}, where a loader batch is cut into {unit} micro-batches",
-            expected=f"{2 * unit} or more: k is of whole loader batches, and could never change",
+            "plan.batch_rule",
+            given="throughput_per_memory, which cuts the batch, and a model that computes over it",
+            expected="a model whose batch can be cut",
+        )
+    if rule.spans_batches and rule.policy != "fixed" and unit > 1 and rule.k_max < 2 * unit:
+        warnings.warn(
+            f"k_max = {rule.k_max} micro-batches, and a loader batch is cut into {unit}: windows are of one loader "
+            f"batch each, and k never changes. BatchRule(k_max={2 * unit}) allows two.",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 
 def require_one_plan(plan: Plan, exchange: Exchange) -> None:
-    """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself."""
+    """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself.
+
+    A rank whose plan has no rule does not come here, and the others wait for it as they would in their first window.
+    """
     if exchange.num_ranks == 1:
         return
     exchange.put([plan.batch_rows, plan.num_micro_batches, zlib.crc32(str(plan.batch_rule).encode())])

@@ -50,6 +50,7 @@ class Probing:
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
         self.could_save = 0.0
         self._fits_from, self._unfit = 0, _UNFIT
+        self._asked_many = False
         self._explored = self._explores_at = 0  # loader batches of the last large window; when there may be another
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +71,8 @@ class Probing:
         could_save = checks.number("state.probing.could_save", state["could_save"], low=0)
         explored = checks.integer("state.probing.explored", state["explored"], low=0)
         self._explores_at = checks.integer("state.probing.explores_at", state["explores_at"], low=0)
-        self.could_save, self._explored = could_save, explored
+        self.could_save, self._explored, self._asked_many = could_save, explored, False
+        self._fits_from, self._unfit = 0, _UNFIT
 
     @property
     def fits(self) -> bool:
@@ -87,7 +89,8 @@ class Probing:
         if not self.is_due(k, noise):
             return decided
         if self._explores(k, noise):
-            return self._many
+            self._asked_many = True
+            return self._many(k)
         if self._lacks_times(k) or self._renews_times(k):
             return self.timed
         return 2 if self._may_double and not self._may_split else decided
@@ -115,24 +118,25 @@ class Probing:
 
     def used(self, num_batches: int, decided: int) -> None:
         """A window that was due, of so many loader batches where so many are decided, is over."""
-        if num_batches > max(self.timed, decided):
+        if self._asked_many:
+            self._asked_many = False
             self._explored = num_batches
-            wait = (num_batches / decided - 1) / (_EXPLORING * self.could_save) if self.could_save > 0 else 0
+            wait = (num_batches / decided - 1) / (_EXPLORING * max(self.could_save, _WORTH_EXPLORING))
             self._explores_at = self._account.windows + math.ceil(wait)
 
     def _explores(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is of many batches, to find noise that those decided do not show."""
         if self._shows_one or not self._may_double or self._account.is_paused or self._lacks_times(k):
             return False
-        if self._many < max(2 * (k // self._unit), self.timed + 1):
+        if self._many(k) < max(2 * (k // self._unit), self.timed + 1):
             return False
         is_worth_it = self.could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
         return is_worth_it and self._account.windows >= self._explores_at
 
-    @property
-    def _many(self) -> int:
-        """Loader batches of the next window of many."""
-        return min(most(self._rule, self._unit) // self._unit, 2 * self._explored or _FIRST_EXPLORED)
+    def _many(self, k: int) -> int:
+        """Return the loader batches of the next window of many: twice the last one's, if `k_max` allows."""
+        wanted = max(2 * self._explored, 2 * (k // self._unit), _FIRST_EXPLORED)
+        return min(most(self._rule, self._unit) // self._unit, wanted)
 
     def _lacks_times(self, k: int) -> bool:
         """Return whether only a window of more loader batches shows the time of one.

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.calibrate.child import can_fork, killed_by
+from trimtab.calibrate import probe
+from trimtab.calibrate.child import DONE, LATE, RAISED, can_fork, end_of
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import Candidate
 from trimtab.measure.snapshot import fingerprint
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="a process cannot be split off here")
@@ -22,26 +25,64 @@ def raises():
     raise RuntimeError("it said so")
 
 
+def backward():
+    torch.randn(64, 64, requires_grad=True).matmul(torch.randn(64, 64)).sum().backward()
+
+
+def backward_and_abort():
+    backward()
+    os.abort()
+
+
 @pytest.mark.parametrize(
-    ("function", "name"),
+    ("function", "end"),
     [
         (os.abort, "SIGABRT"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"),
-        (raises, None),
-        (lambda: None, None),
-        (lambda: torch.randn(64, 64, requires_grad=True).matmul(torch.randn(64, 64)).sum().backward(), None),
+        (backward_and_abort, "SIGABRT"),
+        (raises, RAISED),
+        (lambda: sys.exit(0), RAISED),
+        (lambda: None, DONE),
+        (backward, DONE),
     ],
 )
-def test_the_signal_that_ended_it_is_told(function, name):
-    assert killed_by(function) == name
+def test_how_it_ended_is_told(function, end):
+    assert end_of(function) == end
 
 
-def test_who_takes_too_long_is_not_waited_for():
+def test_who_takes_too_long_is_not_waited_for(monkeypatch):
+    forked, fork = [], os.fork
+    monkeypatch.setattr(os, "fork", lambda: forked.append(fork()) or forked[-1])
     start = time.monotonic()
-    assert killed_by(lambda: time.sleep(60), patience_s=0.05) is None
+    assert end_of(lambda: time.sleep(60), patience_s=0.05) == LATE
     assert time.monotonic() - start < 30
-    with pytest.raises(ChildProcessError):  # nobody is left
-        os.waitpid(-1, os.WNOHANG)
+    with pytest.raises(ProcessLookupError):
+        os.kill(forked[0], 0)
+
+
+def test_where_there_is_no_other_process_nothing_is_told(monkeypatch):
+    def fork():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert end_of(os.abort) == LATE
+
+
+@pytest.mark.parametrize(("of_incumbent", "calls"), [(DONE, 3), ("SIGKILL", 1), (RAISED, 1), (LATE, 1)])
+def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_of_others(
+    monkeypatch, of_incumbent, calls
+):
+    ends = [of_incumbent, "SIGSEGV", LATE]
+    seen = []
+    monkeypatch.setattr(probe, "end_of", lambda function: seen.append(1) or ends[len(seen) - 1])
+    model = nn.Linear(4, 1)
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4))
+    candidate = Candidate("fp32", "keep", False, 8)
+    guard = probe.Guard(subject, candidate)
+    said = [guard.refusal(candidate) for _ in range(3)]  # after a late one nobody is waited for any more
+    told = "SIGSEGV ended a process that stepped through 2 of 8 rows"
+    assert said == ([told, None, None] if of_incumbent == DONE else [None] * 3)
+    assert len(seen) == calls
 
 
 def test_what_it_changes_and_says_is_its_own(capfd):
@@ -53,7 +94,7 @@ def test_what_it_changes_and_says_is_its_own(capfd):
         sys.stdout.flush()
         os.write(1, b"said")
 
-    killed_by(write)
+    assert end_of(write) == DONE
     assert kept.sum() == 0
     assert "said" not in capfd.readouterr().out
 
