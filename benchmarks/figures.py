@@ -260,10 +260,13 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
         "bare_error": "peak, traced without operators' scratch",
         "roofline_error": "seconds, by the device's peaks alone",
     }
+    older = [row for row in rows if "calibrated_error" in row]  # of one size and k = 1 alone
+    rows = [row | {"bare_error": row["error"], "error": row["calibrated_error"]} for row in older] or rows
+    names = {key: name for key, name in names.items() if any(row.get(key) is not None for row in rows)}
     for key, name in names.items():
         yield f"- {name}: {_errors([row[key] for row in rows if row.get(key) is not None])}"
-    untried = [row["time_error"] for row in rows if not row.get("tried", True)]
-    yield f"- seconds of steps that were not tried themselves: {_errors(untried)}"
+    if untried := [row["time_error"] for row in rows if not row.get("tried", True)]:
+        yield f"- seconds of steps that were not tried themselves: {_errors(untried)}"
     yield ""
     yield f"| model | rows | step | counted, MiB | took, s | {' | '.join(names.values())} |"
     yield "|---|---|---|---|---|" + "---|" * len(names)
@@ -271,14 +274,13 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
         chunk = f", loss in chunks of {row['loss_chunk']}" if row.get("loss_chunk") else ""
         step = f"{row['precision']}, {row['optimizer']}, k={row.get('num_micro_batches', 1)}{chunk}"
         errors = " | ".join("" if row.get(key) is None else f"{row[key]:+.2%}" for key in names)
-        took = f"{row['measured_bytes'] / 2**20:.1f} | {row.get('measured_s', math.nan):.3f}"
+        seconds = f"{row['measured_s']:.3f}" if "measured_s" in row else ""
+        took = f"{row['measured_bytes'] / 2**20:.1f} | {seconds}"
         yield f"| {row['model']} | {row['batch']} | {step} | {took} | {errors} |"
 
 
 def _errors(errors: list[float]) -> str:
     """Return what errors are like; too little is worst where it is a peak."""
-    if not errors:
-        return "not measured"
     each = sorted(map(abs, errors))
     median, worst = (f"{value:.2%}" for value in (each[len(each) // 2], each[-1]))
     return f"median error {median}, worst {worst}, {min(errors):+.2%} to {max(errors):+.2%}"

@@ -101,6 +101,8 @@ def plan(
     from trimtab.experiments.decided import decided
 
     _require_folder(out)
+    if explain and as_json:
+        raise ValueGivenError("--explain", given="with --json", expected="the one or the other: a page is no JSON")
     if task.endswith(".json") or device is not None:
         _refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)

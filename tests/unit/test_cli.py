@@ -160,10 +160,12 @@ def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_pat
     assert explained_.startswith(bare.rstrip("\n"))
     assert "combinations, by C in units of the reference's (time weighs 1, memory 0):" in explained_
     considered = explained_.partition("considered, ")[2].partition("\n\n")[0].splitlines()[1:]
-    scores = [float(line.split()[0]) for line in considered if line.split()[0] != "and"]
+    scores = [float(line.split()[0]) for line in considered]
     assert scores == sorted(scores)
     assert 1.0 in scores  # the loop as it is
     assert "trials:\n" in explained_
+    assert len(considered) == int(explained_.partition("considered, ")[2].split()[0])
+    explained(trimtab("plan", "profile.json", "--explain", "--json"), "--explain: given with --json")
     there = trimtab("plan", "profile.json", "--device", "H100 SXM", "--explain").out
     assert "traced" in there
     assert there.rstrip("\n").endswith("measured: nothing, the device is not here")
