@@ -28,7 +28,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def show(name: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
     """Print rows as a table, a `line` each, or as the benchmark's one JSON object."""
     if as_json:
-        asked = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        given = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]  # no machine's folders
+        asked = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
         found = {"schema": 1, "name": name, "environment": environment() | {"command": asked}, "rows": rows}
         print(to_json(found))
     else:
