@@ -123,7 +123,7 @@ UNREDUCED = """
                 model.set_requires_gradient_sync(index == window.num_micro_batches - 1)
                 run.backward(run.model(micro).square().mean())
             run.step()
-            assert run.num_batches <= 4, run.num_batches
+            assert run._control.k <= 4, run._control.k  # though some windows are of many batches, to find out
         assert run.noise is None, run.noise
     dist.barrier()
     dist.destroy_process_group()
