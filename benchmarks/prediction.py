@@ -90,6 +90,7 @@ def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidat
 def _counted(subject: Subject, candidate: Candidate) -> int:
     with subject.start(candidate) as run:
         run.train_step(run.window(subject.batch), subject.loss_fn)
+        subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
         return peak_bytes(lambda: run.train_step(run.window(subject.batch), subject.loss_fn), CPU, subject.live_tensors)
 
 
