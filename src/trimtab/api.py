@@ -38,7 +38,6 @@ FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
     "peaks are of windows of two batches, the loop's too"
 )
-
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 
 
@@ -119,19 +118,8 @@ def plan_elsewhere(
     Raises:
         UsageError: the device is not known, or a step cannot be traced. InfeasibleError: no settings meet the budget.
     """
-    return choose_there(
-        profile_there(
-            model,
-            optimizer,
-            loss_fn,
-            example_batch,
-            device,
-            budget=budget,
-            objective=objective,
-            reference=reference,
-            progress=progress,
-        )
-    )
+    asked = {"budget": budget, "objective": objective, "reference": reference, "progress": progress}
+    return choose_there(profile_there(model, optimizer, loss_fn, example_batch, device, **asked))
 
 
 def profile_there(
@@ -200,7 +188,6 @@ def plan(
     if by_range and data is None:
         raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
     rule = _batch_rule("batch" in freed, batch_rule)
-    is_default = batch_rule is None
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
     found = profile(
@@ -223,7 +210,8 @@ def plan(
         chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
     if rule is None:
         return chosen
-    return chosen.freed(default_rule(chosen) if is_default else rule, FREED if rule.spans_batches else CUT)
+    rule = default_rule(chosen) if batch_rule is None else rule
+    return chosen.freed(rule, FREED if rule.spans_batches else CUT)
 
 
 def default_rule(plan: Plan) -> BatchRule:

@@ -42,7 +42,9 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 child = 0
-                return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else _SAID[status != 0]
+                if os.WIFSIGNALED(status):
+                    return signal.Signals(os.WTERMSIG(status)).name
+                return RAISED if status else DONE
             time.sleep(_LOOK_S)
         return LATE
     except OSError:  # no room for a process, or somebody else waits for all of them
@@ -54,11 +56,8 @@ def end_of(function: Callable[[], object], patience_s: float = _PATIENCE_S) -> s
                 os.waitpid(child, 0)
 
 
-_SAID = {False: DONE, True: RAISED}
-
-
 def _run(function: Callable[[], object]) -> None:
-    """Run it, and be gone: what the parent has open is neither written to nor cleaned up."""
+    """Run it, and be gone: nothing that the parent has open is flushed, closed or cleaned up."""
     code = 1
     try:
         import resource  # which systems without a fork have not

@@ -72,7 +72,7 @@ class WindowTimes:
         """Begin anew."""
         self._row_s.clear()
         self._fixed_s.clear()
-        self._seen = 0
+        self._seen, self._since_loaded = 0, None
 
     @property
     def is_known(self) -> bool:
