@@ -22,10 +22,10 @@ from torch import nn
 import trimtab
 from trimtab.core.codec import write_whole
 from trimtab.core.plan import Plan
+from trimtab.decide import batch_decider
 from trimtab.decide.accumulation import Noise
 from trimtab.decide.goodput import Times
 from trimtab.decide.window_times import WindowTimes
-from trimtab.runtime import batch_control
 from trimtab.runtime.engine import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
@@ -292,7 +292,7 @@ def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
     """Let the control of a run that is started inside read the times of a table."""
     if told is None:
         return contextlib.nullcontext()
-    return unittest.mock.patch.object(batch_control, "WindowTimes", functools.partial(Told, told))
+    return unittest.mock.patch.object(batch_decider, "WindowTimes", functools.partial(Told, told))
 
 
 def _charge_by(told: Times, run: Run) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.decide.goodput import Times, goodput_k, relative_time
+from trimtab.decide.goodput import Times, goodput_k, relative_time, rows_needed
 
 # A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
 HYSTERESIS = 0.01
@@ -188,6 +188,19 @@ def could_save(rule: BatchRule, standing: Standing) -> float:
         return 0.0
     scale = math.inf if standing.noise is None else standing.noise.at_most().scale
     return _saved(rule, standing, scale, standing.k)[1]
+
+
+def lost(standing: Standing, k: int) -> float:
+    """Return the share of a window's rows that is lost where it has k micro-batches, not those decided.
+
+    By goodput's model and the least noise there can be; all of them while nothing is known.
+    """
+    scale = 0.0 if standing.noise is None else standing.noise.at_least().scale
+    if not scale:
+        return 1.0
+    scales = standing.micro_rows * standing.num_ranks / scale
+    few, many = (rows_needed(each * scales, normalises=standing.normalises) for each in (standing.k, k))
+    return max(0.0, 1 - few / many)
 
 
 def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:

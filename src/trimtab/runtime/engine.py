@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.state_parts import load_parts
 from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
@@ -32,7 +33,6 @@ from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
-from trimtab.runtime.run_state import load_parts
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.schedule import rate_factor, scaled_rates
 from trimtab.runtime.splitting import for_model

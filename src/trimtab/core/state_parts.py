@@ -18,19 +18,19 @@ class Part(Protocol):
         """Continue from it."""
 
 
-def load_parts(parts: Mapping[str, Part], state: Any) -> None:
+def load_parts(parts: Mapping[str, Part], state: Any, where: str = "state") -> None:
     """Load each part's state under its name.
 
     Raises:
         ValueGivenError: not a mapping. FormatError: other keys. UsageError: a part refuses; all are as before.
     """
     if not isinstance(state, Mapping):
-        raise ValueGivenError("state", given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
+        raise ValueGivenError(where, given=f"a {type(state).__name__}", expected="what run.state_dict() returned")
     expected = set(parts)
     if set(state) != expected:
         given = ", ".join(sorted(map(str, set(state) ^ expected)))
         raise FormatError(
-            "state", given=f"keys that differ: {given}", expected="the state of a run of this plan and precision"
+            where, given=f"keys that differ: {given}", expected="the state of a run of this plan and precision"
         )
     before = {name: part.state_dict() for name, part in parts.items()}
     try:

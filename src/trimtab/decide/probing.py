@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError
 from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, is_known_well, most
+from trimtab.decide.accumulation import Noise, Standing, could_save, is_known_well, lost, most
 from trimtab.decide.window_times import WindowTimes
 
 # Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known, if they
@@ -19,9 +18,12 @@ from trimtab.decide.window_times import WindowTimes
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
 # On one rank, what a window says of the noise grows as the square of its batches: while nobody knows, and k could save
-# so much, windows of four batches, eight, and so on are made, whose further batches take this share of that.
+# so much, windows of four batches, eight, and so on are made. What of their rows is lost takes this share of that.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
+# Where single micro-batches show no noise, a window that is due is of as many batches as lose this much of one's rows.
+# Splitting one takes more time than that, and two batches show as much as four that are split.
+_CHEAP = 0.1
 _UNFIT = 1_000  # windows for which none is made after memory ran out in one
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
@@ -36,7 +38,6 @@ class Probing:
             on several ranks, or nobody asks for it.
 
     Attributes:
-        could_save: share of the time that k would save if the noise were the most there can be.
         timed: loader batches of a window that shows the time of one, which is that of those between first and last; of
             two where no more are allowed, the first's.
     """
@@ -48,15 +49,15 @@ class Probing:
         self._may_split, self._shows_one = may_split, shows_one
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
-        self.could_save = 0.0
         self._fits_from, self._unfit = 0, _UNFIT
         self._asked_many = False
-        self._explored = self._explores_at = 0  # loader batches of the last large window; when there may be another
+        self._explored = self._explored_at = 0  # loader batches of the last window of many, and when it was
+        self._could_save, self._pays_for = 0.0, 0.0  # by the best k of all there may be; windows that pay for the last
+        self._cheap = 1  # loader batches of a window that loses next to nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        explored = {"explored": self._explored, "explores_at": self._explores_at}
-        return {"could_save": self.could_save} | explored
+        return {"explored": self._explored, "explored_at": self._explored_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, on a machine that may have more memory than the one it was.
@@ -68,11 +69,27 @@ class Probing:
             raise FormatError(
                 "state.probing", given=f"{state!r:.80}", expected="the keys " + ", ".join(self.state_dict())
             )
-        could_save = checks.number("state.probing.could_save", state["could_save"], low=0)
-        explored = checks.integer("state.probing.explored", state["explored"], low=0)
-        self._explores_at = checks.integer("state.probing.explores_at", state["explores_at"], low=0)
-        self.could_save, self._explored, self._asked_many = could_save, explored, False
+        explored, at = (checks.integer(f"state.probing.{name}", state[name], low=0) for name in self.state_dict())
+        self._explored, self._explored_at, self._asked_many = explored, at, False
         self._fits_from, self._unfit = 0, _UNFIT
+
+    def told(self, standing: Standing) -> None:
+        """What is known has changed."""
+        self._could_save = could_save(self._rule, standing)
+        self._pays_for = self._paying(standing.k // self._unit, lost(standing, self._explored * self._unit))
+        self._cheap = 1
+        while self._is_cheap(2 * self._cheap, standing):
+            self._cheap *= 2
+
+    def _is_cheap(self, num_batches: int, standing: Standing) -> bool:
+        fits = num_batches * self._unit <= most(self._rule, self._unit)
+        return fits and num_batches * lost(standing, num_batches * self._unit) <= _CHEAP
+
+    def _paying(self, decided: int, share: float) -> float:
+        """Return the windows that pay for the last one of many, of whose rows such a share was lost."""
+        in_windows = self._explored / max(1, decided)
+        lost_windows = min(share * in_windows, max(0.0, in_windows - 1))
+        return lost_windows / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
 
     @property
     def fits(self) -> bool:
@@ -93,7 +110,7 @@ class Probing:
             return self._many(k)
         if self._lacks_times(k) or self._renews_times(k):
             return self.timed
-        return 2 if self._may_double and not self._may_split else decided
+        return max(self._cheap, 1 if self._may_split else 2) if self._may_double else decided
 
     def splits(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window, of one micro-batch, is split in two."""
@@ -120,9 +137,8 @@ class Probing:
         """A window that was due, of so many loader batches where so many are decided, is over."""
         if self._asked_many:
             self._asked_many = False
-            self._explored = num_batches
-            wait = (num_batches / decided - 1) / (_EXPLORING * max(self.could_save, _WORTH_EXPLORING))
-            self._explores_at = self._account.windows + math.ceil(wait)
+            self._explored, self._explored_at = num_batches, self._account.windows
+            self._pays_for = self._paying(decided, 1.0)  # until it is told what that one showed
 
     def _explores(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is of many batches, to find noise that those decided do not show."""
@@ -130,8 +146,8 @@ class Probing:
             return False
         if self._many(k) < max(2 * (k // self._unit), self.timed + 1):
             return False
-        is_worth_it = self.could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
-        return is_worth_it and self._account.windows >= self._explores_at
+        is_worth_it = self._could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
+        return is_worth_it and self._account.windows >= self._explored_at + self._pays_for
 
     def _many(self, k: int) -> int:
         """Return the loader batches of the next window of many: twice the last one's, if `k_max` allows."""
