@@ -26,6 +26,7 @@ from trimtab.decide import batch_decider
 from trimtab.decide.accumulation import Noise
 from trimtab.decide.goodput import Times
 from trimtab.decide.window_times import WindowTimes
+from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.engine import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
@@ -270,7 +271,7 @@ def _train(
     micro, num_windows = 0, 0
     with _telling(told), trimtab.start(model, optimizer, plan) as run:
         if told is not None:
-            _charge_by(told, run)
+            _as_ranks(run, told, rows // case.rows)
         while run.consumed_rows < (most or case.most_samples):
             window = next_window(run, batches)
             for group in optimizer.param_groups:
@@ -295,14 +296,16 @@ def _telling(told: Times | None) -> contextlib.AbstractContextManager[Any]:
     return unittest.mock.patch.object(batch_decider, "WindowTimes", functools.partial(Told, told))
 
 
-def _charge_by(told: Times, run: Run) -> None:
-    """Let a run account for what measuring takes by windows of the table's times."""
+def _as_ranks(run: Run, told: Times, num_ranks: int) -> None:
+    """Let a run account for what measuring takes by windows of the table's times, and see each rank's micro-batch."""
     control = run._control
-    account = control._account  # type: ignore[union-attr]
+    assert isinstance(control, BatchControl)
+    account = control._account
+    control._probing._shows_one = num_ranks > 1
     charge = account.charge
 
     def charged(window_s: float, spent_s: float) -> None:
-        charge(control.k * told.micro_s + told.fixed_s, spent_s)  # type: ignore[union-attr]
+        charge(control.k * told.micro_s + told.fixed_s, spent_s)
 
     account.charge = charged  # type: ignore[method-assign]
 

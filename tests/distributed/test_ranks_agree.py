@@ -122,6 +122,62 @@ def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp
     assert one[:10] + one[11:] == other[:10] + other[11:]
 
 
+def test_a_window_that_one_rank_gives_up_leaves_them_agreed(tmp_path):
+    """Its batch is bad: the loss raises, and the rank takes its next one in the same reduction. It may be a probe."""
+    changes = {
+        "        if rank == 1:\n": """        if rank == 1 and next(calls) % 7 == 5 and not reductions[len(ks):]:
+            raise ValueError("a bad batch")
+        if rank == 1:
+""",
+        "    ks, windows = [], 0\n": "    ks, calls, given_up = [], itertools.count(), []\n",
+        "itertools.islice(run.windows(batches()), 110)": "run.windows(batches())",
+        """            ks.append(window.num_micro_batches)
+            run.train_step(window, loss)
+""": """            try:
+                run.train_step(window, loss)
+            except ValueError:
+                given_up.append(len(ks))
+                continue
+            ks.append(window.num_micro_batches)
+            if len(ks) == 110:
+                break
+""",
+        '"n": noise.num_windows}': '"n": noise.num_windows, "given_up": given_up}',
+    }
+    code = RANK
+    for before, after in changes.items():
+        assert before in code
+        code = code.replace(before, after)
+    run_ranks(code, tmp_path, 0.0, "by account", "norm_test")
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert not one.pop("given_up")
+    assert len(other.pop("given_up")) >= 10
+    assert one == other
+
+
+@pytest.mark.parametrize(("policy", "shown_by"), [("goodput", (3, 3)), ("norm_test", (1, 2))])
+def test_shards_of_a_model_follow_the_same_windows_too(tmp_path, policy, shown_by):
+    """Under FSDP2 a window of one micro-batch says nothing, of ranks as of one: some are split, or of more batches."""
+    changes = {
+        "model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1)))": """
+    from torch.distributed.fsdp import fully_shard
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
+    fully_shard(model)""",
+        "    model.register_comm_hook(None, slow_reduce)\n": "",
+        "float(p.detach().double().sum()) for p": "float(p.detach().full_tensor().double().sum()) for p",
+        "ks.append(window.num_micro_batches)": "ks.append((window.num_batches, window.num_micro_batches))",
+    }
+    code = RANK
+    for before, after in changes.items():
+        assert before in code
+        code = code.replace(before, after)
+    run_ranks(code, tmp_path, 0.0, "always", policy)
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert shown_by in {tuple(each) for each in one["ks"]}
+    assert policy == "goodput" or (one["n"] >= 90 and one["ks"][-1][0] > 1)
+
+
 OTHER_PLANS = """
     import sys
     import torch

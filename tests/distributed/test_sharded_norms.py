@@ -127,7 +127,6 @@ UNREDUCED = """
         assert run.noise is None, run.noise
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may outlive the interpreter
 """
 
 

@@ -7,10 +7,16 @@ import sys
 import textwrap
 from pathlib import Path
 
+# gloo's threads may outlive the interpreter, and end it with an error.
+LEAVE = """
+import os
+os._exit(0)
+"""
+
 
 def run_ranks(code: str, folder: Path, *arguments: object) -> None:
     """Run `code` as rank 0 and 1, with the rank, the folder to meet in and what else it needs as arguments."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    command = [sys.executable, "-c", textwrap.dedent(code) + LEAVE]
     running = [
         subprocess.Popen([*command, str(rank), str(folder), *map(str, arguments)], stderr=subprocess.PIPE)
         for rank in range(2)

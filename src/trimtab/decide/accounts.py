@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, Part, require_keys
 
 # What measuring may cost of the windows' time; and on top of it, while nothing is known, this share of the first ones,
 # up to the time of so many windows.
@@ -38,7 +38,7 @@ class Review:
     pause: int = 0
 
 
-class Account:
+class Account(Part):
     """The account of one technique, from figures that all ranks share: they have to agree on when it is used."""
 
     _COUNTS = ("windows", "uses", "opened", "last", "pause", "pause_left", "reviewed", "began", "untold")
@@ -135,17 +135,16 @@ class Account:
         """Return what a resumed run needs."""
         return {name: getattr(self, name) for name in self._FIELDS}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
-
-        Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
-        """
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
         where = f"state.{self.technique}"
-        if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
-            raise FormatError(where, given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
+        require_keys(where, state, self._FIELDS)
         for name, value in state.items():
             check = checks.integer if name in self._COUNTS else checks.number
             check(f"{where}.{name}", value, low=0)
-        for name, value in state.items():
-            setattr(self, name, value)
+
+        def load() -> None:
+            for name, value in state.items():
+                setattr(self, name, value)
+
+        return load

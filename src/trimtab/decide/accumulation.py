@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.batch_rule import BatchRule
-from trimtab.decide.goodput import Times, goodput_k, relative_time, rows_needed
+from trimtab.decide.goodput import Times, goodput_k, relative_time
 
 # A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
 HYSTERESIS = 0.01
@@ -190,19 +190,6 @@ def could_save(rule: BatchRule, standing: Standing) -> float:
     return _saved(rule, standing, scale, standing.k)[1]
 
 
-def lost(standing: Standing, k: int) -> float:
-    """Return the share of a window's rows that is lost where it has k micro-batches, not those decided.
-
-    By goodput's model and the least noise there can be; all of them while nothing is known.
-    """
-    scale = 0.0 if standing.noise is None else standing.noise.at_least().scale
-    if not scale:
-        return 1.0
-    scales = standing.micro_rows * standing.num_ranks / scale
-    few, many = (rows_needed(each * scales, normalises=standing.normalises) for each in (standing.k, k))
-    return max(0.0, 1 - few / many)
-
-
 def _saved(rule: BatchRule, standing: Standing, scale: float, base_k: int) -> tuple[int, float]:
     """Return the best k at a noise scale, and the share of time to a loss that it saves of another's."""
     unit = standing.unit
@@ -253,10 +240,8 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     unit = standing.unit
     below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
     best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)
-    k = _stepped(best, standing)
-    gain = cost(standing.k) / cost(k) - 1
-    if k != standing.k and gain <= HYSTERESIS:
-        k = standing.k
+    gain = cost(standing.k) / cost(best) - 1
+    k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
     says = f"noise scale {scale:.3g} rows, micro-batch {times.micro_s:.3g} s, fixed {times.fixed_s:.3g} s a window"
     return (
         k,

@@ -9,8 +9,7 @@ from typing import Any
 
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import FormatError
-from trimtab.core.state_parts import load_parts
+from trimtab.core.state_parts import Load, Part, loading_parts, require_keys
 from trimtab.decide.accounts import PATIENCE, Account
 from trimtab.decide.accumulation import Noise, Standing, decide, gain, most
 from trimtab.decide.noise import NoiseAverage, WindowNoise
@@ -19,7 +18,7 @@ from trimtab.decide.window_times import WindowTimes
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
-class BatchDecider:
+class BatchDecider(Part):
     """k while training, from figures that are the same on every rank.
 
     Args:
@@ -134,24 +133,27 @@ class BatchDecider:
         batches = {"batches": self.num_batches, "base_batches": self._base_k // self._unit}
         return batches | {name: part.state_dict() for name, part in self._parts().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
-
-        Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
-        """
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
         names = "batches", "base_batches"
-        expected = {*names, *self._parts()}
-        if not isinstance(state, Mapping) or set(state) != expected:
-            raise FormatError("state.batch", given=f"{state!r:.80}", expected="the keys " + ", ".join(sorted(expected)))
-        batches, base = (checks.integer(f"state.batch.{name}", state[name], high=self.rule.k_max) for name in names)
-        load_parts(self._parts(), {name: state[name] for name in self._parts()})
-        if not self._cuts:  # k_max counts micro-batches, which may be smaller now
-            self.k, self._base_k = (min(n * self._unit, most(self.rule, self._unit)) for n in (batches, base))
-            if self.num_batches != batches:
-                why = f"k_max = {self.rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"
-                self._note("k", {"from": batches * self._unit, "to": self.k, "wanted": None, "reason": why})
-        self._absorbed_at = self.account.windows
+        require_keys("state.batch", state, (*names, *self._parts()))
+        batches, base = (checks.integer(f"state.batch.{name}", state[name]) for name in names)
+        load_parts = loading_parts(self._parts(), {name: state[name] for name in self._parts()})
+
+        def load() -> None:
+            load_parts()
+            self._absorbed_at = self.account.windows
+            if not self._cuts:
+                self._continue_with(batches, base)
+
+        return load
+
+    def _continue_with(self, batches: int, base: int) -> None:
+        """Take as many loader batches as there were, or as `k_max` allows, whose micro-batches may be smaller now."""
+        self.k, self._base_k = (min(n * self._unit, most(self.rule, self._unit)) for n in (batches, base))
+        if self.num_batches != batches:
+            why = f"k_max = {self.rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"
+            self._note("k", {"from": batches * self._unit, "to": self.k, "wanted": None, "reason": why})
 
     def _parts(self) -> dict[str, Any]:
         return {"noise": self._average, "times": self.times, "account": self.account}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.decide.accumulation import Noise
 
 # Windows that an average looks back on: noise changes over hundreds of windows, and one says little. Where few of them
@@ -110,7 +110,7 @@ def found_by(trace: float, norm2: float, num: float, rows: float) -> WindowNoise
     return WindowNoise(trace, norm2, num, rows)
 
 
-class NoiseAverage:
+class NoiseAverage(Part):
     """Smooths S and G2 apart, each by weights of its own, over the last hundred windows or so.
 
     Their quotient is taken of the averages: a single window's G2 may be negative, and a mean of quotients is none. G2
@@ -173,18 +173,16 @@ class NoiseAverage:
         """Return what a resumed run needs."""
         return {name: getattr(self, name) for name in self._FIELDS}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict()`.
-
-        Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
-        """
-        if not isinstance(state, Mapping) or set(state) != set(self._FIELDS):
-            raise FormatError("state.noise", given=f"{state!r:.80}", expected="the keys " + ", ".join(self._FIELDS))
+    def loading(self, state: Mapping[str, float]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        require_keys("state.noise", state, self._FIELDS)
         counts = {name: checks.integer(f"state.noise.{name}", state[name], low=0) for name in self._COUNTS}
         values = {
             name: checks.number(f"state.noise.{name}", state[name]) for name in self._FIELDS if name not in counts
         }
-        self.num_windows, self.span = counts["num_windows"], counts["span"]
-        for name, value in values.items():
-            setattr(self, name, value)
+
+        def load() -> None:
+            for name, value in (counts | values).items():
+                setattr(self, name, value)
+
+        return load

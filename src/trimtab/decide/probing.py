@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.decide.accounts import Account
-from trimtab.decide.accumulation import Noise, Standing, could_save, is_known_well, lost, most
+from trimtab.decide.accumulation import Noise, Standing, could_save, is_known_well, most
 from trimtab.decide.window_times import WindowTimes
 
 # Windows, of a run or after a pause, in which they are as dense as the account allows while nothing is known, if they
@@ -18,18 +19,16 @@ from trimtab.decide.window_times import WindowTimes
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
 # On one rank, what a window says of the noise grows as the square of its batches: while nobody knows, and k could save
-# so much, windows of four batches, eight, and so on are made. What of their rows is lost takes this share of that.
+# so much, windows of four batches, eight, and so on are made, whose further batches take this share of that: at the
+# rate of what is decided they bring next to nothing.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
-# Where single micro-batches show no noise, a window that is due is of as many batches as lose this much of one's rows.
-# Splitting one takes more time than that, and two batches show as much as four that are split.
-_CHEAP = 0.1
 _UNFIT = 1_000  # windows for which none is made after memory ran out in one
 # Loader batches of a window that shows the time of one: its first adds gradients to none, its last has the reduction.
 _TIMED = 3
 
 
-class Probing:
+class Probing(Part):
     """Decides which windows are of more loader batches than decided, or of one that is split in two.
 
     Args:
@@ -50,46 +49,31 @@ class Probing:
         self._may_double = rule.policy != "fixed" and most(rule, unit) > unit
         self.timed = max(2, min(_TIMED, most(rule, unit) // unit))
         self._fits_from, self._unfit = 0, _UNFIT
-        self._asked_many = False
-        self._explored = self._explored_at = 0  # loader batches of the last window of many, and when it was
-        self._could_save, self._pays_for = 0.0, 0.0  # by the best k of all there may be; windows that pay for the last
-        self._cheap = 1  # loader batches of a window that loses next to nothing
+        self._explored = self._explores_at = 0  # loader batches of the last window of many; when there may be another
+        self._could_save = 0.0  # by the best k, if the noise is the most there can be
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"explored": self._explored, "explored_at": self._explored_at}
+        return {"explored": self._explored, "explores_at": self._explores_at}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, on a machine that may have more memory than the one it was.
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`, on a machine that may have more memory than the one it was.
 
         Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
+            FormatError, ValueGivenError: not such a state.
         """
-        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
-            raise FormatError(
-                "state.probing", given=f"{state!r:.80}", expected="the keys " + ", ".join(self.state_dict())
-            )
+        require_keys("state.probing", state, self.state_dict())
         explored, at = (checks.integer(f"state.probing.{name}", state[name], low=0) for name in self.state_dict())
-        self._explored, self._explored_at, self._asked_many = explored, at, False
-        self._fits_from, self._unfit = 0, _UNFIT
+
+        def load() -> None:
+            self._explored, self._explores_at = explored, at
+            self._fits_from, self._unfit = 0, _UNFIT
+
+        return load
 
     def told(self, standing: Standing) -> None:
-        """What is known has changed."""
+        """What is known, or k, has changed."""
         self._could_save = could_save(self._rule, standing)
-        self._pays_for = self._paying(standing.k // self._unit, lost(standing, self._explored * self._unit))
-        self._cheap = 1
-        while self._is_cheap(2 * self._cheap, standing):
-            self._cheap *= 2
-
-    def _is_cheap(self, num_batches: int, standing: Standing) -> bool:
-        fits = num_batches * self._unit <= most(self._rule, self._unit)
-        return fits and num_batches * lost(standing, num_batches * self._unit) <= _CHEAP
-
-    def _paying(self, decided: int, share: float) -> float:
-        """Return the windows that pay for the last one of many, of whose rows such a share was lost."""
-        in_windows = self._explored / max(1, decided)
-        lost_windows = min(share * in_windows, max(0.0, in_windows - 1))
-        return lost_windows / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
 
     @property
     def fits(self) -> bool:
@@ -105,12 +89,11 @@ class Probing:
         """Return the loader batches of the next window: as decided, or as many as show what those do not."""
         if not self.is_due(k, noise):
             return decided
-        if self._explores(k, noise):
-            self._asked_many = True
+        if self.explores(k, noise):
             return self._many(k)
         if self._lacks_times(k) or self._renews_times(k):
             return self.timed
-        return max(self._cheap, 1 if self._may_split else 2) if self._may_double else decided
+        return 2 if self._may_double and not self._may_split else decided
 
     def splits(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window, of one micro-batch, is split in two."""
@@ -121,7 +104,7 @@ class Probing:
         lacks_times, lacks_noise = self._lacks_times(k), k == 1 and not self._shows_one
         if not self.fits:
             return False
-        if self._explores(k, noise):
+        if self.explores(k, noise):
             return True
         if not (lacks_times or lacks_noise):
             return self._renews_times(k)
@@ -133,21 +116,20 @@ class Probing:
         is_early = self._account.windows - self._account.began < _FIRST
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
-    def used(self, num_batches: int, decided: int) -> None:
-        """A window that was due, of so many loader batches where so many are decided, is over."""
-        if self._asked_many:
-            self._asked_many = False
-            self._explored, self._explored_at = num_batches, self._account.windows
-            self._pays_for = self._paying(decided, 1.0)  # until it is told what that one showed
+    def explored(self, num_batches: int, decided: int) -> None:
+        """A window that was to be of many batches is over; it was of so many, where so many are decided."""
+        self._explored = max(self._explored, num_batches)
+        wait = (num_batches / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
+        self._explores_at = self._account.windows + math.ceil(wait)
 
-    def _explores(self, k: int, noise: Noise | None) -> bool:
+    def explores(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is of many batches, to find noise that those decided do not show."""
         if self._shows_one or not self._may_double or self._account.is_paused or self._lacks_times(k):
             return False
         if self._many(k) < max(2 * (k // self._unit), self.timed + 1):
             return False
         is_worth_it = self._could_save >= _WORTH_EXPLORING and not is_known_well(self._rule, noise)
-        return is_worth_it and self._account.windows >= self._explored_at + self._pays_for
+        return is_worth_it and self._account.windows >= self._explores_at
 
     def _many(self, k: int) -> int:
         """Return the loader batches of the next window of many: twice the last one's, if `k_max` allows."""
@@ -159,7 +141,7 @@ class Probing:
 
         Half of one may take more than half of it.
         """
-        return self._hides_times(k) and not self._times.is_known
+        return self._hides_times(k) and not self._times.is_own
 
     def _renews_times(self, k: int) -> bool:
         """Return whether what is known is looked at again: it may be of a moment in which the machine was busy."""

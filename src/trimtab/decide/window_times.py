@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.core import checks
 from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, Part
 from trimtab.decide.goodput import Times
 
 # Windows looked back on, and of the first ones how many are dropped: kernels are chosen and memory is found in them.
@@ -31,7 +32,7 @@ class UsualWindow:
         return max(0.0, seconds - num_batches * statistics.median(self._batch_s)) if self._batch_s else 0.0
 
 
-class WindowTimes:
+class WindowTimes(Part):
     """Medians over the last windows: a disturbed one weighs nothing."""
 
     def __init__(self, memory: int = MEMORY) -> None:
@@ -79,6 +80,11 @@ class WindowTimes:
         """Whether enough windows were seen."""
         return len(self._row_s) >= MIN_WINDOWS
 
+    @property
+    def is_own(self) -> bool:
+        """Whether enough were seen since the state of another run, on another machine it may be, was loaded."""
+        return self.is_known and self._since_loaded is None
+
     def times(self, micro_rows: float) -> Times | None:
         """Return the times of micro-batches of so many rows; None while too few windows were seen."""
         if not self.is_known:
@@ -89,19 +95,19 @@ class WindowTimes:
         """Return what a resumed run needs."""
         return {"row_s": list(self._row_s), "fixed_s": list(self._fixed_s), "seen": self._seen}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
-
-        Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
-        """
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
         names = ("row_s", "fixed_s")
         lists = isinstance(state, Mapping) and all(isinstance(state.get(name), list) for name in names)
         if not lists or len(state["row_s"]) != len(state["fixed_s"]):
             raise FormatError("state.times", given=f"{state!r:.80}", expected="two lists of one length: row_s, fixed_s")
         seen = checks.integer("state.times.seen", state.get("seen"), low=0)
         row_s, fixed_s = ([checks.number(f"state.times.{n}", v, low=0) for v in state[n]] for n in names)
-        self._seen, self._since_loaded = seen, -SKIPPED
-        for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
-            kept.clear()
-            kept.extend(loaded)
+
+        def load() -> None:
+            self._seen, self._since_loaded = seen, -SKIPPED
+            for kept, loaded in ((self._row_s, row_s), (self._fixed_s, fixed_s)):
+                kept.clear()
+                kept.extend(loaded)
+
+        return load

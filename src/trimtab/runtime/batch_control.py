@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.plan import Plan
-from trimtab.core.state_parts import load_parts
+from trimtab.core.state_parts import Load, Part, loading_parts
 from trimtab.decide.accumulation import Noise
 from trimtab.decide.batch_decider import BatchDecider, Note
 from trimtab.decide.probing import Probing
@@ -45,15 +45,16 @@ class _Role:
 
     Args:
         is_probe: of more batches than decided, or cut, to show more. owes: all ranks put figures in it, whatever they
-            have. is_used: the account notes it as measured.
+            have. is_used: the account notes it as measured. explores: a probe that was to be of many batches.
     """
 
     is_probe: bool = False
+    explores: bool = False
     owes: bool = False
     is_used: bool = False
 
 
-class BatchControl:
+class BatchControl(Part):
     """The batch of a run whose plan freed it.
 
     Args:
@@ -71,9 +72,10 @@ class BatchControl:
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
         self._measures = not self._cuts  # which is given all it needs
-        require_one_plan(plan, exchange)  # which all ranks reach, before one of them may refuse
-        check_rule(plan, may_split=may_split)
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
+        # Which all ranks reach, before one of them may refuse.
+        require_one_plan(plan, exchange, may_split, is_compiled, self._follower.rule)
+        check_rule(plan, may_split=may_split)
         self._decider = BatchDecider(
             self._rule,
             plan.num_micro_batches,
@@ -118,6 +120,7 @@ class BatchControl:
         """Return rows per micro-batch: a window of one is split in two where that shows the noise."""
         if self._cuts:
             return -(-rows // self.k)
+        self._retries_probe = False  # a window is made: the one that ran out of memory was given up, or is over
         is_one = num_batches * -(-rows // planned) == 1
         self._is_cut = is_one and rows > 1 and self._probing.splits(self.k, self.noise)
         return -(-rows // 2) if self._is_cut else planned
@@ -146,7 +149,8 @@ class BatchControl:
         is_due = owes or is_probe or self._account.is_due()
         watched = self._measures and is_due and num_micro_batches * self._watch.seen_apart > 1
         is_used = owes or (watched and self._exchange.num_ranks == 1)
-        self._role = _Role(is_probe=is_probe, owes=owes, is_used=is_used)
+        explores = is_probe and self._probing.explores(self.k, self.noise)
+        self._role = _Role(is_probe=is_probe, explores=explores, owes=owes, is_used=is_used)
         self._watch.opened(watched=watched)
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
@@ -182,8 +186,8 @@ class BatchControl:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
-        if self._role.is_probe:
-            self._probing.used(num_batches, self._decider.num_batches)
+        if self._role.explores:
+            self._probing.explored(num_batches, self._decider.num_batches)
         if self._role.is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()
@@ -194,7 +198,8 @@ class BatchControl:
         """Return what a window puts on its way to all ranks, if it does."""
         told = None
         if applied:
-            told = self._watch.stepped(num_batches, is_probe=self._role.is_probe, first=self._probing.timed - 2)
+            decided, first = self._decider.num_batches, self._probing.timed - 2
+            told = self._watch.stepped(num_batches, decided, is_probe=self._role.is_probe, first=first)
         return Nothing() if told is None and self._role.owes else told
 
     def dropped(self) -> None:
@@ -221,8 +226,8 @@ class BatchControl:
         """Take the figures of all ranks in, and decide."""
         self._decider.absorb(self._watch.noise_of(shared), [figures[NUM_FIGURES:] for figures in shared])
         if self.k > 1 or self._probing.fits:
-            self._probing.told(self._decider.standing)
             self._decider.decide()
+            self._probing.told(self._decider.standing)
         self._decider.review()
 
     def close(self) -> dict[str, Any] | None:
@@ -240,14 +245,15 @@ class BatchControl:
         """
         return {name: part.state_dict() for name, part in self._parts().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        load_parts = loading_parts(self._parts(), state, where="state.batch")
 
-        Raises:
-            FormatError, ValueGivenError: not such a state; nothing was changed.
-        """
-        load_parts(self._parts(), state, where="state.batch")
-        self._probing.told(self._decider.standing)
+        def load() -> None:
+            load_parts()
+            self._probing.told(self._decider.standing)
+
+        return load
 
     def _parts(self) -> dict[str, Any]:
         return {"decided": self._decider, "probing": self._probing, "rate": self._follower}

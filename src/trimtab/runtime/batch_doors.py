@@ -29,14 +29,17 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
         )
 
 
-def require_one_plan(plan: Plan, exchange: Exchange) -> None:
+def require_one_plan(plan: Plan, exchange: Exchange, *others: object) -> None:
     """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself.
 
     A rank whose plan has no rule does not come here, and the others wait for it as they would in their first window.
+
+    Args:
+        others: what else is decided by.
     """
     if exchange.num_ranks == 1:
         return
-    exchange.put([plan.batch_rows, plan.num_micro_batches, zlib.crc32(str(plan.batch_rule).encode())])
+    exchange.put([plan.batch_rows, plan.num_micro_batches, zlib.crc32(str((plan.batch_rule, others)).encode())])
     shared = exchange.take()
     assert shared is not None
     if any(each != shared[0] for each in shared):

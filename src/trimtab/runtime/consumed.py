@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, LossError, ValueGivenError
+from trimtab.core.errors import LossError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.late import Late
 from trimtab.runtime.accumulation import Count
 
 
-class Consumed:
+class Consumed(Part):
     """Rows, and tokens where the schedule goes by them; void windows count too, `applied` steps do not count those.
 
     Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
@@ -82,12 +83,13 @@ class Consumed:
         self._read()
         return {"rows": self.rows, "applied": self.applied, "tokens": self._tokens, "per_row": self._per_row}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"rows", "applied", "tokens", "per_row"}:
-            raise FormatError(
-                "state.consumed", given=f"{state!r:.80}", expected="the keys rows, applied, tokens, per_row"
-            )
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        require_keys("state.consumed", state, ("rows", "applied", "tokens", "per_row"))
         rows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in ("rows", "applied"))
         tokens, per_row = (checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("tokens", "per_row"))
-        self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
+
+        def load() -> None:
+            self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
+
+        return load

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Choice, Mark, Plan
-from trimtab.core.state_parts import load_parts
+from trimtab.core.state_parts import loading_parts
 from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
@@ -341,7 +341,7 @@ class Run(RunView):
         Raises:
             UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
         """
-        load_parts(dict(self._parts()), state)
+        loading_parts(dict(self._parts()), state)()
         self._note_precision("it was left before")
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
@@ -349,7 +349,7 @@ class Run(RunView):
         yield "memory", self._recovery.limit
         if isinstance(self._control, BatchControl):
             yield "batch", self._control
-        yield "precision", self._precision  # last: what it left it cannot be brought back to
+        yield "precision", self._precision
 
     # What a window reports.
 

@@ -15,7 +15,7 @@ class Measured:
 
     Args:
         rows: of its loader batches. first: of those that show the time of one, all from it on but the last. extra_s:
-            what it took beyond others, made to show more.
+            what it took beyond others, made to show more. windows: how many times the batches of one as decided it has.
     """
 
     said: Figures
@@ -23,6 +23,7 @@ class Measured:
     rows: tuple[int, ...]
     first: int
     extra_s: float
+    windows: float
 
     def wait(self) -> None:
         """Wait until the device has done the window: it has had another's time to."""
@@ -31,7 +32,7 @@ class Measured:
     def figures(self, deciding_s: float) -> list[float]:
         """Return sums, then seconds a row, fixed, whole, and spent; nan where a window has too few batches to show it.
 
-        A row's have those of drawing the data in them; watching is in neither.
+        A row's have those of drawing the data in them; watching is in neither. The whole is of a window as decided.
         """
         seconds, watching = self.stamps.read(), self.said.watching
         rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
@@ -41,7 +42,7 @@ class Measured:
             fixed_s = seconds.window_s - watching.amid() - row_s * rows
         whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
         spent_s = watching.read() + self.said.closing.read() + deciding_s + self.extra_s
-        return [*self.said.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s, spent_s]
+        return [*self.said.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s / self.windows, spent_s]
 
 
 class Nothing:

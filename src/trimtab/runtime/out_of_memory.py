@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, MemoryLimitError
+from trimtab.core.errors import MemoryLimitError
+from trimtab.core.state_parts import Load, Part, require_keys
 
 # As allocators and libraries put it; compared in lower case.
 _SAYINGS = (
@@ -51,7 +52,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class MicroBatchLimit:
+class MicroBatchLimit(Part):
     """The most rows of a micro-batch since memory ran out; None while it never did, or since all fits again."""
 
     def __init__(self) -> None:
@@ -107,11 +108,14 @@ class MicroBatchLimit:
         """Return what a resumed run needs."""
         return {"rows": self.rows, "wait": self._wait, "good": self._good, "grew": self._grew}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"rows", "wait", "good", "grew"}:
-            raise FormatError("state.memory", given=f"{state!r:.80}", expected="the keys rows, wait, good, grew")
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        require_keys("state.memory", state, ("rows", "wait", "good", "grew"))
         rows = None if state["rows"] is None else checks.integer("state.memory.rows", state["rows"])
         wait = checks.integer("state.memory.wait", state["wait"])
-        self._good = checks.integer("state.memory.good", state["good"], low=0)
-        self.rows, self._wait, self._grew = rows, wait, bool(state["grew"])
+        good = checks.integer("state.memory.good", state["good"], low=0)
+
+        def load() -> None:
+            self.rows, self._wait, self._good, self._grew = rows, wait, good, bool(state["grew"])
+
+        return load

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.runtime.modes import SharedMode
 
 WIDER = ("bf16", "fp32")  # than fp16, in range
@@ -40,7 +41,7 @@ def wider(device: torch.device) -> str:
     return "bf16" if any("bf16" in name and found is True for name, found in capabilities.items()) else "fp32"
 
 
-class MixedPrecision:
+class MixedPrecision(Part):
     """The precision a run computes in: autocast, and torch's dynamic loss scaler where it is fp16.
 
     Raises:
@@ -111,14 +112,13 @@ class MixedPrecision:
         """Return the name and the scaler's state."""
         return {"name": self.name, "scaler": None if self._scaler is None else self._scaler.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, also where that run had left fp16.
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`, also where that run had left fp16.
 
         Raises:
-            FormatError, ValueGivenError: not such a state, or of another precision; nothing was changed.
+            FormatError, ValueGivenError: not such a state, or of another precision.
         """
-        if not isinstance(state, Mapping) or set(state) != {"name", "scaler"}:
-            raise FormatError("state.precision", given=f"{state!r:.80}", expected="the keys name, scaler")
+        require_keys("state.precision", state, ("name", "scaler"))
         left = self.name == "fp16" and state["name"] in WIDER
         if state["name"] != self.name and not left:
             raise ValueGivenError(
@@ -127,10 +127,16 @@ class MixedPrecision:
         if (state["scaler"] is None) != (left or self._scaler is None):
             expected = "no scaler" if left or self._scaler is None else "the state of a loss scaler"
             raise ValueGivenError("state.precision.scaler", given=f"{state['scaler']!r:.80}", expected=expected)
-        if left:
-            self.leave_fp16(state["name"])
-        elif self._scaler is not None:
-            self._scaler.load_state_dict(_checked_scaler(state["scaler"], self._scaler.state_dict()))
+        scaler = None if self._scaler is None or left else self._scaler
+        checked = None if scaler is None else _checked_scaler(state["scaler"], scaler.state_dict())
+
+        def load() -> None:
+            if left:
+                self.leave_fp16(state["name"])
+            elif scaler is not None:
+                scaler.load_state_dict(checked)
+
+        return load
 
 
 def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
+from trimtab.core.state_parts import Load, Part, require_keys
 
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
@@ -55,7 +55,7 @@ def normalises(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD | torch.optim.ASGD)
 
 
-class RateFollower:
+class RateFollower(Part):
     """The factor on the learning rate for the batch of a window, against the user's: `ratio` times as large.
 
     "linear": the ratio (SGD; paper eq. 11). "sqrt": its root (Adam family; Malladi et al. 2022, whose rule also moves
@@ -94,11 +94,15 @@ class RateFollower:
         """Return what a resumed run needs."""
         return {"level": self._level}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != {"level"}:
-            raise FormatError("state.rate", given=f"{state!r:.80}", expected="the key level")
-        self._level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
+    def loading(self, state: Mapping[str, float]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        require_keys("state.rate", state, ("level",))
+        level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
+
+        def load() -> None:
+            self._level = level
+
+        return load
 
 
 def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.AbstractContextManager[None]:

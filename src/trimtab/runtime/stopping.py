@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.core.stop import Stop, StopReason
 from trimtab.measure.late import Late
 
@@ -19,7 +19,7 @@ _MIN_WINDOWS = 10
 _STATE = ("average", "weight", "seen", "reason", "conditions")
 
 
-class StopTest:
+class StopTest(Part):
     """The conditions of one run. `reason` is None while it goes on."""
 
     def __init__(self, stop: Stop | None) -> None:
@@ -70,14 +70,17 @@ class StopTest:
         average = {"average": self._average, "weight": self._weight, "seen": self._seen}
         return average | {"reason": reason, "conditions": self._conditions}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        if not isinstance(state, Mapping) or set(state) != set(_STATE):
-            raise FormatError("state.stop", given=f"{state!r:.80}", expected="the keys " + ", ".join(_STATE))
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        require_keys("state.stop", state, _STATE)
         average, weight = (checks.number(f"state.stop.{name}", state[name], low=0) for name in ("average", "weight"))
         if state["reason"] is not None:
             checks.one_of("state.stop.reason", state["reason"], tuple(StopReason))
-        self._seen = checks.integer("state.stop.seen", state["seen"], low=0)
-        self._average, self._weight, self._norm = average, weight, None
+        seen = checks.integer("state.stop.seen", state["seen"], low=0)
         is_over = state["reason"] is not None and state["conditions"] == self._conditions
-        self.reason = StopReason(state["reason"]) if is_over else None
+
+        def load() -> None:
+            self._seen, self._average, self._weight, self._norm = seen, average, weight, None
+            self.reason = StopReason(state["reason"]) if is_over else None
+
+        return load

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, NonFiniteError
+from trimtab.core.errors import NonFiniteError
+from trimtab.core.state_parts import Load, Part, require_keys
 
 POLICIES = ("skip", "stop")
 # Skipped windows in a row after which a run stops.
@@ -26,7 +27,7 @@ SCALE_FLOOR = 2.0**-4
 _LOOK_BACK, _TOO_MANY = 64, 0.5
 
 
-class Voids:
+class Voids(Part):
     """Counts a run's void windows, and says what becomes of it.
 
     Args:
@@ -107,19 +108,19 @@ class Voids:
         counts = {"in_a_row": self.in_a_row, "total": self.total, "windows": self._windows, "share": self._share}
         return counts | {"policy": self._policy}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; a run's own policy stays. Raises `UsageError` where it is none."""
-        expected = {"in_a_row", "total", "windows", "share", "policy"}
-        if not isinstance(state, Mapping) or set(state) != expected:
-            raise FormatError(
-                "state.voids", given=f"{state!r:.80}", expected="the keys in_a_row, total, windows, share, policy"
-            )
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; a run's own policy stays. Raises `UsageError` where it is none."""
+        require_keys("state.voids", state, ("in_a_row", "total", "windows", "share", "policy"))
         in_a_row, total = (checks.integer(f"state.voids.{name}", state[name], low=0) for name in ("in_a_row", "total"))
         windows, share = (checks.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share"))
         if state["policy"] is not None:
             checks.one_of("state.voids.policy", state["policy"], POLICIES)
-        self.in_a_row, self.total, self._windows, self._share = in_a_row, total, windows, share
-        self._policy = self._own or state["policy"]
+
+        def load() -> None:
+            self.in_a_row, self.total, self._windows, self._share = in_a_row, total, windows, share
+            self._policy = self._own or state["policy"]
+
+        return load
 
 
 def _error(given: str) -> NonFiniteError:

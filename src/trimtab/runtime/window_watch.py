@@ -76,19 +76,20 @@ class WindowWatch:
             with self._clock.aside():
                 self._said = self._monitor.close(weights.divisor, weights.correction, scale)
 
-    def stepped(self, num_batches: int, *, is_probe: bool, first: int) -> Measured | None:
+    def stepped(self, num_batches: int, decided: int, *, is_probe: bool, first: int) -> Measured | None:
         """A window that counts is over; returns what it shows, None if it was not watched.
 
         Args:
-            is_probe: it was made to show more than windows as decided. first: of its loader batches that show the time
-                of one.
+            decided: batches of a window that is no probe. is_probe: it was made to show more. first: of its loader
+                batches that show the time of one.
         """
         seconds = time.perf_counter() - self._opened_s
         if self._said is None:
             self._usual.add(seconds, num_batches)
             return None
         extra_s = self._usual.extra(seconds, num_batches) if is_probe else 0.0
-        return Measured(self._said, self._clock.end(), tuple(self._rows), first, extra_s)
+        windows = max(1.0, num_batches / decided)
+        return Measured(self._said, self._clock.end(), tuple(self._rows), first, extra_s, windows)
 
     def drop(self) -> None:
         """The window was given up, or is over."""

@@ -231,6 +231,18 @@ def test_a_change_not_worth_a_hundredth_is_not_made():
     assert decision.k == 5
 
 
+def test_many_steps_of_less_than_a_hundredth_are_made_where_they_bring_more():
+    """k moves by a factor of two at the most; whether it moves is asked of where it goes to."""
+    few = replace(
+        STANDING, k=1, noise=replace(KNOWN, trace=800.0), times=Times(1.0, 0.02), normalises=True
+    )  # N/b = 100
+    assert few.relative_time(1, 800.0) / few.relative_time(2, 800.0) < 1.01
+    assert few.relative_time(1, 800.0) / few.relative_time(8, 800.0) > 1.015
+    decision = decide(rule_of("goodput"), few)
+    assert decision.wanted == pytest.approx(math.cbrt(0.02 * 150.0**2))
+    assert decision.k == 2
+
+
 def test_nothing_fixed_asks_for_a_single_micro_batch():
     decision = decide(
         rule_of("goodput"), replace(STANDING, k=2, noise=replace(KNOWN, trace=64.0), times=Times(1.0, 0.0))

@@ -206,7 +206,10 @@ def test_times_of_before_a_resumption_are_forgotten_as_soon_as_there_are_others(
     for _ in range(MIN_WINDOWS - 1):
         after.add(3.0, 8.0)
         assert after.times(1.0) == Times(1.0, 4.0)
+        assert after.is_known
+        assert not after.is_own
     after.add(3.0, 8.0)
     assert after.times(1.0) == Times(3.0, 8.0)
+    assert after.is_own
     after.add(9.0, 9.0)  # and the medians are of many again
     assert after.times(1.0) == Times(3.0, 8.0)

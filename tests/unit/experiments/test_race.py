@@ -60,7 +60,7 @@ def weights(loop) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(race_module, "_BLOCK_S", 0.003)  # a few steps: many turns
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)  # a step on any machine: many turns
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     Watched.made = []
 

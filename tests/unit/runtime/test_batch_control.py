@@ -14,7 +14,7 @@ from torch import nn
 import trimtab
 import trimtab.api
 from trimtab.core.batch_rule import BatchRule
-from trimtab.core.errors import UsageError
+from trimtab.core.errors import MemoryLimitError, UsageError
 from trimtab.core.plan import Check, Choice, Mark, Plan
 from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, REVIEW, Account
 from trimtab.decide.accumulation import Noise, Times
@@ -467,6 +467,19 @@ def test_rows_may_have_other_numbers_of_terms_in_each_micro_batch(windows_seen, 
     assert_unbiased(windows_seen, "norm2", problem.norm2)
 
 
+def test_rows_of_one_micro_batch_may_have_other_numbers_of_terms(windows_seen, always_measured):
+    """A row's gradient is then what its terms bring: S is of such rows, and G2 is as it was."""
+    terms = torch.tensor([1.0, 3.0] * 4, dtype=torch.float64)
+
+    def loss(model, batch):
+        return (terms * 0.5 * (model(batch[0])[:, 0] - batch[1]).square()).sum(), terms.sum()
+
+    problem = Regression(8, measuring(4))
+    problem.run(800, loss=loss)
+    assert_unbiased(windows_seen, "trace", problem.trace * 8 * terms.square().sum().item() / terms.sum().item() ** 2)
+    assert_unbiased(windows_seen, "norm2", problem.norm2)
+
+
 def test_figures_are_read_in_a_later_window_than_they_were_made_in(monkeypatch, always_measured):
     """Read in their own, they would wait for the device."""
     made, read, windows = [], [], []
@@ -608,6 +621,41 @@ def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, k
     assert bool(many) is bool(explored)
 
 
+def test_a_loop_that_takes_its_own_windows_is_not_explored_in_all_of_them(monkeypatch):
+    """It never asks how many batches there should be: what it takes stands for a window of many."""
+    problem = lost_in_noise(BatchRule("goodput", k_max=16, min_windows=10**6), monkeypatch, 1.0)
+    monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.is_known", True)
+    watched, open_ = [], GradientNorms.on
+    monkeypatch.setattr(GradientNorms, "on", lambda self: (watched.append(1), open_(self)))
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        batches = problem.batches()
+        for _ in range(300):
+            run.train_step(run.window(*itertools.islice(batches, 3)), mean_loss)
+    assert 5 <= len(watched) <= 100
+
+
+@pytest.mark.filterwarnings("ignore:out of memory")
+def test_a_probe_that_was_given_up_makes_no_probe_of_the_next_window(each_measured):
+    problem, fails = Regression(8, BatchRule("goodput", k_max=8)), True
+
+    def loss(model, batch):
+        if fails:
+            raise MemoryError("no more")
+        return mean_loss(model, batch)
+
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        for window in run.windows(problem.batches()):
+            fails = window.num_batches > 1
+            if fails:
+                with pytest.raises(MemoryLimitError):
+                    run.train_step(window, loss)
+                break
+            run.train_step(window, loss)
+        fails = False
+        run.train_step(run.window(next(problem.batches())), loss)
+        assert not run._control._role.is_probe
+
+
 @pytest.mark.filterwarnings("ignore:out of memory")
 def test_memory_that_runs_out_in_a_larger_window_holds_k_for_a_while(tmp_path, each_measured, monkeypatch):
     monkeypatch.setattr("trimtab.decide.probing._UNFIT", 10)
@@ -659,6 +707,54 @@ def test_a_resumed_run_goes_on_with_k_averages_and_rate(always_measured):
         assert run.state_dict() == state
         for window in itertools.islice(run.windows(second.batches()), 5):
             run.train_step(window, mean_loss)
+
+
+def test_a_resumed_run_soon_goes_by_the_times_of_its_own_machine(always_measured, monkeypatch, clock):
+    """At k = 1 only windows of three batches show them, one in 200 where they are known."""
+    monkeypatch.setattr("trimtab.decide.batch_decider.BatchDecider.decide", lambda self: None)
+
+    def seconds(each):
+        return lambda model, batch: (clock(each), mean_loss(model, batch))[1]
+
+    first, second = Regression(8, BatchRule("goodput", k_max=4)), Regression(8, BatchRule("goodput", k_max=4))
+    with trimtab.start(first.model, first.optimizer, first.plan) as run:
+        for window in itertools.islice(run.windows(first.batches()), 40):
+            run.train_step(window, seconds(5.0))
+        state = run.state_dict()
+    with trimtab.start(second.model, second.optimizer, second.plan) as run:
+        run.load_state_dict(state)
+        assert run._control._decider.standing.times.micro_s == pytest.approx(5.0)
+        for window in itertools.islice(run.windows(second.batches()), 40):
+            run.train_step(window, seconds(2.0))
+        assert run._control._decider.standing.times.micro_s == pytest.approx(2.0)
+
+
+def test_a_state_that_is_refused_changes_nothing(tmp_path, always_measured, monkeypatch, clock):
+    """Nor what is in no state: that times are its own, that memory ran out; and nothing is noted."""
+    problem = Regression(4, BatchRule("norm_test", theta=0.5, k_max=8, learning_rate="linear"), lr=1e-12)
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, trimtab.start(problem.model, problem.optimizer, problem.plan, record=writer) as run:
+        for window in itertools.islice(run.windows(problem.batches()), 60):
+            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+        run._control._probing.ran_out()
+        state, inside = run.state_dict(), run._control
+        assert (inside._decider.times.is_own, inside._probing.fits) == (True, False)
+        decided = state["batch"]["decided"] | {"batches": 99}
+        damaged = state | {"batch": state["batch"] | {"decided": decided}, "precision": None}
+        with pytest.raises(UsageError, match=r"state\.precision"):
+            run.load_state_dict(damaged)
+        assert (inside._decider.times.is_own, inside._probing.fits) == (True, False)
+        assert run.state_dict() == state
+    whys = [event.detail["reason"] for event in events_of(tmp_path / "run.jsonl", "k")]
+    assert not any("k_max" in why for why in whys)
+
+
+def test_a_run_resumed_with_a_smaller_k_max_has_as_many_batches_as_that_allows():
+    with trimtab.start(*of(Regression(16, BatchRule("norm_test", k=16)))) as run:
+        state = run.state_dict()
+    with trimtab.start(*of(Regression(16, BatchRule("norm_test", k_max=8)))) as run:
+        run.load_state_dict(state)
+        assert run.num_batches == 8
 
 
 def test_a_run_resumed_in_other_micro_batches_has_the_batch_it_had():
