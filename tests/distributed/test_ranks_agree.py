@@ -190,20 +190,24 @@ OTHER_PLANS = """
     rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = DistributedDataParallel(nn.Linear(6, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    micro, k_max = (4 - rank, 16) if what == "cut" else (4, 16 + rank)
-    plan = trimtab.Plan.fixed(4, micro, batch_rule=trimtab.BatchRule(k_max=k_max))
+    kind = torch.optim.AdamW if what == "optimizer" and rank == 1 else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+    micro = 4 - rank if what == "cut" else 4
+    k_max = 16 + rank if what == "rule" else 16
+    plan = trimtab.Plan.fixed(4, micro, batch_rule=trimtab.BatchRule(k_max=k_max, learning_rate="sqrt"))
     try:
         trimtab.start(model, optimizer, plan)
     except UsageError as error:
-        assert "ranks with other plans" in str(error), error
+        assert f"ranks that differ in {sys.argv[4]} (" in str(error), error
     else:
-        raise SystemExit("ranks with other plans were taken")
+        raise SystemExit("ranks that differ were taken")
     dist.barrier()
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("what", ["cut", "rule"])
-def test_ranks_that_would_decide_otherwise_are_refused(tmp_path, what):
-    run_ranks(OTHER_PLANS, tmp_path, what)
+@pytest.mark.parametrize(
+    ("what", "said"), [("cut", "their batches"), ("rule", "the rule"), ("optimizer", "the optimizer's kind")]
+)
+def test_ranks_that_would_decide_otherwise_are_refused(tmp_path, what, said):
+    run_ranks(OTHER_PLANS, tmp_path, what, said)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.batch_rule import BatchRule
 from trimtab.decide.goodput import Times, goodput_k, relative_time
 
-# A change is worth making from this gain on by goodput's model; k moves by at most this factor at a time.
+# k moves while the best one is faster to a loss by more than this, by goodput's model; by this factor at the most.
 HYSTERESIS = 0.01
 MOST = 2
 # With a larger relative standard error of the squared gradient norm, k moves only as far as every noise scale asks that
@@ -240,14 +240,11 @@ def _goodput(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:
     unit = standing.unit
     below = max(unit, math.floor(min(wanted, most(rule, standing.unit)) / unit) * unit)
     best = min((below, min(below + unit, most(rule, standing.unit))), key=cost)
-    gain = cost(standing.k) / cost(best) - 1
+    gain = cost(standing.k) / cost(best) - 1  # of where it goes to: steps on the way may each bring less than is asked
     k = _stepped(best, standing) if gain > HYSTERESIS else standing.k
+    why = f", k = {best} is {100 * gain:.2g}% faster to a loss" if k != standing.k else ""
     says = f"noise scale {scale:.3g} rows, micro-batch {times.micro_s:.3g} s, fixed {times.fixed_s:.3g} s a window"
-    return (
-        k,
-        wanted,
-        f"{says}: k* = {wanted:.3g}" + (f", {100 * gain:.2g}% faster to a loss" if k != standing.k else ""),
-    )
+    return k, wanted, f"{says}: k* = {wanted:.3g}{why}"
 
 
 def _norm_test(rule: BatchRule, standing: Standing) -> tuple[int, float, str]:

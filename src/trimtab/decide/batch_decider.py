@@ -136,8 +136,8 @@ class BatchDecider(Part):
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
         names = "batches", "base_batches"
-        require_keys("state.batch", state, (*names, *self._parts()))
-        batches, base = (checks.integer(f"state.batch.{name}", state[name]) for name in names)
+        require_keys("state.batch.decided", state, (*names, *self._parts()))
+        batches, base = (checks.integer(f"state.batch.decided.{name}", state[name]) for name in names)
         load_parts = loading_parts(self._parts(), {name: state[name] for name in self._parts()})
 
         def load() -> None:

@@ -18,9 +18,9 @@ from trimtab.decide.window_times import WindowTimes
 # on, or where all is known, one window in so many.
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
-# On one rank, what a window says of the noise grows as the square of its batches: while nobody knows, and k could save
-# so much, windows of four batches, eight, and so on are made, whose further batches take this share of that: at the
-# rate of what is decided they bring next to nothing.
+# Where micro-batches are not seen apart, what a window says of the noise grows as the square of its batches: while it is
+# not known, and k could save so much, windows of four batches, eight, and so on are made, whose further batches take
+# this share of that: at the rate of what is decided they bring next to nothing.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
 _UNFIT = 1_000  # windows for which none is made after memory ran out in one
@@ -116,15 +116,15 @@ class Probing(Part):
         is_early = self._account.windows - self._account.began < _FIRST
         return self._account.is_due(sparse=_LARGER if are_larger and not is_early else 0)
 
-    def explored(self, num_batches: int, decided: int) -> None:
-        """A window that was to be of many batches is over; it was of so many, where so many are decided."""
-        self._explored = max(self._explored, num_batches)
-        wait = (num_batches / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
+    def explored(self, asked: int, decided: int) -> None:
+        """A window that was to be of so many batches is over, where so many are decided."""
+        self._explored = asked
+        wait = (asked / decided - 1) / (_EXPLORING * max(self._could_save, _WORTH_EXPLORING))
         self._explores_at = self._account.windows + math.ceil(wait)
 
     def explores(self, k: int, noise: Noise | None) -> bool:
         """Return whether the next window is of many batches, to find noise that those decided do not show."""
-        if self._shows_one or not self._may_double or self._account.is_paused or self._lacks_times(k):
+        if self._shows_one or not self._may_double or self._account.is_paused or not self._times.is_known:
             return False
         if self._many(k) < max(2 * (k // self._unit), self.timed + 1):
             return False

@@ -45,11 +45,12 @@ class _Role:
 
     Args:
         is_probe: of more batches than decided, or cut, to show more. owes: all ranks put figures in it, whatever they
-            have. is_used: the account notes it as measured. explores: a probe that was to be of many batches.
+            have. is_used: the account notes it as measured. asked: batches it was to be of, to find noise that few do
+            not show; 0 where it was not.
     """
 
     is_probe: bool = False
-    explores: bool = False
+    asked: int = 0
     owes: bool = False
     is_used: bool = False
 
@@ -74,7 +75,9 @@ class BatchControl(Part):
         self._measures = not self._cuts  # which is given all it needs
         self._follower = RateFollower.for_optimizer(self._rule.learning_rate, optimizer)
         # Which all ranks reach, before one of them may refuse.
-        require_one_plan(plan, exchange, may_split, is_compiled, self._follower.rule)
+        divides = normalises(optimizer)
+        facts = {"splitting the batch": may_split, "compiling": is_compiled, "the optimizer's kind": divides}
+        require_one_plan(plan, exchange, facts)
         check_rule(plan, may_split=may_split)
         self._decider = BatchDecider(
             self._rule,
@@ -82,7 +85,7 @@ class BatchControl(Part):
             plan.batch_rows / plan.num_micro_batches,
             exchange.num_ranks,
             note,
-            normalises=self._follower.rule == "sqrt" and normalises(optimizer),
+            normalises=self._follower.rule == "sqrt" and divides,
         )
         self._account = self._decider.account
         self._watch = WindowWatch(model, optimizer, exchange.num_ranks)
@@ -146,11 +149,11 @@ class BatchControl(Part):
         is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
         # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
         owes = self._exchange.num_ranks > 1 and self._is_next_due
-        is_due = owes or is_probe or self._account.is_due()
+        is_due = owes or is_probe or self._is_next_due
         watched = self._measures and is_due and num_micro_batches * self._watch.seen_apart > 1
         is_used = owes or (watched and self._exchange.num_ranks == 1)
-        explores = is_probe and self._probing.explores(self.k, self.noise)
-        self._role = _Role(is_probe=is_probe, explores=explores, owes=owes, is_used=is_used)
+        asked = self.num_batches if is_due and self._probing.explores(self.k, self.noise) else 0
+        self._role = _Role(is_probe=is_probe, asked=asked, owes=owes, is_used=is_used)
         self._watch.opened(watched=watched)
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
@@ -186,8 +189,8 @@ class BatchControl(Part):
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
-        if self._role.explores:
-            self._probing.explored(num_batches, self._decider.num_batches)
+        if self._role.asked:
+            self._probing.explored(self._role.asked, self._decider.num_batches)
         if self._role.is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from collections.abc import Mapping
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
@@ -29,24 +30,27 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
         )
 
 
-def require_one_plan(plan: Plan, exchange: Exchange, *others: object) -> None:
+def require_one_plan(plan: Plan, exchange: Exchange, facts: Mapping[str, object]) -> None:
     """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself.
 
     A rank whose plan has no rule does not come here, and the others wait for it as they would in their first window.
 
     Args:
-        others: what else is decided by.
+        facts: what else is decided by, with its name.
     """
     if exchange.num_ranks == 1:
         return
-    exchange.put([plan.batch_rows, plan.num_micro_batches, zlib.crc32(str((plan.batch_rule, others)).encode())])
+    facts = {"the rule": plan.batch_rule} | dict(facts)
+    said = [zlib.crc32(str(value).encode()) for value in facts.values()]
+    exchange.put([plan.batch_rows, plan.num_micro_batches, *said])
     shared = exchange.take()
     assert shared is not None
     if any(each != shared[0] for each in shared):
-        batches = ", ".join(f"{rows:.0f} rows in {micro:.0f} micro-batches" for rows, micro, _ in shared)
+        batches = ", ".join(f"{rows:.0f} rows in {micro:.0f} micro-batches" for rows, micro, *_ in shared)
+        others = [name for i, name in enumerate(facts, 2) if any(each[i] != shared[0][i] for each in shared)]
         raise ValueGivenError(
             "plan.batch_rule",
-            given=f"ranks with other plans or rules ({batches})",
+            given=f"ranks that differ in {', '.join(others) or 'their batches'} ({batches})",
             expected="the same on all ranks, which decide by the same figures",
-            way_out="Plan on one rank, and hand its JSON to the others.",
+            way_out="Plan on one rank, hand its JSON to the others; make their models and optimizers alike.",
         )

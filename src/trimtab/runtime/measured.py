@@ -42,7 +42,12 @@ class Measured:
             fixed_s = seconds.window_s - watching.amid() - row_s * rows
         whole_s = max(self.extra_s, seconds.window_s + drawing_s - self.extra_s)
         spent_s = watching.read() + self.said.closing.read() + deciding_s + self.extra_s
-        return [*self.said.sums.read(), row_s + drawing_s / rows, fixed_s, whole_s / self.windows, spent_s]
+        row_s += drawing_s / rows
+        if self.windows > 1:
+            further_s = row_s * rows * (1 - 1 / self.windows)
+            least_s = whole_s / self.windows
+            whole_s = least_s if math.isnan(further_s) else max(least_s, whole_s - further_s)
+        return [*self.said.sums.read(), row_s, fixed_s, whole_s, spent_s]
 
 
 class Nothing:

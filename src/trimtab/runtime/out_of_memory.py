@@ -113,9 +113,9 @@ class MicroBatchLimit(Part):
         require_keys("state.memory", state, ("rows", "wait", "good", "grew"))
         rows = None if state["rows"] is None else checks.integer("state.memory.rows", state["rows"])
         wait = checks.integer("state.memory.wait", state["wait"])
-        good = checks.integer("state.memory.good", state["good"], low=0)
+        good, grew = checks.integer("state.memory.good", state["good"], low=0), state["grew"] is True
 
         def load() -> None:
-            self.rows, self._wait, self._good, self._grew = rows, wait, good, bool(state["grew"])
+            self.rows, self._wait, self._good, self._grew = rows, wait, good, grew
 
         return load

@@ -145,7 +145,8 @@ def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
             "state.precision.scaler", given=f"{state!r:.80}", expected="the keys " + ", ".join(expected)
         )
     for name, value in state.items():
-        checks.number(f"state.precision.scaler.{name}", value, low=0)
+        high = torch.iinfo(torch.int32).max if name == "_growth_tracker" else torch.finfo(torch.float32).max
+        checks.number(f"state.precision.scaler.{name}", value, low=0, high=high)  # as torch holds them once a step was
     return dict(state)
 
 

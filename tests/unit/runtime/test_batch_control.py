@@ -17,11 +17,12 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import MemoryLimitError, UsageError
 from trimtab.core.plan import Check, Choice, Mark, Plan
 from trimtab.decide.accounts import FRESH, LIMIT, PAUSE, REVIEW, Account
-from trimtab.decide.accumulation import Noise, Times
+from trimtab.decide.accumulation import Noise, Times, could_save
 from trimtab.decide.noise import NoiseAverage
-from trimtab.decide.window_times import UsualWindow
+from trimtab.decide.window_times import MIN_WINDOWS, SKIPPED, UsualWindow
 from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.measure.late import Late
+from trimtab.measure.spent import Spent
 from trimtab.measure.window_clock import Stamped
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.exchange import Alone
@@ -615,22 +616,25 @@ def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, k
     """Where k could save much: then a window of many batches shows as much as hundreds that are split."""
     problem = lost_in_noise(BatchRule("goodput", k=k, k_max=16, min_windows=10**6), monkeypatch, fixed_s)
     monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.is_known", True)
-    sizes, _ = windows_of(problem, 250)
+    sizes, run = windows_of(problem, 250)
     many = [batches for batches, _ in sizes if batches > max(3, k)]
     assert many[: len(explored)] == explored
     assert bool(many) is bool(explored)
+    share = sum(batches / k - 1 for batches in many) / len(sizes)
+    assert share <= 2 / 8 * could_save(problem.plan.batch_rule, run._control._decider.standing) + 0.05
 
 
-def test_a_loop_that_takes_its_own_windows_is_not_explored_in_all_of_them(monkeypatch):
+@pytest.mark.parametrize(("k", "taken"), [(1, 1), (1, 3), (4, 4), (4, 2)])
+def test_a_loop_that_takes_its_own_windows_is_not_explored_in_all_of_them(monkeypatch, k, taken):
     """It never asks how many batches there should be: what it takes stands for a window of many."""
-    problem = lost_in_noise(BatchRule("goodput", k_max=16, min_windows=10**6), monkeypatch, 1.0)
+    problem = lost_in_noise(BatchRule("goodput", k=k, k_max=16, min_windows=10**6), monkeypatch, 1.0)
     monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.is_known", True)
     watched, open_ = [], GradientNorms.on
     monkeypatch.setattr(GradientNorms, "on", lambda self: (watched.append(1), open_(self)))
     with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
         batches = problem.batches()
         for _ in range(300):
-            run.train_step(run.window(*itertools.islice(batches, 3)), mean_loss)
+            run.train_step(run.window(*itertools.islice(batches, taken)), mean_loss)
     assert 5 <= len(watched) <= 100
 
 
@@ -702,31 +706,42 @@ def test_a_resumed_run_goes_on_with_k_averages_and_rate(always_measured):
         assert run.state_dict() == state
         assert run.num_batches == sizes
         damaged = state | {"batch": state["batch"] | {"decided": state["batch"]["decided"] | {"batches": 0}}}
-        with pytest.raises(UsageError, match=r"state\.batch\.batches"):
+        with pytest.raises(UsageError, match=r"state\.batch\.decided\.batches"):
             run.load_state_dict(damaged)
         assert run.state_dict() == state
         for window in itertools.islice(run.windows(second.batches()), 5):
             run.train_step(window, mean_loss)
 
 
-def test_a_resumed_run_soon_goes_by_the_times_of_its_own_machine(always_measured, monkeypatch, clock):
-    """At k = 1 only windows of three batches show them, one in 200 where they are known."""
-    monkeypatch.setattr("trimtab.decide.batch_decider.BatchDecider.decide", lambda self: None)
+def test_a_resumed_run_looks_for_the_times_of_its_own_machine(monkeypatch, clock):
+    """At k = 1 only windows of three batches show them: one in 50, until they are known, and one in 200 where they are.
+
+    Until then those of before are the best that is known, and noise is looked for by them.
+    """
+    monkeypatch.setattr(
+        Account, "is_due", lambda self, sparse=0: self.windows >= FRESH and not self.windows % (sparse or 9)
+    )
+    for name in ("decide", "review"):
+        monkeypatch.setattr(f"trimtab.decide.batch_decider.BatchDecider.{name}", lambda self: None)
 
     def seconds(each):
         return lambda model, batch: (clock(each), mean_loss(model, batch))[1]
 
     first, second = Regression(8, BatchRule("goodput", k_max=4)), Regression(8, BatchRule("goodput", k_max=4))
     with trimtab.start(first.model, first.optimizer, first.plan) as run:
-        for window in itertools.islice(run.windows(first.batches()), 40):
+        for window in itertools.islice(run.windows(first.batches()), 250):
             run.train_step(window, seconds(5.0))
         state = run.state_dict()
     with trimtab.start(second.model, second.optimizer, second.plan) as run:
         run.load_state_dict(state)
-        assert run._control._decider.standing.times.micro_s == pytest.approx(5.0)
-        for window in itertools.islice(run.windows(second.batches()), 40):
+        times, larger = run._control._decider.times, []
+        for window in itertools.islice(run.windows(second.batches()), 400):
+            assert run._control._decider.standing.times.micro_s == pytest.approx(2.0 if times.is_own else 5.0)
+            larger += [window.num_batches == 3]
             run.train_step(window, seconds(2.0))
-        assert run._control._decider.standing.times.micro_s == pytest.approx(2.0)
+        assert times.is_own
+    assert sum(larger[:250]) >= SKIPPED + MIN_WINDOWS
+    assert sum(larger[250:]) <= 2
 
 
 def test_a_state_that_is_refused_changes_nothing(tmp_path, always_measured, monkeypatch, clock):
@@ -940,3 +955,22 @@ def test_what_a_window_takes_that_is_made_to_show_more_is_on_the_account(monkeyp
     assert account.price == pytest.approx(1.0)
     assert account.every == math.ceil(1.0 / LIMIT)
     assert account.uses <= 2 * problem.plan.batch_rule.min_windows + 4  # of 500
+
+
+@pytest.mark.parametrize(("k", "batches"), [(1, 3), (4, 4), (4, 8)])
+def test_a_price_is_a_share_of_a_window_as_decided_however_many_batches_the_measured_one_has(
+    always_measured, monkeypatch, clock, k, batches
+):
+    """Each batch 5 s, each window 10 s more, and half a second to measure one: of 15 s, or of 30 s at k = 4."""
+    monkeypatch.setattr("trimtab.decide.batch_decider.BatchDecider.decide", lambda self: None)
+    problem = Regression(8, BatchRule("norm_test", k=k, k_max=8))
+    problem.optimizer.register_step_pre_hook(lambda *_: clock(10.0))
+    spend = Spent.read
+    monkeypatch.setattr(Spent, "read", lambda self: 0.25 + 0 * spend(self))
+    monkeypatch.setattr(UsualWindow, "extra", lambda *_: 0.0)
+    with trimtab.start(problem.model, problem.optimizer, problem.plan) as run:
+        source = problem.batches()
+        for _ in range(40):
+            window = run.window(*itertools.islice(source, batches))
+            run.train_step(window, lambda model, batch: (clock(5.0), mean_loss(model, batch))[1])
+        assert run._control._account.price == pytest.approx(0.5 / (10 + 5 * k))
