@@ -19,8 +19,8 @@ from trimtab.decide.window_times import WindowTimes
 _EXPLORED, _FIRST, _LARGER, _SPARSE = 200, 30, 4, 50
 _RENEWED = 200  # windows after which the time of a loader batch is looked at again
 # Where micro-batches are not seen apart, what a window says of the noise grows as the square of its batches. While
-# it is not known, and k could save so much, windows of four batches, eight, and so on are made, whose further batches take
-# this share of that: at the rate of what is decided they bring next to nothing.
+# it is not known, and k could save so much, windows of four batches, eight, and so on are made, whose further batches
+# take this share of that: at the rate of what is decided they bring next to nothing.
 _WORTH_EXPLORING, _EXPLORING = 0.02, 1 / 8
 _FIRST_EXPLORED = 4
 _UNFIT = 1_000  # windows for which none is made after memory ran out in one
