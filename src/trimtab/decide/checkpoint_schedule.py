@@ -1,0 +1,338 @@
+"""Which stages of a chain compute their activations again, so that a step fits its bytes at the least time.
+
+A step runs the stages 1 to L forward and L to 1 backward (paper eqs. 18 to 20; math: section 7). A stage is kept, with
+all that its backward needs or, where there is such a choice, with the dear part of it; or it is in a segment, of which
+only what goes in is held until its backward, which first runs the segment forward again by a schedule of its own.
+Segments in segments are what nested calls of torch's checkpointing do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.core.errors import ValueGivenError
+
+# A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
+# for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
+SLOTS = 250
+SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a chain, in seconds and in bytes beyond what goes into it.
+
+    Args:
+        forward_s, backward_s: what they take. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
+            from forward to backward where it is kept whole, the output among them. forward_bytes: the most in its
+            forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond
+            what is saved and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+        part_bytes, part_s: held where only the dear part is kept, and what computing the rest again takes; None: there
+            is no such choice.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    saved_bytes: int
+    forward_bytes: int
+    dropping_bytes: int
+    backward_bytes: int
+    gradient_bytes: int = 0
+    part_bytes: int | None = None
+    part_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stage, counted from 0, that is kept: whole, or `in_part` its dear part.
+
+    In part it is in no segment, whose first forward would hold that part until the end.
+    """
+
+    index: int
+    in_part: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Stages that are run forward again before their backward, by a schedule of their own."""
+
+    parts: Schedule
+
+    @property
+    def stages(self) -> range:
+        """Its stages, those of segments within it too."""
+        first, last = self.parts[0], self.parts[-1]
+        return range(_stages(first).start, _stages(last).stop)
+
+
+Part = Kept | Segment
+Schedule = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a schedule makes of a step.
+
+    Args:
+        peak_bytes: the most held at once, beyond what was before. recompute_s: seconds beyond a step without
+            recomputation. runs: how often each stage runs forward, in part not counted.
+    """
+
+    peak_bytes: int
+    recompute_s: float
+    runs: tuple[int, ...]
+
+
+def keep_all(num_stages: int) -> Schedule:
+    """Return the schedule that recomputes nothing."""
+    return tuple(map(Kept, range(num_stages)))
+
+
+def every_block(num_stages: int) -> Schedule:
+    """Return the schedule in which each stage but the last, whose backward comes at once, is recomputed alone."""
+    return (*(Segment((Kept(index),)) for index in range(num_stages - 1)), Kept(num_stages - 1))
+
+
+def sqrt_segments(num_stages: int) -> Schedule:
+    """Return segments of ceil(sqrt(L)) stages, the last of them kept (paper eqs. 18 and 19; Chen et al. 2016)."""
+    width = math.isqrt(num_stages - 1) + 1 if num_stages > 1 else 1
+    edges = [*range(0, num_stages, width), num_stages]
+    *segments, last = (tuple(map(Kept, range(begin, end))) for begin, end in itertools.pairwise(edges))
+    return (*map(Segment, segments), *last)
+
+
+def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
+    """Return what a schedule of all stages of a chain makes of a step.
+
+    Raises:
+        ValueGivenError: the schedule is not one of these stages, each once and in order.
+    """
+    given = [kept.index for kept in _kept(schedule)]
+    if given != list(range(len(chain))):
+        raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {len(chain) - 1}, each once")
+    if any(kept.in_part for part in schedule if isinstance(part, Segment) for kept in _kept(part.parts)):
+        raise ValueGivenError("schedule", given="a segment with a stage kept in part", expected="such stages in none")
+    step = _Step(chain)
+    step.forward(schedule, 0)
+    step.backward(schedule)
+    return Predicted(step.peak, step.recompute_s, tuple(step.runs))
+
+
+def _stages(part: Part) -> range:
+    return part.stages if isinstance(part, Segment) else range(part.index, part.index + 1)
+
+
+def _kept(schedule: Schedule) -> Iterator[Kept]:
+    for part in schedule:
+        if isinstance(part, Segment):
+            yield from _kept(part.parts)
+        else:
+            yield part
+
+
+class _Step:
+    """A step, stage by stage: what is held, and the most there was."""
+
+    def __init__(self, chain: Sequence[Stage]) -> None:
+        self._chain = chain
+        self._held = self._gradients = self.peak = 0
+        self.recompute_s = 0.0
+        self.runs = [0] * len(chain)
+
+    def forward(self, schedule: Schedule, slope: int) -> None:
+        """Run forward while the gradient of what comes out is held, of so many bytes."""
+        for part in schedule:
+            if isinstance(part, Kept):
+                self._note(slope + self._chain[part.index].forward_bytes)
+                self._held += self._bytes_of(part)
+                self.runs[part.index] += 1
+            else:
+                self._drop(part.stages, slope)
+
+    def _drop(self, stages: range, slope: int) -> None:
+        before = 0
+        for index in stages:
+            self._note(slope + before + self._chain[index].dropping_bytes)
+            before = self._chain[index].output_bytes
+            self.runs[index] += 1
+        self._held += before
+
+    def backward(self, schedule: Schedule) -> None:
+        """Run backward; what was held is not any more."""
+        for part in reversed(schedule):
+            if isinstance(part, Kept):
+                self._backward_of(part)
+                continue
+            output = self._chain[part.stages[-1]].output_bytes
+            self._held -= output
+            self.recompute_s += sum(self._chain[index].forward_s for index in part.stages)
+            self.forward(part.parts, output)
+            self.backward(part.parts)
+
+    def _backward_of(self, part: Kept) -> None:
+        stage = self._chain[part.index]
+        self._held -= self._bytes_of(part)
+        self._note(_backward_need(stage))
+        self._gradients += stage.gradient_bytes
+        self.recompute_s += stage.part_s if part.in_part else 0.0
+
+    def _bytes_of(self, part: Kept) -> int:
+        stage = self._chain[part.index]
+        return (stage.part_bytes or 0) if part.in_part else stage.saved_bytes
+
+    def _note(self, more: int) -> None:
+        self.peak = max(self.peak, self._held + self._gradients + more)
+
+
+def _backward_need(stage: Stage) -> int:
+    return stage.saved_bytes + stage.output_bytes + stage.backward_bytes
+
+
+def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
+    """Return the schedule of least recomputation whose peak is within a limit; None where none is found.
+
+    By dynamic programming over the stages s to t that are left to run forward and backward, and the bytes m that are
+    there for it (Beaumont, Herrmann et al., arXiv:1911.13214, theorem 1, with nested segments in place of calls to the
+    forward alone; gradients, which grow while activations fall, are added):
+
+        R(s, t, m) = min over  keeping s:                c_s + R(s+1, t, m - kept_s)
+                               a segment s to e < t:     f_s + ... + f_e + R(e+1, t, m - out_e) + R(s, e, m)
+
+    R is what is recomputed, and infinite where a forward or backward in it does not fit m.
+
+    Args:
+        slots: that the limit is cut into; sizes are rounded up to whole ones, so that what is found is not the least,
+            or is not found, where that is a matter of less than a slot a stage.
+    """
+    slacks = SLACKS if limit_bytes > slots else (1.0,)
+    table = _Table(chain, slacks[0] * limit_bytes, slots)
+    for slack in slacks:
+        schedule = table.schedule(slack * limit_bytes)
+        if schedule is not None and predict(chain, schedule).peak_bytes <= limit_bytes:
+            return schedule
+    return None
+
+
+class _Table:
+    """R for all stages and slots, as numbers of bytes that are there.
+
+    Args:
+        most_bytes: of all slots together.
+    """
+
+    def __init__(self, chain: Sequence[Stage], most_bytes: float, slots: int) -> None:
+        self._chain, self._num = chain, len(chain)
+        self._slot = max(1.0, most_bytes / slots)
+        self._most = int(most_bytes / self._slot)
+        self._until = np.concatenate([[0.0], np.cumsum([stage.forward_s for stage in chain])])
+        growth = [0, *itertools.accumulate(stage.gradient_bytes for stage in reversed(chain))]
+        self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
+        self._outputs = [self._slots(stage.output_bytes) for stage in chain]
+        self._dropping = self._dropping_from()
+        self._least = np.full((self._num, self._num, self._most + 1), np.inf, np.float32)
+        self._fits_from = np.full((self._num, self._num), self._most + 1)  # the first slot in which R is finite
+        for last in range(self._num):
+            self._fill(last)
+
+    def _slots(self, size: float) -> int:
+        return math.ceil(size / self._slot - 1e-9)
+
+    def _dropping_from(self) -> np.ndarray:
+        """Return the most bytes that the stages from one to another take forward, where nothing is kept."""
+        found = np.zeros((self._num, self._num))
+        for first in range(self._num):
+            before = [0, *(stage.output_bytes for stage in self._chain[first:])]
+            each = (stage.dropping_bytes + held for stage, held in zip(self._chain[first:], before, strict=False))
+            found[first, first:] = list(itertools.accumulate(each, max))
+        return found
+
+    def _always(self, last: int) -> int:
+        """Return the bytes held while the stages up to one run: gradients, and that of its output but in the end."""
+        return self._gradients[last] + (self._chain[last].output_bytes if last < self._num - 1 else 0)
+
+    def _options(self, index: int, last: int) -> list[tuple[Kept, int, int, float]]:
+        """Return how a stage may be kept: slots it holds, slots there must be, and what is recomputed."""
+        stage = self._chain[index]
+        forward, backward = self._always(last) + stage.forward_bytes, self._gradients[index] + _backward_need(stage)
+        need = self._slots(max(forward, backward))
+        whole = Kept(index), self._slots(stage.saved_bytes), need, 0.0
+        if stage.part_bytes is None or last < self._num - 1:  # up to another stage than the last one is in a segment
+            return [whole]
+        return [whole, (Kept(index, in_part=True), self._slots(stage.part_bytes), need, stage.part_s)]
+
+    def _needs(self, last: int) -> np.ndarray:
+        """Return the slots there must be to run a segment from one stage to another forward, keeping nothing."""
+        return np.ceil((self._dropping + self._always(last)) / self._slot - 1e-9).astype(int)
+
+    def _fill(self, last: int) -> None:
+        """Compute R(s, last, m) for all s and m."""
+        size = self._most + 1
+        work = np.empty((self._num, size), np.float32)
+        behind = np.full((self._num + 1, size), np.inf, np.float32)  # R(e+1, last, m - out_e), and the forward up to e
+        behind_from = np.full(self._num + 1, size)
+        needs = self._needs(last)
+        for first in range(last, -1, -1):
+            row = self._least[first, last]
+            for _, held, need, recomputed in self._options(first, last):
+                begin = max(held, need)
+                if begin < size:
+                    rest = 0.0 if first == last else self._least[first + 1, last, begin - held : size - held]
+                    np.minimum(row[begin:], rest + np.float32(recomputed), out=row[begin:])
+            if first < last:
+                each = work[: last - first]
+                np.add(behind[first + 1 : last + 1], self._least[first, first:last], out=each)
+                finite_from = np.maximum(self._fits_from[first, first:last], behind_from[first + 1 : last + 1])
+                for index in np.flatnonzero(needs[first, first:last] > finite_from):
+                    each[index, : needs[first, first + index]] = np.inf
+                np.minimum(row, each.min(0) - np.float32(self._until[first]), out=row)
+            finite = int(np.searchsorted(-row, -np.inf, side="right"))  # R never grows with m
+            self._fits_from[first, last] = finite
+            if first > 0:
+                output = self._outputs[first - 1]
+                behind[first, output:] = row[: max(0, size - output)] + np.float32(self._until[first])
+                behind_from[first] = finite + output
+
+    def schedule(self, within_bytes: float) -> Schedule | None:
+        """Return the best schedule within so many bytes; None where there is none."""
+        slots = min(self._most, int(within_bytes / self._slot + 1e-9))
+        if not math.isfinite(self._least[0, self._num - 1, slots]):
+            return None
+        return self._best(0, self._num - 1, slots)
+
+    def _best(self, first: int, last: int, slots: int) -> Schedule:
+        """Return the parts of a schedule that has R of the table."""
+        parts: list[Part] = []
+        while first <= last:
+            part, slots = self._next(first, last, slots)
+            parts.append(part)
+            first = _stages(part).stop
+        return tuple(parts)
+
+    def _next(self, first: int, last: int, slots: int) -> tuple[Part, int]:
+        """Return the first part of the best schedule, and the slots that are there behind it."""
+        found: list[tuple[float, Part, int]] = []
+        for kept, held, need, recomputed in self._options(first, last):
+            if max(held, need) <= slots:
+                rest = 0.0 if first == last else float(self._least[first + 1, last, slots - held])
+                found.append((rest + recomputed, kept, slots - held))
+        costs = [self._segment_cost(first, end, last, slots) for end in range(first, last)]
+        least = min((cost for cost, *_ in found), default=math.inf)
+        if costs and min(costs) < least:
+            end = first + costs.index(min(costs))
+            return Segment(self._best(first, end, slots)), slots - self._outputs[end]
+        _, part, left = min(found, key=lambda each: each[0])
+        return part, left
+
+    def _segment_cost(self, first: int, end: int, last: int, slots: int) -> float:
+        left = slots - self._outputs[end]
+        if left < 0 or slots < self._slots(self._always(last) + self._dropping[first, end]):
+            return math.inf
+        again = float(self._until[end + 1] - self._until[first])
+        return again + float(self._least[end + 1, last, left]) + float(self._least[first, end, slots])

@@ -1,0 +1,199 @@
+"""Blocks that recompute: the same loss, gradients, buffers and random numbers, whatever the schedule."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.core.errors import UsageError
+from trimtab.decide.checkpoint_schedule import Kept, Segment, Stage, every_block, keep_all, predict, sqrt_segments
+from trimtab.runtime.activation_checkpoint import use_schedule
+
+L = 6
+NESTED = (Kept(0), Segment((Segment((Kept(1),)), Kept(2), Kept(3))), Kept(4), Kept(5))
+IN_PART = tuple(Kept(index, in_part=index < 4) for index in range(L))
+SCHEDULES = {
+    "none": keep_all(L), "every_block": every_block(L), "sqrt": sqrt_segments(L), "nested": NESTED, "in_part": IN_PART,
+    "mixed": (Segment((Kept(0), Kept(1))), Kept(2, in_part=True), Segment((Kept(3),)), Kept(4), Kept(5)),
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout, norm):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if norm == "batch" else nn.LayerNorm(width)
+        self.one, self.two, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.drop(self.two(torch.nn.functional.gelu(self.one(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """A list that the model's own code runs."""
+
+    def __init__(self, dropout=0.1, norm="batch", tied=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, dropout, norm) for _ in range(L))
+        if tied:
+            self.blocks[3].one.weight = self.blocks[1].one.weight
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, scale=1.0):
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return self.head(x)
+
+
+NAMES = [f"blocks.{index}" for index in range(L)]
+
+
+def trained(model, schedule, *, autocast=False, steps=3):
+    """Return losses, gradients, buffers and the random numbers left after a few steps."""
+    undo = use_schedule(model, NAMES, schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    found = [*losses, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers()), torch.rand(3)]
+    undo()
+    return found
+
+
+def net(**how):
+    torch.manual_seed(0)
+    return Net(**how).train()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_is_the_same_whatever_is_recomputed(name, norm, autocast):
+    plain, other = net(norm=norm), net(norm=norm)
+    for ours, theirs in zip(
+        trained(other, SCHEDULES[name], autocast=autocast), trained(plain, keep_all(L), autocast=autocast), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["every_block", "sqrt", "nested"])
+def test_tied_weights_and_frozen_blocks(name):
+    def made():
+        model = net(tied=True)
+        model.blocks[0].requires_grad_(False)
+        model.blocks[2].requires_grad_(False)
+        return model
+
+    def steps(model, schedule):
+        undo = use_schedule(model, NAMES, schedule)
+        torch.manual_seed(1)
+        nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 3, (16,))).backward()
+        undo()
+        return [p.grad for p in model.parameters()]
+
+    for ours, theirs in zip(steps(made(), SCHEDULES[name]), steps(made(), keep_all(L)), strict=True):
+        assert (ours is None) is (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_matrix_products_run_as_often_as_a_schedule_says(name):
+    """Forward two a block and run, backward four; of what is kept in part none again."""
+    runs = predict([Stage(1.0, 2.0, 1, 2, 2, 1, 1, part_bytes=1)] * L, SCHEDULES[name]).runs
+    model = net(dropout=0.0, norm="layer")
+    for block in model.blocks:  # whose last operator needs its result: nothing of a block is left out when run again
+        block.register_module("drop", nn.Tanh())
+    undo = use_schedule(model, NAMES, SCHEDULES[name])
+    x = torch.randn(4, 8, requires_grad=True)
+    with Counted() as counted:
+        model(x).sum().backward()
+    undo()
+    assert counted.count == 2 * sum(runs) + 4 * L + 3
+
+
+def test_names_state_and_class_stay_and_all_is_put_back():
+    model = net()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    state = list(model.state_dict())
+    undo = use_schedule(model, NAMES, NESTED)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in before]
+    assert all(isinstance(module, kind) for (_, kind), module in zip(before, model.modules(), strict=True))
+    assert list(model.state_dict()) == state
+    undo()
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert not any("_trimtab_part" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model_of_its_own_weights(copied):
+    model = net(norm="layer", dropout=0.0)
+    undo = use_schedule(model, NAMES, NESTED)
+    other = copied(model)
+    undo()
+    assert {type(block) for block in other.blocks} == {Block}
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    x = torch.randn(4, 8)
+    assert not torch.equal(other(x), model(x))
+    assert torch.equal(other(x), torch.zeros(4, 3))
+
+
+def test_nothing_is_recomputed_where_no_gradient_is_asked_for():
+    model = net(norm="layer", dropout=0.0).eval()
+    x = torch.randn(4, 8)
+    expected = model(x)
+    undo = use_schedule(model, NAMES, NESTED)
+    with torch.no_grad(), Counted() as counted:
+        assert torch.equal(model(x), expected)
+    assert counted.count == 2 * L + 1
+    undo()
+
+
+def test_blocks_that_are_no_chain_are_an_error_and_no_wrong_gradient():
+    class Skips(Net):
+        def forward(self, x, scale=1.0):
+            for block in self.blocks:
+                x = block(x, scale=scale) + x
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Skips()
+    undo = use_schedule(model, NAMES, SCHEDULES["sqrt"])
+    with pytest.raises(UsageError, match="one after another"):
+        model(torch.randn(4, 8))
+    undo()
+    undo = use_schedule(model, NAMES, every_block(L))  # single blocks need no chain
+    model(torch.randn(4, 8)).sum().backward()
+    undo()
+
+
+def test_a_block_with_hooks_is_refused_in_a_segment_of_several():
+    model = net()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="hooks of its own"):
+        use_schedule(model, NAMES, SCHEDULES["sqrt"])
+    assert {type(block) for block in model.blocks} == {Block}
+    use_schedule(model, NAMES, every_block(L))()
