@@ -32,6 +32,7 @@ class Stage:
             from forward to backward where it is kept whole, the output among them. forward_bytes: the most in its
             forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond
             what is saved and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+        is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
         part_bytes, part_s: held where only the dear part is kept, and what computing the rest again takes; None: there
             is no such choice.
     """
@@ -44,6 +45,7 @@ class Stage:
     dropping_bytes: int
     backward_bytes: int
     gradient_bytes: int = 0
+    is_linked: bool = True
     part_bytes: int | None = None
     part_s: float = 0.0
 
@@ -100,10 +102,15 @@ def every_block(num_stages: int) -> Schedule:
     return (*(Segment((Kept(index),)) for index in range(num_stages - 1)), Kept(num_stages - 1))
 
 
-def sqrt_segments(num_stages: int) -> Schedule:
-    """Return segments of ceil(sqrt(L)) stages, the last of them kept (paper eqs. 18 and 19; Chen et al. 2016)."""
+def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
+    """Return segments of ceil(sqrt(L)) stages, the last of them kept (paper eqs. 18 and 19; Chen et al. 2016).
+
+    Args:
+        links: of each stage but the last, whether a segment may go on past it; where not, it is cut there.
+    """
     width = math.isqrt(num_stages - 1) + 1 if num_stages > 1 else 1
-    edges = [*range(0, num_stages, width), num_stages]
+    cuts = {index for index, linked in enumerate(links, 1) if not linked}
+    edges = sorted({*range(0, num_stages, width), *cuts, num_stages})
     *segments, last = (tuple(map(Kept, range(begin, end))) for begin, end in itertools.pairwise(edges))
     return (*map(Segment, segments), *last)
 
@@ -236,6 +243,7 @@ class _Table:
         self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
         self._outputs = [self._slots(stage.output_bytes) for stage in chain]
         self._dropping = self._dropping_from()
+        self._reach = self._furthest()  # of each stage the last one that a segment from it may hold
         self._least = np.full((self._num, self._num, self._most + 1), np.inf, np.float32)
         self._fits_from = np.full((self._num, self._num), self._most + 1)  # the first slot in which R is finite
         for last in range(self._num):
@@ -251,6 +259,12 @@ class _Table:
             before = [0, *(stage.output_bytes for stage in self._chain[first:])]
             each = (stage.dropping_bytes + held for stage, held in zip(self._chain[first:], before, strict=False))
             found[first, first:] = list(itertools.accumulate(each, max))
+        return found
+
+    def _furthest(self) -> list[int]:
+        found = list(range(self._num))
+        for index in range(self._num - 2, -1, -1):
+            found[index] = found[index + 1] if self._chain[index].is_linked else index
         return found
 
     def _always(self, last: int) -> int:
@@ -286,10 +300,11 @@ class _Table:
                     rest = 0.0 if first == last else self._least[first + 1, last, begin - held : size - held]
                     np.minimum(row[begin:], rest + np.float32(recomputed), out=row[begin:])
             if first < last:
-                each = work[: last - first]
-                np.add(behind[first + 1 : last + 1], self._least[first, first:last], out=each)
-                finite_from = np.maximum(self._fits_from[first, first:last], behind_from[first + 1 : last + 1])
-                for index in np.flatnonzero(needs[first, first:last] > finite_from):
+                end = min(last, self._reach[first] + 1)
+                each = work[: end - first]
+                np.add(behind[first + 1 : end + 1], self._least[first, first:end], out=each)
+                finite_from = np.maximum(self._fits_from[first, first:end], behind_from[first + 1 : end + 1])
+                for index in np.flatnonzero(needs[first, first:end] > finite_from):
                     each[index, : needs[first, first + index]] = np.inf
                 np.minimum(row, each.min(0) - np.float32(self._until[first]), out=row)
             finite = int(np.searchsorted(-row, -np.inf, side="right"))  # R never grows with m
@@ -322,10 +337,11 @@ class _Table:
             if max(held, need) <= slots:
                 rest = 0.0 if first == last else float(self._least[first + 1, last, slots - held])
                 found.append((rest + recomputed, kept, slots - held))
-        costs = [self._segment_cost(first, end, last, slots) for end in range(first, last)]
+        ends = range(first, min(last, self._reach[first] + 1))
+        costs = [self._segment_cost(first, end, last, slots) for end in ends]
         least = min((cost for cost, *_ in found), default=math.inf)
         if costs and min(costs) < least:
-            end = first + costs.index(min(costs))
+            end = ends[costs.index(min(costs))]
             return Segment(self._best(first, end, slots)), slots - self._outputs[end]
         _, part, left = min(found, key=lambda each: each[0])
         return part, left

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trimtab.core.errors import ModelError
 from trimtab.decide.checkpoint_schedule import Kept, Part, Schedule, Segment
+from trimtab.measure.chain import Arguments, same_arguments
 
 _PART = "_trimtab_part"
 _AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
@@ -129,7 +130,7 @@ class _Head:
         self._modules = dict(zip(segment.stages, modules, strict=True))
         self._forwards = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
         self.made: Any = None
-        self.given: tuple[Any, Any] = (), {}
+        self.given: Arguments = (), {}
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what the last block of the segment makes."""
@@ -165,10 +166,8 @@ class _Follower:
         Raises:
             ModelError: it is given something else.
         """
-        made, (others, named) = self._head.made, self._head.given
-        alike = len(args) == len(others) + 1 and set(kwargs) == set(named)
-        same = alike and all(a is b for a, b in zip(args[1:], others, strict=True))
-        if not same or args[0] is not made or any(kwargs[name] is not named[name] for name in named):
+        made = self._head.made
+        if not args or args[0] is not made or not same_arguments((args[1:], kwargs), self._head.given):
             given = f"other arguments than those of the first one for a {type(module).__mro__[2].__name__}"
             raise ModelError("plan.checkpoint", given=given, expected=_AT_ONCE, way_out="Plan the model anew.")
         if self._is_last:

@@ -24,9 +24,10 @@ from trimtab.decide.checkpoint_schedule import (
 )
 
 
-def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, part_s=0.0):
+def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, link=True, part=None, part_s=0.0):
     forward = saved if forward is None else forward
-    return Stage(f, 2 * f, out, saved, forward, forward if dropping is None else dropping, backward, grad, part, part_s)
+    dropping = forward if dropping is None else dropping
+    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, link, part, part_s)
 
 
 def alike(number, **how):
@@ -50,10 +51,19 @@ def every_schedule(first, last, start, in_part=()):
     return tuple(found)
 
 
+def may_be(chain, schedule):
+    """Return whether no segment goes on past a stage that is not linked."""
+    segments = [part for part in schedule if isinstance(part, Segment)]
+    return all(
+        all(chain[index].is_linked for index in part.stages[:-1]) and may_be(chain, part.parts) for part in segments
+    )
+
+
 def by_hand(chain, limit):
     """Return the least recomputation within a limit of all schedules there are; None where none is."""
     in_part = tuple(i for i, each in enumerate(chain) if each.part_bytes is not None)
-    each = (predict(chain, schedule) for schedule in every_schedule(0, len(chain) - 1, 0, in_part))
+    schedules = every_schedule(0, len(chain) - 1, 0, in_part)
+    each = (predict(chain, schedule) for schedule in schedules if may_be(chain, schedule))
     return min((found.recompute_s for found in each if found.peak_bytes <= limit), default=None)
 
 
@@ -91,6 +101,13 @@ def test_segments_of_the_root_of_the_stages(number, widths):
     assert predict(alike(number), schedule).runs == (2,) * sum(widths[:-1]) + (1,) * widths[-1]
 
 
+def test_segments_are_cut_where_stages_are_not_linked():
+    found = [
+        tuple(part.stages) for part in sqrt_segments(9, [True] * 4 + [False] + [True] * 3) if isinstance(part, Segment)
+    ]
+    assert found == [(0, 1, 2), (3, 4), (5,)]
+
+
 def test_schedules_of_one_level_take_one_more_forward_at_the_most():
     chain = alike(16)
     for schedule in (every_block(16), sqrt_segments(16)):
@@ -126,7 +143,8 @@ def chains(draw, most=4):
         part = draw(st.none() | st.integers(out, saved))
         each.append(
             stage(
-                saved, f=f, out=out, forward=forward, dropping=dropping, backward=backward, grad=grad, part=part,
+                saved, f=f, out=out, forward=forward, dropping=dropping, backward=backward, grad=grad,
+                link=draw(st.integers(0, 3)) > 0, part=part,
                 part_s=draw(st.integers(0, f)) if part is not None else 0,
             )
         )  # fmt: skip
@@ -143,6 +161,7 @@ def test_the_least_recomputation_is_found(chain, share):
     if schedule is not None:
         found = predict(chain, schedule)
         assert found.peak_bytes <= limit
+        assert may_be(chain, schedule)
         assert found.recompute_s == least
 
 

@@ -1,0 +1,133 @@
+"""Which of a model's blocks hand what they return to the next one and to nobody else, seen in a forward on fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.step_trace import LossFn, cannot_trace
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks in the order they run in, each once.
+
+    Args:
+        links: of each but the last, whether its one result is what the next one is called with, beside arguments that
+            are the same for both, and nothing else looks at it.
+    """
+
+    blocks: tuple[str, ...]
+    links: tuple[bool, ...]
+
+
+def find_chain(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Chain:
+    """Return those of some blocks that run once in a forward, and how they are linked. Nothing is computed.
+
+    Raises:
+        ModelError: the forward cannot be traced, as where it looks at a value; with torch's own reason.
+    """
+    fakes, watch = Fakes(), _Watch()
+    try:
+        model, batch = fakes.copy((model, batch))
+        with fakes, watch.hooked(model, blocks), watch:
+            loss_fn(model, batch)
+    except Exception as error:  # whatever a model does, torch may have no fake of it
+        raise cannot_trace(error) from error
+    return watch.chain()
+
+
+@dataclass
+class _Call:
+    """A block's call: its name, its arguments, and what it returned."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any = None
+
+
+class _Watch(TorchDispatchMode):
+    """Notes calls of blocks, and whose results are looked at elsewhere than in the block that runs next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+        self._inside: list[int] = []  # calls that are open
+        self._made_by: dict[int, int] = {}  # storage -> call that returned it
+        self._shared: set[int] = set()  # calls whose results others look at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":  # a look at a fake's device is none at the tensor
+            self._look((args, kwargs), self._inside[-1] if self._inside else None)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, values: Any, by: int | None) -> None:
+        for tensor in tree_iter(values):
+            if isinstance(tensor, Tensor):
+                maker = self._made_by.get(tensor.untyped_storage()._cdata)
+                if maker is not None and by not in (maker, maker + 1):
+                    self._shared.add(maker)
+
+    @contextlib.contextmanager
+    def hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+        """Note the blocks' calls while this is open."""
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+                self._inside.append(len(self._calls))
+                self._calls.append(_Call(name, args, kwargs))
+
+            return hook
+
+        def leave(_: nn.Module, args: Any, result: Any) -> None:
+            index = self._inside.pop()
+            self._calls[index].result = result
+            self._made_by |= {t.untyped_storage()._cdata: index for t in tree_iter(result) if isinstance(t, Tensor)}
+
+        handles = [model.register_forward_hook(lambda _, args, result: self._look(result, None))]
+        for name in blocks:
+            block = model.get_submodule(name)
+            handles.append(block.register_forward_pre_hook(enter(name), with_kwargs=True))
+            handles.append(block.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def chain(self) -> Chain:
+        """Return what was seen."""
+        names = [call.name for call in self._calls]
+        once = [index for index, name in enumerate(names) if names.count(name) == 1]
+        links = (self._links(before, after) for before, after in itertools.pairwise(once))
+        return Chain(tuple(names[index] for index in once), tuple(links))
+
+    def _links(self, before: int, after: int) -> bool:
+        if after != before + 1 or before in self._shared:
+            return False
+        (ours, theirs) = self._calls[before], self._calls[after]
+        if not isinstance(ours.result, Tensor) or not (ours.args and theirs.args):
+            return False
+        return theirs.args[0] is ours.result and same_arguments(
+            (ours.args[1:], ours.kwargs), (theirs.args[1:], theirs.kwargs)
+        )
+
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def same_arguments(ours: Arguments, theirs: Arguments) -> bool:
+    """Return whether two calls are given the same: the same objects, or equal plain values."""
+    if len(ours[0]) != len(theirs[0]) or set(ours[1]) != set(theirs[1]):
+        return False
+    pairs = [*zip(ours[0], theirs[0], strict=True), *((ours[1][name], theirs[1][name]) for name in ours[1])]
+    return all(a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b) for a, b in pairs)
