@@ -28,10 +28,15 @@ from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+Prepare = Callable[[nn.Module], object]
 _Marks = dict[str, list[tuple[int, int]]]  # of each block, storages that were born in it: from one number to another
 _Phase = tuple[list[int], list[int]]  # bytes held at each of its moments, and whether some came or went
 _MOMENTS = 200
 _CUDA_GRANULE = 512  # of torch's caching allocator
+
+
+def _as_it_is(model: nn.Module) -> None:
+    """Leave a model as it is."""
 
 
 def trace_step(
@@ -45,6 +50,7 @@ def trace_step(
     blocks: Sequence[str] = (),
     granule: int | None = None,
     counts_scratch: bool = False,
+    prepare: Prepare = _as_it_is,
 ) -> StepMemory:
     """Return the memory of a step of so many micro-batches, each of which is `batch`.
 
@@ -52,7 +58,7 @@ def trace_step(
         model, optimizer: with memory, or made on fakes. loss_fn: a mean, or (sum, count). autocast: the forward's
             context. blocks: names of modules to tell apart. granule: bytes that allocations are multiples of; by
             default those of the model's device. counts_scratch: run each operator that takes memory for itself once,
-            on real tensors on the CPU, and count it.
+            on real tensors on the CPU, and count it. prepare: called with the model's copy before the step.
 
     Raises:
         ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason. ValueGivenError:
@@ -62,7 +68,8 @@ def trace_step(
     if counts_scratch and device != "cpu":
         raise ValueGivenError("counts_scratch", given=f"a model on {device}", expected="one on the CPU")
     runs = [(batch, autocast)]
-    (step,), marks = _traced(model, optimizer, loss_fn, runs, blocks, granule, num_micro_batches=num_micro_batches)
+    how: dict[str, Any] = {"num_micro_batches": num_micro_batches, "prepare": prepare}
+    (step,), marks = _traced(model, optimizer, loss_fn, runs, blocks, granule, **how)
     return step.memory(tuple(step.blocks(marks)), step.scratch() if counts_scratch else {})
 
 
@@ -75,6 +82,7 @@ def trace_peaks(
     *,
     autocasts: Sequence[Autocast] = (contextlib.nullcontext,),
     counts_scratch: bool = False,
+    prepare: Prepare = _as_it_is,
 ) -> list[SizeTrace]:
     """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
 
@@ -90,7 +98,7 @@ def trace_peaks(
         ModelError: the step cannot be traced.
     """
     runs = [(batch, autocast) for autocast in autocasts for batch in batches]
-    steps, _ = _traced(model, optimizer, loss_fn, runs, (), granule=1, counts_work=True)
+    steps, _ = _traced(model, optimizer, loss_fn, runs, (), granule=1, counts_work=True, prepare=prepare)
     return [
         _sizes(few, many, rows, counts_scratch=counts_scratch)
         for few, many in zip(steps[::2], steps[1::2], strict=True)
@@ -135,6 +143,7 @@ def _traced(
     *,
     num_micro_batches: int = 1,
     counts_work: bool = False,
+    prepare: Prepare,
 ) -> tuple[list[_Step], _Marks]:
     """Trace a step of each batch and autocast; all by the same copies, whose state is made once."""
     fakes, steps = Fakes(), []
@@ -142,6 +151,7 @@ def _traced(
     storages = Storages(granule or (_CUDA_GRANULE if device == "cuda" else 1))
     try:
         model, optimizer = fakes.copy((model, optimizer))
+        prepare(model)
         batches = [fakes.copy(batch) for batch, _ in runs]
         with fakes, storages, _block_marks(model, blocks, storages) as marks:
             _make_state(optimizer, storages)

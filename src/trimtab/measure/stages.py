@@ -1,0 +1,201 @@
+"""Bytes of a chain's stages, traced in one forward and backward on fake tensors: what schedules are found by.
+
+Stages are a model's blocks and what comes behind the last one, the loss among it; what comes before the first is held
+throughout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.scratch import Call, Taken, measured
+from trimtab.measure.step_trace import Autocast, LossFn, cannot_trace
+from trimtab.measure.storages import Storages
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of a stage beyond what goes into it; as `checkpoint_schedule.Stage` has them."""
+
+    output_bytes: int
+    saved_bytes: int
+    forward_bytes: int
+    dropping_bytes: int
+    backward_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class ChainBytes:
+    """Bytes of a chain: held before its first stage (parameters, buffers, the batch, what a model begins with)."""
+
+    held_bytes: int
+    stages: tuple[StageBytes, ...]
+
+
+def trace_stages(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    blocks: Sequence[str],
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+    counts_scratch: bool = False,
+) -> ChainBytes:
+    """Return the bytes of each block, and of what comes behind the last one. There is no optimizer's state in them.
+
+    Args:
+        model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
+        blocks: in the order they run in, each once. counts_scratch: run each operator that takes memory for itself
+            once, on real tensors on the CPU, and count it.
+
+    Raises:
+        ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
+    """
+    fakes, storages = Fakes(), Storages()
+    try:
+        model, batch = fakes.copy((model, batch))
+        with fakes, storages:
+            known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
+            with torch.no_grad(), autocast():
+                dropping = _Pass(storages)
+                dropping.forward(model, loss_fn, batch, blocks)
+            keeping = _Pass(storages)
+            with autocast():
+                loss = keeping.forward(model, loss_fn, batch, blocks)
+            keeping.backward(loss)
+        if counts_scratch:
+            dropping.count_scratch()
+            keeping.count_scratch()
+    except Exception as error:  # whatever a model does, torch may have no fake of it
+        raise cannot_trace(error) from error
+    dropped = (span.most for span in dropping.forwards())
+    stages = tuple(
+        StageBytes(span.output_bytes, span.left, span.most, most, after.most, after.left)
+        for span, after, most in zip(keeping.forwards(), keeping.backwards(), dropped, strict=True)
+    )
+    return ChainBytes(sum(storages.sizes[number] for number in known) + keeping.before, stages)
+
+
+@dataclass
+class _Mark:
+    """How many events came before a stage's forward, before its end, and before its backward; what it returned."""
+
+    begin: int
+    end: int = 0
+    backward: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end."""
+
+    most: int
+    left: int
+    output_bytes: int = 0
+
+
+class _Pass:
+    """One forward, and its backward."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages, self._seen, self._marks = storages, storages.begin(), list[_Mark]()
+        self._taken: dict[Call, Taken] = {}
+
+    def forward(self, model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Tensor:
+        """Run it; returns the mean loss."""
+        with self._hooked(model, blocks):
+            result = loss_fn(model, batch)
+            loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+        self._marks.append(_Mark(self._marks[-1].end if self._marks else 0, self._now))
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Run it."""
+        self._marks[-1].backward = self._now
+        loss.backward()
+
+    @property
+    def before(self) -> int:
+        """Bytes held when the first stage begins."""
+        return self._held()[self._marks[0].begin]
+
+    @property
+    def _now(self) -> int:
+        return len(self._seen.events)
+
+    @contextlib.contextmanager
+    def _hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+        def enter(*_: Any) -> None:
+            self._marks.append(_Mark(self._now))
+
+        def leave(_: nn.Module, args: Any, result: Any) -> None:
+            mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
+            mark.end, numbers = self._now, self._storages.numbers_of(tensors)
+            mark.output_bytes = sum(self._storages.sizes[number] for number in numbers)
+            for tensor in tensors[:1]:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
+
+        handles = []
+        for name in blocks:
+            block = model.get_submodule(name)
+            handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _held(self) -> list[int]:
+        sizes = self._storages.sizes
+        return [0, *itertools.accumulate(sign * sizes[number] for number, sign in self._seen.events)]
+
+    def count_scratch(self) -> None:
+        """Run each operator that takes memory for itself once, and count that."""
+        self._taken = measured(call for call, *_ in self._seen.calls)
+
+    def _most(self) -> list[int]:
+        """Return what is held at each event, what operators take for themselves in it."""
+        most = self._held()
+        for call, begin, end, _ in self._seen.calls:
+            if call in self._taken:
+                for index in range(begin, end + 1):
+                    most[index] += self._taken[call].scratch_bytes
+        return most
+
+    def forwards(self) -> list[_Span]:
+        """Return each stage's forward."""
+        held, most = self._held(), self._most()
+        return [
+            _Span(
+                max(most[mark.begin : mark.end + 1]) - held[mark.begin],
+                held[mark.end] - held[mark.begin],
+                mark.output_bytes,
+            )
+            for mark in self._marks
+        ]
+
+    def backwards(self) -> list[_Span]:
+        """Return each stage's backward, which is over where that of the one before it begins."""
+        held, most, events = self._held(), self._most(), self._seen.events
+        died = {number for number, sign in events if sign < 0}
+        ends = [len(events), *(mark.backward for mark in self._marks[:-1])]
+        return [
+            _Span(max(most[mark.backward : end + 1]) - held[mark.backward], self._left(mark.backward, end, died))
+            for mark, end in zip(self._marks, ends, strict=True)
+        ]
+
+    def _left(self, begin: int, end: int, died: set[int]) -> int:
+        born = (number for number, sign in self._seen.events[begin:end] if sign > 0)
+        return sum(self._storages.sizes[number] for number in born if number not in died)
