@@ -14,6 +14,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from trimtab.measure import chunked_loss
+
 
 def count_flops(function: Callable[[], object]) -> float | None:
     """Return FLOP of matrix products, convolutions and attention in one call, backward included if it runs there.
@@ -22,7 +24,7 @@ def count_flops(function: Callable[[], object]) -> float | None:
     execution: a step without checkpointing gives model FLOP (MFU), one with it hardware FLOP (HFU).
     """
     try:
-        with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_cpu_attention() | _chunked_loss()) as counter:
             function()
     except NotImplementedError:
         return None
@@ -53,6 +55,10 @@ def _cpu_attention() -> dict[Any, Any]:
         if operator is not None:
             mapping[operator] = formula
     return mapping
+
+
+def _chunked_loss() -> dict[Any, Any]:
+    return {} if chunked_loss.OPERATOR is None else {chunked_loss.OPERATOR: chunked_loss.flops}
 
 
 _ATTENTION = {operator.default: formula for operator, formula in _cpu_attention().items()}

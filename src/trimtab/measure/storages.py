@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trimtab.core.work import Seen
+from trimtab.measure.chunked_loss import python_of
 from trimtab.measure.flops import flops_of
 from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
 
@@ -63,6 +64,10 @@ class Storages(TorchDispatchMode):
             return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default and self.answers_ones:
             return 1.0 if args[0].is_floating_point() else 1
+        python = python_of(func)
+        if python is not None:
+            with self:
+                return python(*args, **(kwargs or {}))
         begin = len(self._now.events)
         result = func(*args, **(kwargs or {}))
         numbers = tuple(self.number_of(each) for each in tree_iter(result) if isinstance(each, Tensor))
