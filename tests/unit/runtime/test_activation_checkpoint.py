@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
+import trimtab
+import trimtab.core.plan
 from trimtab.core.errors import UsageError
 from trimtab.decide.checkpoint_schedule import Kept, Segment, Stage, every_block, keep_all, predict, sqrt_segments
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -197,3 +200,48 @@ def test_a_block_with_hooks_is_refused_in_a_segment_of_several():
         use_schedule(model, NAMES, SCHEDULES["sqrt"])
     assert {type(block) for block in model.blocks} == {Block}
     use_schedule(model, NAMES, every_block(L))()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["every_block", "nested", "mixed"])
+def test_a_compiled_model_recomputes_too(name):
+    """As one graph, which keeps batch statistics by itself; without a code generator, so that it runs anywhere."""
+
+    def steps(schedule):
+        torch._dynamo.reset()
+        model = net(dropout=0.0)
+        undo = use_schedule(model, NAMES, schedule)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.manual_seed(1)
+        for _ in range(2):
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(compiled(torch.randn(16, 8)), torch.randint(0, 3, (16,)))
+            loss.backward()
+        undo()
+        return [loss.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+    for ours, theirs in zip(steps(SCHEDULES[name]), steps(keep_all(L)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["every_block", "sqrt", "mixed"])
+def test_the_run_computes_the_same_in_fp16_with_a_loss_scale(name):
+    """Windows of two micro-batches; one that overflows is void, and recomputing changes nothing of that."""
+
+    def trained(schedule):
+        model = net(dropout=0.1)
+        undo = use_schedule(model, NAMES, schedule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        precision = trimtab.core.plan.Choice("fp16", "by hand", trimtab.core.plan.Mark.ROUNDING, changed=True)
+        plan = dataclasses.replace(trimtab.Plan.fixed(16, 8), precision=precision)
+        torch.manual_seed(1)
+        with trimtab.start(model, optimizer, plan) as run:
+            for _ in range(4):
+                batch = torch.randn(16, 8), torch.randint(0, 3, (16,))
+                run.train_step(run.window(batch), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
+            scale = run.loss_scale
+        undo()
+        return [torch.tensor(scale), *(p.detach().clone() for p in model.parameters()), *model.buffers()]
+
+    for ours, theirs in zip(trained(SCHEDULES[name]), trained(keep_all(L)), strict=True):
+        assert torch.equal(ours, theirs)
