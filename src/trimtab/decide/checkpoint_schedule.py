@@ -24,17 +24,31 @@ SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
 
 
 @dataclass(frozen=True)
+class DearPart:
+    """What keeping the dear part of a stage takes, as matrix products; the rest is computed again.
+
+    Args:
+        saved_bytes: held from forward to backward. backward_bytes: the most in its backward beyond these and the
+            output's gradient. recompute_s: what computing the rest takes.
+    """
+
+    saved_bytes: int
+    backward_bytes: int
+    recompute_s: float
+
+
+@dataclass(frozen=True)
 class Stage:
     """One stage of a chain, in seconds and in bytes beyond what goes into it.
 
     Args:
         forward_s, backward_s: what they take. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
-            from forward to backward where it is kept whole, the output among them. forward_bytes: the most in its
-            forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond
-            what is saved and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+            from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
+            backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
+            it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
+            and the output's gradient. gradient_bytes: of its parameters, left when it is over.
         is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
-        part_bytes, part_s: held where only the dear part is kept, and what computing the rest again takes; None: there
-            is no such choice.
+        part: where the dear part alone may be kept.
     """
 
     forward_s: float
@@ -45,9 +59,9 @@ class Stage:
     dropping_bytes: int
     backward_bytes: int
     gradient_bytes: int = 0
+    spare_bytes: int = 0
     is_linked: bool = True
-    part_bytes: int | None = None
-    part_s: float = 0.0
+    part: DearPart | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,8 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
     given = [kept.index for kept in _kept(schedule)]
     if given != list(range(len(chain))):
         raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {len(chain) - 1}, each once")
+    if any(kept.in_part and chain[kept.index].part is None for kept in _kept(schedule)):
+        raise ValueGivenError("schedule", given="a stage kept in part", expected="one that has a dear part")
     if any(kept.in_part for part in schedule if isinstance(part, Segment) for kept in _kept(part.parts)):
         raise ValueGivenError("schedule", given="a segment with a stage kept in part", expected="such stages in none")
     step = _Step(chain)
@@ -158,7 +174,7 @@ class _Step:
         for part in schedule:
             if isinstance(part, Kept):
                 self._note(slope + self._chain[part.index].forward_bytes)
-                self._held += self._bytes_of(part)
+                self._held += _kept_bytes(self._chain[part.index], part)
                 self.runs[part.index] += 1
             else:
                 self._drop(part.stages, slope)
@@ -185,21 +201,23 @@ class _Step:
 
     def _backward_of(self, part: Kept) -> None:
         stage = self._chain[part.index]
-        self._held -= self._bytes_of(part)
-        self._note(_backward_need(stage))
+        self._held -= _kept_bytes(stage, part)
+        self._note(_backward_need(stage, part))
         self._gradients += stage.gradient_bytes
-        self.recompute_s += stage.part_s if part.in_part else 0.0
-
-    def _bytes_of(self, part: Kept) -> int:
-        stage = self._chain[part.index]
-        return (stage.part_bytes or 0) if part.in_part else stage.saved_bytes
+        self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
 
     def _note(self, more: int) -> None:
         self.peak = max(self.peak, self._held + self._gradients + more)
 
 
-def _backward_need(stage: Stage) -> int:
-    return stage.saved_bytes + stage.output_bytes + stage.backward_bytes
+def _kept_bytes(stage: Stage, kept: Kept) -> int:
+    return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
+
+
+def _backward_need(stage: Stage, kept: Kept) -> int:
+    if kept.in_part and stage.part:
+        return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes
+    return stage.saved_bytes - stage.spare_bytes + stage.output_bytes + stage.backward_bytes
 
 
 def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
@@ -273,13 +291,15 @@ class _Table:
 
     def _options(self, index: int, last: int) -> list[tuple[Kept, int, int, float]]:
         """Return how a stage may be kept: slots it holds, slots there must be, and what is recomputed."""
-        stage = self._chain[index]
-        forward, backward = self._always(last) + stage.forward_bytes, self._gradients[index] + _backward_need(stage)
-        need = self._slots(max(forward, backward))
-        whole = Kept(index), self._slots(stage.saved_bytes), need, 0.0
-        if stage.part_bytes is None or last < self._num - 1:  # up to another stage than the last one is in a segment
-            return [whole]
-        return [whole, (Kept(index, in_part=True), self._slots(stage.part_bytes), need, stage.part_s)]
+        stage, found = self._chain[index], []
+        forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
+        # up to another stage than the last one it is in a segment
+        in_part = [True] if stage.part is not None and last == self._num - 1 else []
+        for kept in (Kept(index), *(Kept(index, in_part=each) for each in in_part)):
+            need = self._slots(max(forward, before + _backward_need(stage, kept)))
+            recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
+            found.append((kept, self._slots(_kept_bytes(stage, kept)), need, recompute_s))
+        return found
 
     def _needs(self, last: int) -> np.ndarray:
         """Return the slots there must be to run a segment from one stage to another forward, keeping nothing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.scratch import Call, Taken, measured
-from trimtab.measure.step_trace import Autocast, LossFn, cannot_trace
+from trimtab.measure.step_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
 from trimtab.measure.storages import Storages
 
 
@@ -30,6 +30,7 @@ class StageBytes:
     saved_bytes: int
     forward_bytes: int
     dropping_bytes: int
+    spare_bytes: int
     backward_bytes: int
     gradient_bytes: int
 
@@ -50,13 +51,14 @@ def trace_stages(
     *,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
+    prepare: Prepare = as_it_is,
 ) -> ChainBytes:
     """Return the bytes of each block, and of what comes behind the last one. There is no optimizer's state in them.
 
     Args:
         model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
         blocks: in the order they run in, each once. counts_scratch: run each operator that takes memory for itself
-            once, on real tensors on the CPU, and count it.
+            once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all.
 
     Raises:
         ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
@@ -64,6 +66,7 @@ def trace_stages(
     fakes, storages = Fakes(), Storages()
     try:
         model, batch = fakes.copy((model, batch))
+        prepare(model)
         with fakes, storages:
             known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
             with torch.no_grad(), autocast():
@@ -80,7 +83,7 @@ def trace_stages(
         raise cannot_trace(error) from error
     dropped = (span.most for span in dropping.forwards())
     stages = tuple(
-        StageBytes(span.output_bytes, span.left, span.most, most, after.most, after.left)
+        StageBytes(span.output_bytes, span.left, span.most, most, after.output_bytes, after.most, after.left)
         for span, after, most in zip(keeping.forwards(), keeping.backwards(), dropped, strict=True)
     )
     return ChainBytes(sum(storages.sizes[number] for number in known) + keeping.before, stages)
@@ -88,17 +91,20 @@ def trace_stages(
 
 @dataclass
 class _Mark:
-    """How many events came before a stage's forward, before its end, and before its backward; what it returned."""
+    """How many events came before a stage's forward, before its end, and before its backward; storages it returned."""
 
     begin: int
     end: int = 0
     backward: int = 0
-    output_bytes: int = 0
+    outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class _Span:
-    """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end."""
+    """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end.
+
+    `output_bytes`: what a forward returns; of that, what is gone before a backward.
+    """
 
     most: int
     left: int
@@ -141,8 +147,7 @@ class _Pass:
 
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
-            mark.end, numbers = self._now, self._storages.numbers_of(tensors)
-            mark.output_bytes = sum(self._storages.sizes[number] for number in numbers)
+            mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
             for tensor in tensors[:1]:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
@@ -181,7 +186,7 @@ class _Pass:
             _Span(
                 max(most[mark.begin : mark.end + 1]) - held[mark.begin],
                 held[mark.end] - held[mark.begin],
-                mark.output_bytes,
+                self._size(mark.outputs),
             )
             for mark in self._marks
         ]
@@ -189,13 +194,16 @@ class _Pass:
     def backwards(self) -> list[_Span]:
         """Return each stage's backward, which is over where that of the one before it begins."""
         held, most, events = self._held(), self._most(), self._seen.events
-        died = {number for number, sign in events if sign < 0}
+        died = {number: index for index, (number, sign) in enumerate(events) if sign < 0}
         ends = [len(events), *(mark.backward for mark in self._marks[:-1])]
         return [
-            _Span(max(most[mark.backward : end + 1]) - held[mark.backward], self._left(mark.backward, end, died))
+            _Span(
+                max(most[mark.backward : end + 1]) - held[mark.backward],
+                self._size(n for n, sign in events[mark.backward : end] if sign > 0 and n not in died),
+                self._size(n for n in mark.outputs if died.get(n, len(events)) < mark.backward),
+            )
             for mark, end in zip(self._marks, ends, strict=True)
         ]
 
-    def _left(self, begin: int, end: int, died: set[int]) -> int:
-        born = (number for number, sign in self._seen.events[begin:end] if sign > 0)
-        return sum(self._storages.sizes[number] for number in born if number not in died)
+    def _size(self, numbers: Iterable[int]) -> int:
+        return sum(self._storages.sizes[number] for number in numbers)

@@ -35,7 +35,7 @@ _MOMENTS = 200
 _CUDA_GRANULE = 512  # of torch's caching allocator
 
 
-def _as_it_is(model: nn.Module) -> None:
+def as_it_is(model: nn.Module) -> None:
     """Leave a model as it is."""
 
 
@@ -50,7 +50,7 @@ def trace_step(
     blocks: Sequence[str] = (),
     granule: int | None = None,
     counts_scratch: bool = False,
-    prepare: Prepare = _as_it_is,
+    prepare: Prepare = as_it_is,
 ) -> StepMemory:
     """Return the memory of a step of so many micro-batches, each of which is `batch`.
 
@@ -82,7 +82,7 @@ def trace_peaks(
     *,
     autocasts: Sequence[Autocast] = (contextlib.nullcontext,),
     counts_scratch: bool = False,
-    prepare: Prepare = _as_it_is,
+    prepare: Prepare = as_it_is,
 ) -> list[SizeTrace]:
     """Return the peak of a step for any number of rows, and its work, from two of them; arguments as of `trace_step`.
 

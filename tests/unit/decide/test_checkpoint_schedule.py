@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import UsageError
 from trimtab.decide.checkpoint_schedule import (
+    DearPart,
     Kept,
     Segment,
     Stage,
@@ -24,10 +25,10 @@ from trimtab.decide.checkpoint_schedule import (
 )
 
 
-def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, link=True, part=None, part_s=0.0):
+def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, spare=0, link=True, part=None):
     forward = saved if forward is None else forward
     dropping = forward if dropping is None else dropping
-    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, link, part, part_s)
+    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, spare, link, part)
 
 
 def alike(number, **how):
@@ -61,7 +62,7 @@ def may_be(chain, schedule):
 
 def by_hand(chain, limit):
     """Return the least recomputation within a limit of all schedules there are; None where none is."""
-    in_part = tuple(i for i, each in enumerate(chain) if each.part_bytes is not None)
+    in_part = tuple(i for i, each in enumerate(chain) if each.part is not None)
     schedules = every_schedule(0, len(chain) - 1, 0, in_part)
     each = (predict(chain, schedule) for schedule in schedules if may_be(chain, schedule))
     return min((found.recompute_s for found in each if found.peak_bytes <= limit), default=None)
@@ -127,7 +128,7 @@ def test_a_schedule_of_other_stages_is_refused():
     with pytest.raises(UsageError, match="each once"):
         predict(alike(2), (Kept(1), Kept(0)))
     with pytest.raises(UsageError, match="in none"):
-        predict(alike(2, part=2), (Segment((Kept(0, in_part=True),)), Kept(1)))
+        predict(alike(2, part=DearPart(2, 2, 0.1)), (Segment((Kept(0, in_part=True),)), Kept(1)))
 
 
 @st.composite
@@ -140,12 +141,11 @@ def chains(draw, most=4):
         forward, backward = saved + draw(st.integers(0, 2)), draw(st.integers(0, 3))
         dropping = draw(st.integers(out, forward))
         f = draw(st.integers(1, 5))
-        part = draw(st.none() | st.integers(out, saved))
+        in_part = st.builds(DearPart, st.integers(out, saved), st.integers(0, 9), st.integers(0, f))
         each.append(
             stage(
                 saved, f=f, out=out, forward=forward, dropping=dropping, backward=backward, grad=grad,
-                link=draw(st.integers(0, 3)) > 0, part=part,
-                part_s=draw(st.integers(0, f)) if part is not None else 0,
+                spare=draw(st.integers(0, out)), link=draw(st.integers(0, 3)) > 0, part=draw(st.none() | in_part),
             )
         )  # fmt: skip
     return each
@@ -205,7 +205,7 @@ def test_what_cannot_be_met_is_none():
 
 def test_the_dear_part_alone_is_kept_where_that_is_enough():
     """It is recomputed at a tenth of what the whole stage takes."""
-    chain = alike(4, saved=10, out=1, part=4, part_s=0.1)
+    chain = alike(4, saved=10, out=1, part=DearPart(4, 6, 0.1))
     schedule = optimal(chain, 4 * 4 + 10)
     assert schedule is not None
     found = predict(chain, schedule)

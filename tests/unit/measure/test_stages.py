@@ -51,7 +51,7 @@ def chain_of(make):
     links = [*found.links, False, False]
     chain = [
         Stage(1.0, 2.0, s.output_bytes, s.saved_bytes, s.forward_bytes, s.dropping_bytes, s.backward_bytes,
-              s.gradient_bytes, link)
+              s.gradient_bytes, s.spare_bytes, link)
         for s, link in zip(traced.stages, links, strict=True)
     ]  # fmt: skip
     return model, loss_fn, batch, found, traced, chain

@@ -13,7 +13,16 @@ from torch import nn
 import trimtab
 import trimtab.core.plan
 from trimtab.core.errors import UsageError
-from trimtab.decide.checkpoint_schedule import Kept, Segment, Stage, every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import (
+    DearPart,
+    Kept,
+    Segment,
+    Stage,
+    every_block,
+    keep_all,
+    predict,
+    sqrt_segments,
+)
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 L = 6
@@ -124,7 +133,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_matrix_products_run_as_often_as_a_schedule_says(name):
     """Forward two a block and run, backward four; of what is kept in part none again."""
-    runs = predict([Stage(1.0, 2.0, 1, 2, 2, 1, 1, part_bytes=1)] * L, SCHEDULES[name]).runs
+    runs = predict([Stage(1.0, 2.0, 1, 2, 2, 1, 1, part=DearPart(1, 1, 0.0))] * L, SCHEDULES[name]).runs
     model = net(dropout=0.0, norm="layer")
     for block in model.blocks:  # whose last operator needs its result: nothing of a block is left out when run again
         block.register_module("drop", nn.Tanh())
