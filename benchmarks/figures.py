@@ -236,8 +236,9 @@ def _monitor(rows: list[Row]) -> Iterator[str]:
 
 def _regret(rows: list[Row]) -> Iterator[str]:
     """Yield each link's arms by the mean of the losses, and goodput's by each."""
-    yield "| task, losses | link | arm | mean k | samples | seconds | over the best fixed k | paired (95%) | n |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    names = "task, losses", "link", "arm", "mean k", "samples", "seconds", "over the best fixed k", "paired (95%)"
+    yield f"| {' | '.join((*names, 'over again', 'n'))} |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         is_mean = row["easiest"] != row["target"]
         if not is_mean and row["policy"] != "goodput":
@@ -245,11 +246,13 @@ def _regret(rows: list[Row]) -> Iterator[str]:
         losses = f"{row['easiest']:g} to {row['target']:g}" if is_mean else f"{row['target']:g} alone"
         where = f"| {row['task']}, {losses} | {row['link']} | {row['policy']} | {row['mean_k']:.1f} "
         if row["median_s"] is None:
-            yield where + f"| not reached | | | | {row['n']} |"
+            yield where + f"| not reached | | | | | {row['n']} |"
             continue
         paired = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if "mean" in row else ""
         over = f"{row['regret']:+.1%} ({row['best']})"
-        yield where + f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} | {row['n']} |"
+        took = f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} "
+        again = f"{row['over_again']:+.1%}" if is_mean and row.get("over_again") is not None else ""
+        yield where + took + f"| {again} | {row['n']} |"
 
 
 def _prediction(rows: list[Row]) -> Iterator[str]:

@@ -19,15 +19,8 @@ from prediction_models import KINDS, Kind
 from torch import nn
 
 from trimtab.calibrate.recomputation import Recomputation, measure_chain
-from trimtab.decide.checkpoint_schedule import (
-    Kept,
-    Schedule,
-    every_block,
-    keep_all,
-    optimal,
-    predict,
-    sqrt_segments,
-)
+from trimtab.core.recompute import Kept, Schedule
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
 from trimtab.decide.statistics import ratio_interval
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.timing import time_call

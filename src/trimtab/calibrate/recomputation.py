@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError
-from trimtab.decide.checkpoint_schedule import DearPart, Kept, Schedule, Stage, keep_all
+from trimtab.core.recompute import Kept, Schedule
+from trimtab.decide.checkpoint_schedule import DearPart, Stage, keep_all
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.chain import find_chain

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.recompute import Kept, Part, Schedule, Segment, check_schedule, kept_in, stages_of
 
 # A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
 # for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
@@ -65,34 +66,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A stage, counted from 0, that is kept: whole, or `in_part` its dear part.
-
-    In part it is in no segment, whose first forward would hold that part until the end.
-    """
-
-    index: int
-    in_part: bool = False
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Stages that are run forward again before their backward, by a schedule of their own."""
-
-    parts: Schedule
-
-    @property
-    def stages(self) -> range:
-        """Its stages, those of segments within it too."""
-        first, last = self.parts[0], self.parts[-1]
-        return range(_stages(first).start, _stages(last).stop)
-
-
-Part = Kept | Segment
-Schedule = tuple[Part, ...]
-
-
-@dataclass(frozen=True)
 class Predicted:
     """What a schedule makes of a step.
 
@@ -135,29 +108,13 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
     Raises:
         ValueGivenError: the schedule is not one of these stages, each once and in order.
     """
-    given = [kept.index for kept in _kept(schedule)]
-    if given != list(range(len(chain))):
-        raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {len(chain) - 1}, each once")
-    if any(kept.in_part and chain[kept.index].part is None for kept in _kept(schedule)):
+    check_schedule(schedule, len(chain))
+    if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
         raise ValueGivenError("schedule", given="a stage kept in part", expected="one that has a dear part")
-    if any(kept.in_part for part in schedule if isinstance(part, Segment) for kept in _kept(part.parts)):
-        raise ValueGivenError("schedule", given="a segment with a stage kept in part", expected="such stages in none")
     step = _Step(chain)
     step.forward(schedule, 0)
     step.backward(schedule)
     return Predicted(step.peak, step.recompute_s, tuple(step.runs))
-
-
-def _stages(part: Part) -> range:
-    return part.stages if isinstance(part, Segment) else range(part.index, part.index + 1)
-
-
-def _kept(schedule: Schedule) -> Iterator[Kept]:
-    for part in schedule:
-        if isinstance(part, Segment):
-            yield from _kept(part.parts)
-        else:
-            yield part
 
 
 class _Step:
@@ -347,7 +304,7 @@ class _Table:
         while first <= last:
             part, slots = self._next(first, last, slots)
             parts.append(part)
-            first = _stages(part).stop
+            first = stages_of(part).stop
         return tuple(parts)
 
     def _next(self, first: int, last: int, slots: int) -> tuple[Part, int]:

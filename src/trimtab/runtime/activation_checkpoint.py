@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.core.errors import ModelError
-from trimtab.decide.checkpoint_schedule import Kept, Part, Schedule, Segment
+from trimtab.core.recompute import Kept, Part, Schedule, Segment
 from trimtab.measure.chain import Arguments, same_arguments
 
 _PART = "_trimtab_part"

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.recomputation import measure_chain
-from trimtab.decide.checkpoint_schedule import Kept, keep_all, optimal, predict
+from trimtab.core.recompute import Kept
+from trimtab.decide.checkpoint_schedule import keep_all, optimal, predict
 from trimtab.measure.memory import peak_growth, storage_bytes
 from trimtab.runtime.activation_checkpoint import use_schedule
 

@@ -12,17 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.errors import UsageError
-from trimtab.decide.checkpoint_schedule import (
-    DearPart,
-    Kept,
-    Segment,
-    Stage,
-    every_block,
-    keep_all,
-    optimal,
-    predict,
-    sqrt_segments,
-)
+from trimtab.core.recompute import Kept, Segment
+from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, optimal, predict, sqrt_segments
 
 
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, spare=0, link=True, part=None):

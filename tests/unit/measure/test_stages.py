@@ -9,16 +9,8 @@ import torch
 from torch import nn
 
 from trimtab.core.errors import ModelError
-from trimtab.decide.checkpoint_schedule import (
-    Kept,
-    Segment,
-    Stage,
-    every_block,
-    keep_all,
-    optimal,
-    predict,
-    sqrt_segments,
-)
+from trimtab.core.recompute import Kept, Segment
+from trimtab.decide.checkpoint_schedule import Stage, every_block, keep_all, optimal, predict, sqrt_segments
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.chain import find_chain
 from trimtab.measure.memory import peak_growth, storage_bytes

@@ -13,16 +13,8 @@ from torch import nn
 import trimtab
 import trimtab.core.plan
 from trimtab.core.errors import UsageError
-from trimtab.decide.checkpoint_schedule import (
-    DearPart,
-    Kept,
-    Segment,
-    Stage,
-    every_block,
-    keep_all,
-    predict,
-    sqrt_segments,
-)
+from trimtab.core.recompute import Kept, Segment
+from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, predict, sqrt_segments
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 L = 6

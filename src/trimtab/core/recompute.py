@@ -1,0 +1,150 @@
+"""Which of a model's blocks compute their activations again in a backward: a schedule, and how it is written.
+
+Written, `0-3 (4) (5-6) ~7 8` keeps what the blocks 0 to 3 and 8 need, recomputes 4 alone and 5 and 6 together, and
+keeps of 7 what matrix products and attention made. Segments may be in segments, as in `((0) 1) 2`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trimtab.core.errors import FormatError, ValueGivenError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stage, counted from 0, that is kept: whole, or `in_part` its dear part.
+
+    In part it is in no segment, whose first forward would hold that part until the end.
+    """
+
+    index: int
+    in_part: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Stages that are run forward again before their backward, by a schedule of their own."""
+
+    parts: Schedule
+
+    @property
+    def stages(self) -> range:
+        """Its stages, those of segments within it too."""
+        return range(stages_of(self.parts[0]).start, stages_of(self.parts[-1]).stop)
+
+
+Part = Kept | Segment
+Schedule = tuple[Part, ...]
+
+
+def stages_of(part: Part) -> range:
+    """Return the stages of a part."""
+    return part.stages if isinstance(part, Segment) else range(part.index, part.index + 1)
+
+
+def kept_in(schedule: Schedule) -> Iterator[Kept]:
+    """Yield all stages of a schedule, those in segments too."""
+    for part in schedule:
+        if isinstance(part, Segment):
+            yield from kept_in(part.parts)
+        else:
+            yield part
+
+
+def check_schedule(schedule: Schedule, num_stages: int) -> None:
+    """Raise `ValueGivenError` unless a schedule has so many stages, each once and in order, none in part in a segment."""
+    given = [kept.index for kept in kept_in(schedule)]
+    if given != list(range(num_stages)):
+        raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {num_stages - 1}, each once")
+    segments = (part for part in schedule if isinstance(part, Segment))
+    if any(kept.in_part for segment in segments for kept in kept_in(segment.parts)):
+        raise ValueGivenError("schedule", given="a segment with a stage kept in part", expected="such stages in none")
+
+
+def written(schedule: Schedule) -> str:
+    """Return a schedule as it is written."""
+    return " ".join(_written(schedule))
+
+
+def _written(schedule: Schedule) -> Iterator[str]:
+    run: list[Kept] = []
+    for part in (*schedule, None):
+        if run and not (isinstance(part, Kept) and part.in_part == run[0].in_part):
+            numbers = f"{run[0].index}" if len(run) == 1 else f"{run[0].index}-{run[-1].index}"
+            yield f"~{numbers}" if run[0].in_part else numbers
+            run = []
+        if isinstance(part, Kept):
+            run.append(part)
+        elif part is not None:
+            yield f"({written(part.parts)})"
+
+
+def read_schedule(text: str) -> Schedule:
+    """Return the schedule that is written.
+
+    Raises:
+        FormatError: it is none.
+    """
+    tokens = re.findall(r"[()]|~?\d+(?:-\d+)?|\S", text)
+    parts, rest = _read(tokens)
+    if rest or not parts:
+        raise _no_schedule(text)
+    return parts
+
+
+def _read(tokens: list[str]) -> tuple[Schedule, list[str]]:
+    """Return the parts up to the end or a closing parenthesis, and what is left behind them."""
+    parts: list[Part] = []
+    while tokens and tokens[0] != ")":
+        token, tokens = tokens[0], tokens[1:]
+        if token == "(":
+            inner, tokens = _read(tokens)
+            if not inner or not tokens:
+                raise _no_schedule("(".join(["", *tokens]))
+            parts.append(Segment(inner))
+            tokens = tokens[1:]
+            continue
+        found = re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", token)
+        if found is None:
+            raise _no_schedule(token)
+        first, last = int(found[2]), int(found[3] or found[2])
+        parts += [Kept(index, in_part=bool(found[1])) for index in range(first, last + 1)]
+    return tuple(parts), tokens
+
+
+def _no_schedule(text: str) -> FormatError:
+    return FormatError("recompute", given=f"{text!r:.80}", expected="a schedule, as in 0-3 (4) (5-6) ~7 8")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a plan recomputes.
+
+    Args:
+        blocks: names of modules, in the order they run in. schedule: of them, as it is written.
+
+    Raises:
+        FormatError, ValueGivenError: no schedule, or not of these blocks.
+    """
+
+    blocks: tuple[str, ...]
+    schedule: str
+
+    def __post_init__(self) -> None:
+        check_schedule(self.parts, len(self.blocks))
+
+    @property
+    def parts(self) -> Schedule:
+        """The schedule."""
+        return read_schedule(self.schedule)
+
+    def describe(self) -> str:
+        """Return a short label."""
+        whole = sum(len(part.stages) for part in self.parts if isinstance(part, Segment))
+        in_part = sum(part.in_part for part in self.parts if isinstance(part, Kept))
+        said = [f"{whole} of {len(self.blocks)} blocks"] if whole or not in_part else []
+        said += [f"the cheap of {in_part}" + ("" if said else f" of {len(self.blocks)} blocks")] if in_part else []
+        return " and ".join(said)
