@@ -27,6 +27,7 @@ CHANGES = {
     "allocator": ("retain",) if allocator.can_retain() else (),
     "fused_optimizer": (True,),
     "loss_chunk": (7, 1),
+    "recompute": ("every_block",),
     "compiled": (True,) if shutil.which("g++") else (),
     "schedule": ("warmup_cosine",),
     "learning_rate_scale": (1.5,),

@@ -16,9 +16,10 @@ from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
+from trimtab.core.recompute import check_recompute
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 5
+PLAN_SCHEMA = 6
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -105,6 +106,7 @@ KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
 KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
 KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
+KEEP_RECOMPUTE = Choice(None, _KEPT, Mark.EXACT)
 KEEP_COMPILED = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
@@ -124,12 +126,16 @@ class Plan:
         allocator: "keep", or "retain" to keep freed host memory in the process (CPU training, glibc).
         fused_optimizer: whether the optimizer's step runs as one fused kernel.
         loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves it as it is.
+        recompute: which of the model's blocks compute their activations again in the backward: "every_block", or a
+            schedule as `trimtab.core.recompute` writes it; None: none beyond the loop's own.
         compiled: whether torch compiles the model's forward, the first time that it runs.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
         batch_rule: that rule, with its bounds; None where the batch is the user's.
+        recompute_blocks: names of the modules that the schedule counts, in the order they run in; (): those that are
+            found in the model's tree, in its order.
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
             all is predicted; "" where it was measured. peak_margin: by what its traced peaks are raised; or None.
@@ -149,12 +155,14 @@ class Plan:
     allocator: Choice = KEEP_ALLOCATOR
     fused_optimizer: Choice = KEEP_OPTIMIZER
     loss_chunk: Choice = KEEP_LOSS_CHUNK
+    recompute: Choice = KEEP_RECOMPUTE
     compiled: Choice = KEEP_COMPILED
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
     clip_norm: Choice = KEEP_CLIP
     batch_rule: BatchRule | None = None
+    recompute_blocks: tuple[str, ...] = ()
     check: Check | None = None
     reference: Reference = ASSUMED_REFERENCE
     baseline: Measured | None = None
@@ -184,6 +192,7 @@ class Plan:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
         if self.loss_chunk.value is not None:
             checks.integer("plan.loss_chunk", self.loss_chunk.value)
+        check_recompute(self.recompute.value, len(self.recompute_blocks))
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
             raise FormatError(

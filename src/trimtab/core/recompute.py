@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from trimtab.core.errors import FormatError, ValueGivenError
 
+EVERY_BLOCK = "every_block"
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -55,7 +57,7 @@ def kept_in(schedule: Schedule) -> Iterator[Kept]:
 
 
 def check_schedule(schedule: Schedule, num_stages: int) -> None:
-    """Raise `ValueGivenError` unless a schedule has so many stages, each once and in order, none in part in a segment."""
+    """Raise `ValueGivenError` unless a schedule has so many stages, each once, in order, none in part in a segment."""
     given = [kept.index for kept in kept_in(schedule)]
     if given != list(range(num_stages)):
         raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {num_stages - 1}, each once")
@@ -119,32 +121,47 @@ def _no_schedule(text: str) -> FormatError:
     return FormatError("recompute", given=f"{text!r:.80}", expected="a schedule, as in 0-3 (4) (5-6) ~7 8")
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """What a plan recomputes.
-
-    Args:
-        blocks: names of modules, in the order they run in. schedule: of them, as it is written.
+def schedule_of(value: str, num_blocks: int) -> Schedule:
+    """Return the schedule of so many blocks by its name or as it is written.
 
     Raises:
-        FormatError, ValueGivenError: no schedule, or not of these blocks.
+        FormatError, ValueGivenError: no schedule, or not of so many blocks.
     """
+    if value == EVERY_BLOCK:
+        return tuple(Segment((Kept(index),)) for index in range(num_blocks))
+    schedule = read_schedule(value)
+    check_schedule(schedule, num_blocks)
+    return schedule
 
-    blocks: tuple[str, ...]
-    schedule: str
 
-    def __post_init__(self) -> None:
-        check_schedule(self.parts, len(self.blocks))
+def check_recompute(value: object, num_blocks: int) -> None:
+    """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule, of so many blocks if any are named.
 
-    @property
-    def parts(self) -> Schedule:
-        """The schedule."""
-        return read_schedule(self.schedule)
+    Segments of several blocks are for those whose names are given: that each hands on what it returns, and nobody else
+    looks at it, is to be known of them.
+    """
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise FormatError("plan.recompute", given=repr(value), expected=f"a schedule, {EVERY_BLOCK} or null")
+    if value == EVERY_BLOCK:
+        return
+    schedule = read_schedule(value)
+    check_schedule(schedule, num_blocks or sum(1 for _ in kept_in(schedule)))
+    if not num_blocks and any(len(stages_of(part)) > 1 for part in schedule):
+        raise ValueGivenError(
+            "plan.recompute",
+            given=f"{value!r:.80}, with several blocks in a segment, and no recompute_blocks",
+            expected="the names of the blocks, each of which hands on what it returns to the next one alone",
+            way_out="Segments of single blocks need none.",
+        )
 
-    def describe(self) -> str:
-        """Return a short label."""
-        whole = sum(len(part.stages) for part in self.parts if isinstance(part, Segment))
-        in_part = sum(part.in_part for part in self.parts if isinstance(part, Kept))
-        said = [f"{whole} of {len(self.blocks)} blocks"] if whole or not in_part else []
-        said += [f"the cheap of {in_part}" + ("" if said else f" of {len(self.blocks)} blocks")] if in_part else []
-        return " and ".join(said)
+
+def describe(value: str, num_blocks: int) -> str:
+    """Return a short label of a schedule, as it is written or named."""
+    schedule = schedule_of(value, num_blocks)
+    whole = sum(len(part.stages) for part in schedule if isinstance(part, Segment))
+    in_part = sum(part.in_part for part in schedule if isinstance(part, Kept))
+    said = [f"{whole} of {num_blocks} blocks"] if whole or not in_part else []
+    said += [f"the cheap of {in_part}" + ("" if said else f" of {num_blocks} blocks")] if in_part else []
+    return " and ".join(said)

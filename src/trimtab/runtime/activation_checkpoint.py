@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trimtab.core.errors import ModelError
-from trimtab.core.recompute import Kept, Part, Schedule, Segment
+from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
+from trimtab.measure.blocks import find_blocks
 from trimtab.measure.chain import Arguments, same_arguments
 
 _PART = "_trimtab_part"
@@ -52,10 +54,30 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     return undo
 
 
+def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Have a model's blocks recompute as a plan says; returns what puts back what was.
+
+    Raises:
+        ModelError: the model has no blocks, or not so many, or not those; others as of `use_schedule`.
+    """
+    known = {name for name, _ in model.named_modules()}
+    blocks = plan.recompute_blocks or find_blocks(model)
+    missing = next((name for name in blocks if name not in known), None)
+    if missing is not None or not blocks:
+        given = "a model without blocks" if missing is None else f"a model without {missing}"
+        raise ModelError("plan.recompute", given=given, expected="the model that the plan was made for")
+    try:
+        schedule = schedule_of(str(plan.recompute.value), len(blocks))
+    except ValueGivenError:
+        given = f"{plan.recompute.value!r:.80} for a model of {len(blocks)} blocks"
+        raise ModelError("plan.recompute", given=given, expected="a schedule of as many") from None
+    return use_schedule(model, blocks, schedule)
+
+
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
-            "plan.checkpoint",
+            "plan.recompute",
             given=f"{name}, a scripted module",
             expected="modules of Python",
             way_out="Script nothing.",
@@ -83,7 +105,7 @@ def _check_hooks(modules: Sequence[nn.Module]) -> None:
     for module, name in itertools.product(modules, names):
         if getattr(module, name):
             raise ModelError(
-                "plan.checkpoint",
+                "plan.recompute",
                 given=f"a {type(module).__name__} with hooks of its own in a segment of several blocks",
                 expected="blocks that are called once, which those of a segment are not",
                 way_out="Segments of single blocks can have hooks.",
@@ -169,7 +191,7 @@ class _Follower:
         made = self._head.made
         if not args or args[0] is not made or not same_arguments((args[1:], kwargs), self._head.given):
             given = f"other arguments than those of the first one for a {type(module).__mro__[2].__name__}"
-            raise ModelError("plan.checkpoint", given=given, expected=_AT_ONCE, way_out="Plan the model anew.")
+            raise ModelError("plan.recompute", given=given, expected=_AT_ONCE, way_out="Plan the model anew.")
         if self._is_last:
             self._head.made, self._head.given = None, ((), {})
         return made

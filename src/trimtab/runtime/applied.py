@@ -10,7 +10,7 @@ from torch import nn
 
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime import compiled, layout, loss_head, optimizers, precision
+from trimtab.runtime import activation_checkpoint, compiled, layout, loss_head, optimizers, precision
 from trimtab.runtime.compile_check import CompileCheck, Note
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
@@ -54,6 +54,8 @@ def apply_plan(
             undo.callback(layout.use_channels_last(model, optimizer))
         if plan.loss_chunk.value is not None:
             undo.callback(loss_head.use_chunks(model, int(plan.loss_chunk.value)))
+        if plan.recompute.value is not None:
+            undo.callback(activation_checkpoint.use_plan(model, plan))
         if plan.precision.value == "tf32":
             undo.callback(precision.tf32.hold())
         if plan.allocator.value == "retain":

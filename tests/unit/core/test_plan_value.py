@@ -20,18 +20,20 @@ VALUES = {
     "allocator": "retain",
     "fused_optimizer": True,
     "loss_chunk": 128,
+    "recompute": "every_block",
     "compiled": True,
     "schedule": "warmup_cosine",
     "learning_rate_scale": 3.0,
     "clip_norm": 1.0,
 }
-SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer", "loss_chunk", "compiled"}
+SAME_MATHS = {"precision", "memory_layout", "allocator", "fused_optimizer", "loss_chunk", "recompute", "compiled"}
 KEPT = {
     "precision": "fp32",
     "memory_layout": "keep",
     "allocator": "keep",
     "fused_optimizer": False,
     "loss_chunk": None,
+    "recompute": None,
     "compiled": False,
     "schedule": "user",
     "learning_rate_scale": 1.0,
@@ -47,6 +49,7 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "allocator": Mark.EXACT,
         "fused_optimizer": Mark.ROUNDING,
         "loss_chunk": Mark.ROUNDING,
+        "recompute": Mark.EXACT,
         "compiled": Mark.ROUNDING,
         "schedule": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,

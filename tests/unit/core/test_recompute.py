@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import UsageError
-from trimtab.core.recompute import Kept, Recompute, Segment, check_schedule, kept_in, read_schedule, stages_of, written
+from trimtab.core.recompute import (
+    Kept,
+    Segment,
+    check_recompute,
+    check_schedule,
+    describe,
+    kept_in,
+    read_schedule,
+    schedule_of,
+    stages_of,
+    written,
+)
 
 WRITTEN = {
     "0-2": (Kept(0), Kept(1), Kept(2)),
@@ -57,8 +67,8 @@ def test_any_schedule_is_written_and_read(schedule):
     check_schedule(schedule, number)
     assert read_schedule(written(schedule)) == schedule
     assert [index for part in schedule for index in stages_of(part)] == list(range(number))
-    value = Recompute(tuple(f"blocks.{index}" for index in range(number)), written(schedule))
-    assert from_json(Recompute, to_json(value)) == value
+    assert schedule_of(written(schedule), number) == schedule
+    check_recompute(written(schedule), number)
 
 
 @pytest.mark.parametrize("text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x"])
@@ -73,7 +83,9 @@ def test_what_is_no_schedule_is_refused(text):
 )
 def test_a_schedule_of_other_blocks_is_refused(text, why):
     with pytest.raises(UsageError, match=why):
-        Recompute(("a", "b", "c"), text)
+        schedule_of(text, 3)
+    with pytest.raises(UsageError, match=why):
+        check_recompute(text, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,4 +94,18 @@ def test_a_schedule_of_other_blocks_is_refused(text, why):
      ("~0-1 2", "the cheap of 2 of 3 blocks")],
 )  # fmt: skip
 def test_it_says_what_is_recomputed(text, said):
-    assert Recompute(("a", "b", "c"), text).describe() == said
+    assert describe(text, 3) == said
+
+
+def test_every_block_is_of_any_number():
+    check_recompute("every_block", 0)
+    assert schedule_of("every_block", 2) == (Segment((Kept(0),)), Segment((Kept(1),)))
+    assert describe("every_block", 5) == "5 of 5 blocks"
+
+
+def test_segments_of_several_blocks_need_their_names():
+    check_recompute("0 (1) ~2", 0)
+    with pytest.raises(UsageError, match="no recompute_blocks"):
+        check_recompute("0 (1-2)", 0)
+    with pytest.raises(UsageError, match="a schedule"):
+        check_recompute(True, 3)

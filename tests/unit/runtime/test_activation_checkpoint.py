@@ -246,3 +246,42 @@ def test_the_run_computes_the_same_in_fp16_with_a_loss_scale(name):
 
     for ours, theirs in zip(trained(SCHEDULES[name]), trained(keep_all(L)), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"recompute": "0 (1)"}, "for a model of 6 blocks"),
+        ({"recompute": "0 (1)", "recompute_blocks": ("blocks.0", "other")}, "without other"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused_and_nothing_is_changed(values, why):
+    model = net()
+    blocks = values.pop("recompute_blocks", ())
+    plan = dataclasses.replace(trimtab.Plan.fixed(16, **values), recompute_blocks=blocks)
+    with pytest.raises(UsageError, match=why):
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    assert {type(block) for block in model.blocks} == {Block}
+    lone, plan = nn.Linear(2, 2), trimtab.Plan.fixed(4, recompute="every_block")
+    with pytest.raises(UsageError, match="without blocks"):
+        trimtab.start(lone, torch.optim.SGD(lone.parameters(), lr=0.1), plan)
+
+
+@pytest.mark.parametrize("text", ["every_block", "~0 (1) 2-4 (5)", "0 (1-3) ((4) 5)"])
+def test_a_run_recomputes_as_its_plan_says_and_puts_all_back(text):
+    def trained(**values):
+        model = net()
+        plan = dataclasses.replace(trimtab.Plan.fixed(16, 8), recompute_blocks=tuple(NAMES))
+        choice = trimtab.core.plan.Choice(values.get("recompute"), "by hand", changed=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(1)
+        with trimtab.start(model, optimizer, dataclasses.replace(plan, recompute=choice)) as run:
+            assert ({type(block) for block in model.blocks} != {Block}) is bool(values)
+            for _ in range(3):
+                batch = torch.randn(16, 8), torch.randint(0, 3, (16,))
+                run.train_step(run.window(batch), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
+        assert {type(block) for block in model.blocks} == {Block}
+        return [*(p.detach() for p in model.parameters()), *model.buffers()]
+
+    for ours, theirs in zip(trained(recompute=text), trained(), strict=True):
+        assert torch.equal(ours, theirs)
