@@ -135,7 +135,7 @@ def schedule_of(value: str, num_blocks: int) -> Schedule:
 
 
 def check_recompute(value: object, num_blocks: int) -> None:
-    """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule, of so many blocks if any are named.
+    """Raise `FormatError` or `ValueGivenError` unless a value is None or a schedule; of so many blocks, if any.
 
     Segments of several blocks are for those whose names are given: that each hands on what it returns, and nobody else
     looks at it, is to be known of them.
