@@ -193,6 +193,11 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
         slots: that the limit is cut into; sizes are rounded up to whole ones, so that what is found is not the least,
             or is not found, where that is a matter of less than a slot a stage.
     """
+    plain = keep_all(len(chain))
+    if predict(chain, plain).peak_bytes <= limit_bytes:
+        return plain
+    if limit_bytes <= 0:
+        return None
     slacks = SLACKS if limit_bytes > slots else (1.0,)
     table = _Table(chain, slacks[0] * limit_bytes, slots)
     for slack in slacks:

@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._calls: list[_Call] = []
         self._inside: list[int] = []  # calls that are open
-        self._made_by: dict[int, int] = {}  # storage -> call that returned it
+        self._made_by: dict[int, set[int]] = {}  # storage -> calls that returned it, or a view of it
         self._shared: set[int] = set()  # calls whose results others look at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,9 +73,8 @@ class _Watch(TorchDispatchMode):
     def _look(self, values: Any, by: int | None) -> None:
         for tensor in tree_iter(values):
             if isinstance(tensor, Tensor):
-                maker = self._made_by.get(tensor.untyped_storage()._cdata)
-                if maker is not None and by not in (maker, maker + 1):
-                    self._shared.add(maker)
+                makers = self._made_by.get(tensor.untyped_storage()._cdata, ())
+                self._shared |= {maker for maker in makers if by not in (maker, maker + 1)}
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
@@ -91,7 +90,9 @@ class _Watch(TorchDispatchMode):
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             index = self._inside.pop()
             self._calls[index].result = result
-            self._made_by |= {t.untyped_storage()._cdata: index for t in tree_iter(result) if isinstance(t, Tensor)}
+            for tensor in tree_iter(result):
+                if isinstance(tensor, Tensor):
+                    self._made_by.setdefault(tensor.untyped_storage()._cdata, set()).add(index)
 
         handles = [model.register_forward_hook(lambda _, args, result: self._look(result, None))]
         for name in blocks:

@@ -7,7 +7,6 @@ called in their turn by the model's own code, hand on what they are given, which
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.chain import Arguments, same_arguments
+from trimtab.runtime.recomputed import recomputed
 
 _PART = "_trimtab_part"
 _AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
@@ -41,17 +40,61 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     swaps = list(_swaps(modules, schedule))
     for index, _ in swaps:
         _check(blocks[index], modules[index])
-    before = [(modules[index], type(modules[index])) for index, _ in swaps]
+    if len({id(modules[index]) for index, _ in swaps}) < len(swaps):
+        raise _refused("a block that is in the schedule twice", "each once")
+    heads = [part for _, part in swaps if isinstance(part, _Head)]
+    plain = [(modules[index], type(modules[index])) for index, _ in swaps]
+    hooks = (
+        [model.register_forward_pre_hook(_Begins(heads)), model.register_forward_hook(_Ends(heads))] if heads else []
+    )
 
     def undo() -> None:
-        for module, plain in before:
-            module.__class__ = plain
+        for hook in hooks:
+            hook.remove()
+        for module, kind in plain:
+            if type(module) is _swapped(kind):  # else somebody else has swapped it since
+                module.__class__ = kind
             module.__dict__.pop(_PART, None)
 
     for index, part in swaps:
-        modules[index].__class__ = _swapped(type(modules[index]))
         modules[index].__dict__[_PART] = part
+        modules[index].__class__ = _swapped(type(modules[index]))
     return undo
+
+
+def _nothing(*_: Any) -> None:
+    """What a copy of a model has in place of its hooks."""
+
+
+class _Hook:
+    """Of the model's forward; a copy of the model has none."""
+
+    def __init__(self, heads: Sequence[_Head]) -> None:
+        self._heads = heads
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return getattr, (_Hook, "nothing")
+
+    nothing = staticmethod(_nothing)
+
+
+class _Begins(_Hook):
+    """A forward begins: what an earlier one left, that raised, is forgotten."""
+
+    def __call__(self, *_: Any) -> None:
+        for head in self._heads:
+            head.forget()
+
+
+class _Ends(_Hook):
+    """It is over: every segment was handed on to its end."""
+
+    def __call__(self, *_: Any) -> None:
+        if any(head.left for head in self._heads):
+            raise _broken("a block of a segment that was not called")
 
 
 def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
@@ -74,14 +117,21 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
     return use_schedule(model, blocks, schedule)
 
 
+def _refused(given: str, expected: str) -> ModelError:
+    return ModelError("plan.recompute", given=given, expected=expected, way_out="Plan without it, or leave it out.")
+
+
+def _broken(given: str) -> ModelError:
+    return ModelError("plan.recompute", given=given, expected=_AT_ONCE, way_out="Segments of single blocks need none.")
+
+
 def _check(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
-        raise ModelError(
-            "plan.recompute",
-            given=f"{name}, a scripted module",
-            expected="modules of Python",
-            way_out="Script nothing.",
-        )
+        raise _refused(f"{name}, a scripted module", "a module of Python's")
+    if isinstance(module, _Swapped):
+        raise _refused(f"{name}, which recomputes already", "a block of no other schedule")
+    if "forward" in vars(module):
+        raise _refused(f"{name}, whose forward was replaced on the module itself", "a forward of its class")
 
 
 def _swaps(modules: Sequence[nn.Module], schedule: Schedule) -> Iterator[tuple[int, _Alone | _Head | _Follower]]:
@@ -90,14 +140,14 @@ def _swaps(modules: Sequence[nn.Module], schedule: Schedule) -> Iterator[tuple[i
         if isinstance(part, Kept):
             if part.in_part:
                 yield part.index, _Alone(in_part=True)
-        elif part.parts == (Kept(part.stages[0]),):
+        elif len(part.stages) == 1:
             yield part.stages[0], _Alone(in_part=False)
         else:
             first, *others = part.stages
             _check_hooks([modules[index] for index in part.stages])
             head = _Head(part, [modules[index] for index in part.stages])
             yield first, head
-            yield from ((index, _Follower(head, is_last=index == others[-1])) for index in others)
+            yield from ((index, _Follower(head)) for index in others)
 
 
 def _check_hooks(modules: Sequence[nn.Module]) -> None:
@@ -120,12 +170,14 @@ class _Swapped:
         return part.run(self, functools.partial(super().forward), args, kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != _PART}
-        return _plain, (type(self).__mro__[2],), state
+        _, (kind, *others), *rest = super().__reduce_ex__(max(2, protocol))
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _PART}
+        return _plain, (type(self).__mro__[2] if kind is type(self) else kind, *others), *rest
 
 
-def _plain(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _plain(kind: type[nn.Module], *others: Any) -> nn.Module:
+    return kind.__new__(kind, *others)
 
 
 @functools.cache
@@ -141,24 +193,58 @@ class _Alone:
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what the block makes of its arguments."""
-        return _recomputed(forward, (module,), args, kwargs, in_part=self._in_part)
+        return recomputed(forward, (module,), args, kwargs, in_part=self._in_part)
 
 
 class _Head:
-    """The first block of a segment, which runs all of it."""
+    """The first block of a segment, which runs all of it.
+
+    Attributes:
+        left: blocks that the model's own code has still to call. made: what the segment made; None where it was not
+            run, as without gradients, and each block runs by itself.
+    """
 
     def __init__(self, segment: Segment, modules: Sequence[nn.Module]) -> None:
         self._parts = segment.parts
         self._modules = dict(zip(segment.stages, modules, strict=True))
         self._forwards = {index: functools.partial(type(m).forward, m) for index, m in self._modules.items()}
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was run."""
+        self.left: list[nn.Module] = []
         self.made: Any = None
-        self.given: Arguments = (), {}
+        self._given: Arguments = (), {}
+        self._under: Any = None
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what the last block of the segment makes."""
-        self.given = args[1:], kwargs
-        self.made = _recomputed(self._run, tuple(self._modules.values()), (self._parts, *args), kwargs)
-        return self.made
+        self.forget()
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        made = recomputed(self._run, tuple(self._modules.values()), (self._parts, *args), kwargs)
+        self.left = list(self._modules.values())[1:]
+        self.made, self._given, self._under = made, (args[1:], kwargs), _ambient()
+        return made
+
+    def hand_on(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what the segment made, to the next of its blocks.
+
+        Raises:
+            ModelError: it is another one, or it is given something else, or other settings are in force.
+        """
+        name = type(module).__mro__[2].__name__
+        if not self.left or self.left[0] is not module:
+            raise _broken(f"a {name} that is called out of turn")
+        if not args or args[0] is not self.made or not same_arguments((args[1:], kwargs), self._given):
+            raise _broken(f"other arguments than those of the first one for a {name}")
+        if _ambient() != self._under:
+            raise _broken(f"gradients or autocast switched on or off before a {name}")
+        self.left.pop(0)
+        made = self.made
+        if not self.left:
+            self.forget()
+        return made
 
     def _run(self, parts: Schedule, x: Any, *args: Any, **kwargs: Any) -> Any:
         for part in parts:
@@ -168,84 +254,25 @@ class _Head:
     def _of(self, part: Part) -> Callable[..., Any]:
         if isinstance(part, Segment):
             modules = tuple(self._modules[index] for index in part.stages)
-            return lambda *args, **kwargs: _recomputed(self._run, modules, (part.parts, *args), kwargs)
-        forward = self._forwards[part.index]
-        if part.in_part:
-            modules = (self._modules[part.index],)
-            return lambda *args, **kwargs: _recomputed(forward, modules, args, kwargs, in_part=True)
-        return forward
+            return lambda *args, **kwargs: recomputed(self._run, modules, (part.parts, *args), kwargs)
+        return self._forwards[part.index]
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Return the settings that a forward is run under."""
+    kinds = ("cpu", "cuda")
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return (torch.is_grad_enabled(), casts)
 
 
 class _Follower:
-    """Another block of a segment: it was run."""
+    """Another block of a segment: it was run, or runs by itself where the segment was not."""
 
-    def __init__(self, head: _Head, *, is_last: bool) -> None:
-        self._head, self._is_last = head, is_last
+    def __init__(self, head: _Head) -> None:
+        self._head = head
 
     def run(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what it is given, the segment's output.
-
-        Raises:
-            ModelError: it is given something else.
-        """
-        made = self._head.made
-        if not args or args[0] is not made or not same_arguments((args[1:], kwargs), self._head.given):
-            given = f"other arguments than those of the first one for a {type(module).__mro__[2].__name__}"
-            raise ModelError("plan.recompute", given=given, expected=_AT_ONCE, way_out="Plan the model anew.")
-        if self._is_last:
-            self._head.made, self._head.given = None, ((), {})
-        return made
-
-
-def _recomputed(
-    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any, *, in_part: bool = False
-) -> Any:
-    """Return what a function makes of its arguments; its backward runs it again."""
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if not torch.compiler.is_compiling():  # which knows of buffers itself, and takes no context but this one
-        options["context_fn"] = functools.partial(_contexts, modules, in_part)
-    elif in_part:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, *args, **options, **kwargs)
-
-
-_Context = contextlib.AbstractContextManager[Any]
-
-
-def _contexts(modules: Sequence[nn.Module], in_part: bool) -> tuple[_Context, _Context]:
-    first: _Context
-    again: _Context
-    first = again = contextlib.nullcontext()
-    if in_part:
-        first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _recomputing(modules, again)
-
-
-@contextlib.contextmanager
-def _recomputing(modules: Sequence[nn.Module], inner: _Context) -> Iterator[None]:
-    """Leave buffers as they are: what moves them, as batch statistics, did so the first time."""
-    within = [module for block in modules for module in block.modules() if module._buffers]
-    before = [(module, dict(module._buffers)) for module in within]
-    try:
-        for module, buffers in before:
-            module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        with inner:
-            yield
-    finally:
-        for module, buffers in before:
-            module._buffers.update(buffers)
-
-
-_DEAR = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
-)  # fmt: skip
-
-
-def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what matrix products and attention make."""
-    name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
-    return CheckpointPolicy.MUST_SAVE if name in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+        """Return what the segment made, or what the block makes by itself."""
+        if self._head.made is None:
+            return forward(*args, **kwargs)
+        return self._head.hand_on(module, args, kwargs)

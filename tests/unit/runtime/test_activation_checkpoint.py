@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import trimtab
 import trimtab.core.plan
 from trimtab.core.errors import UsageError
-from trimtab.core.recompute import Kept, Segment
+from trimtab.core.recompute import Kept, Segment, schedule_of
 from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, predict, sqrt_segments
 from trimtab.runtime.activation_checkpoint import use_schedule
 
@@ -285,3 +286,133 @@ def test_a_run_recomputes_as_its_plan_says_and_puts_all_back(text):
 
     for ours, theirs in zip(trained(recompute=text), trained(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Ways(Net):
+    """A model whose own code runs its blocks as it is told."""
+
+    def __init__(self, run):
+        torch.manual_seed(0)
+        super().__init__(dropout=0.0, norm="layer")
+        self.run = run
+
+    def forward(self, x):
+        return self.head(self.run(self.blocks, x))
+
+
+def skipping(blocks, x):
+    for index, block in enumerate(blocks):
+        x = x if index == 1 else block(x)
+    return x
+
+
+def ending_early(blocks, x):
+    for block in blocks[:2]:
+        x = block(x)
+    return x
+
+
+def under_another_autocast(blocks, x):
+    for index, block in enumerate(blocks):
+        with torch.autocast("cpu", torch.bfloat16, enabled=index == 1):
+            x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("run", [skipping, ending_early, under_another_autocast])
+def test_a_segment_that_is_not_run_as_one_raises_and_the_next_forward_is_none_the_worse(run):
+    model = Ways(run)
+    undo = use_schedule(model, NAMES, SCHEDULES["sqrt"])
+    with pytest.raises(UsageError, match="one after another"):
+        model(torch.randn(4, 8))
+    model.run = lambda blocks, x: functools.reduce(lambda y, block: block(y), blocks, x)
+    model(torch.randn(4, 8)).sum().backward()
+    undo()
+
+
+def test_blocks_without_gradients_run_by_themselves():
+    """As in validation, where every layer's result may be looked at; and where only the first are frozen."""
+
+    def half(blocks, x):
+        with torch.no_grad():
+            for block in blocks[:2]:
+                x = block(x)
+        for block in blocks[2:]:
+            x = block(x)
+        return x
+
+    x = torch.randn(4, 8)
+    found = []
+    for schedule in (SCHEDULES["sqrt"], keep_all(L)):
+        model = Ways(half)
+        undo = use_schedule(model, NAMES, schedule)
+        model(x).sum().backward()
+        with torch.no_grad():
+            each = [model.blocks[0](x), model.blocks[1](x)]
+        undo()
+        found.append([*each, *(torch.zeros(1) if p.grad is None else p.grad for p in model.parameters())])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+class Normed(nn.Module):
+    """Moves a buffer and then reads it, as spectral normalisation does; and takes what it is given by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, *, x, debug=False):
+        assert debug is True
+        return x + self.drop(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("text", ["every_block", "~0-2"])
+def test_a_buffer_that_is_moved_and_read_is_read_as_it_was(text):
+    def grads(recompute):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Normed() for _ in range(3)).train()
+        undo = use_schedule(model, ("0", "1", "2"), schedule_of(text, 3) if recompute else keep_all(3))
+        torch.manual_seed(1)
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            for block in model:
+                x = block(x=x, debug=True)
+            x.square().sum().backward()
+        undo()
+        return [*(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers()), torch.rand(2)]
+
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads(True), grads(False), strict=True))
+
+
+def test_a_second_backward_runs_again_too():
+    """As for a gradient penalty."""
+
+    def grads(schedule):
+        model = net(norm="batch", dropout=0.1)
+        undo = use_schedule(model, NAMES, schedule)
+        torch.manual_seed(1)
+        x = torch.randn(8, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        undo()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    assert all(torch.allclose(*both, atol=1e-6) for both in zip(grads(NESTED), grads(keep_all(L)), strict=True))
+
+
+def test_what_cannot_be_swapped_is_refused_and_nothing_is_changed():
+    model = net()
+    model.blocks[5] = model.blocks[0]
+    with pytest.raises(UsageError, match="twice"):
+        use_schedule(model, NAMES, every_block(L + 1)[:L])
+    model = net()
+    model.blocks[2].forward = lambda x, scale=1.0: x
+    with pytest.raises(UsageError, match="replaced on the module"):
+        use_schedule(model, NAMES, every_block(L))
+    model = net()
+    undo = use_schedule(model, NAMES, every_block(L))
+    with pytest.raises(UsageError, match="recomputes already"):
+        use_schedule(model, NAMES, every_block(L))
+    undo()
+    assert {type(block) for block in model.blocks} == {Block}

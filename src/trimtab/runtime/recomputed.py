@@ -1,0 +1,150 @@
+"""A function whose backward runs it again, by torch's checkpointing, with what that leaves to its caller.
+
+Buffers are as they were before the forward while it is run again, and as they are now afterwards: what moves them, as
+batch statistics, does so once, and what reads them reads the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_Context = contextlib.AbstractContextManager[Any]
+
+
+def recomputed(
+    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any, *, in_part: bool = False
+) -> Any:
+    """Return what a function makes of its arguments; its backward runs it again.
+
+    Args:
+        modules: whose buffers it may move. in_part: keep what matrix products and attention make.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():  # which knows of buffers itself
+        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options = {"context_fn": selective} if in_part else {}
+        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[index] for index in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def call(_: Tensor | None, *given: Tensor) -> Any:
+        all_leaves = list(rest)
+        for index, tensor in zip(places, given, strict=True):
+            all_leaves[index] = tensor
+        again, named = tree_unflatten(all_leaves, structure)
+        return function(*again, **named)
+
+    # Of arguments by position alone torch knows which devices draw random numbers, and whether one was written over.
+    context = functools.partial(_contexts, modules, in_part)
+    return checkpoint(call, _of_device(modules), *tensors, use_reentrant=False, context_fn=context)
+
+
+def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:
+    parameter = next((p for module in modules for p in module.parameters()), None)
+    return None if parameter is None else torch.empty(0, device=parameter.device)
+
+
+def _contexts(modules: Sequence[nn.Module], in_part: bool) -> tuple[_Context, _Context]:
+    first: _Context
+    again: _Context
+    first = again = contextlib.nullcontext()
+    if in_part:
+        first, again = create_selective_checkpoint_contexts(_policy)
+    buffers = _Buffers(modules)
+    return _Both(buffers.noting, first), _Both(buffers.as_they_were, again)
+
+
+class _Both:
+    """Two contexts in one, that may be entered again."""
+
+    def __init__(self, outer: Callable[[], _Context], inner: _Context) -> None:
+        self._outer, self._inner = outer, inner
+        self._stacks: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._outer())
+            stack.enter_context(self._inner)
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stacks.pop().__exit__(*error)
+
+
+# Names of each module's buffers that a forward was seen to move.
+_moving: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+class _Buffers:
+    """The buffers of some modules, as they were before a forward."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(dict.fromkeys(m for module in modules for m in module.modules() if m._buffers))
+        self._before: dict[tuple[nn.Module, str], Tensor] = {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Copy those that move: all of them the first time, then those that did.
+
+        The first time by their values, for which the device is waited for: batch statistics move without a new version.
+        """
+        seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
+        copies = {(m, name): b.clone() for m, name, b, _ in seen if name in _moving.get(m, (name,))}
+        new = {module for module in self._modules if module not in _moving}
+        yield
+        for module, name, buffer, version in seen:
+            now, copy = module._buffers.get(name), copies.get((module, name))
+            moved = now is not buffer or buffer._version != version or name in _moving.get(module, ())
+            if moved or (module in new and copy is not None and not torch.equal(copy, buffer)):
+                _moving.setdefault(module, set()).add(name)
+                self._before[module, name] = buffer if copy is None else copy
+        for module in new:
+            _moving.setdefault(module, set())
+
+    @contextlib.contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Have copies of them in their places; then they are as they were found."""
+        found = [(module, dict(module._buffers)) for module in self._modules]
+        try:
+            for (module, name), before in self._before.items():
+                module._buffers[name] = before.clone()
+            yield
+        finally:
+            for module, buffers in found:
+                module._buffers.update(buffers)
+
+
+_DEAR = {
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution", "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}  # fmt: skip
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what matrix products and attention make; but what draws random numbers, which those after it go on from."""
+    name = getattr(getattr(operator, "overloadpacket", None), "__name__", "")
+    if name not in _DEAR or _draws(operator, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return bool(given.get("dropout_p", 0.0))
