@@ -43,6 +43,8 @@ def _stamped(model: nn.Module, blocks: Sequence[str], device: torch.device) -> I
 
     def note(index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            if len(stamps[index]) == 2:  # run again in a backward, by checkpointing of the model's own
+                return
             event = stamp(device)
             stamps[index].append(time.perf_counter() if event is None else event)
 

@@ -95,7 +95,7 @@ class _Mark:
 
     begin: int
     end: int = 0
-    backward: int = 0
+    backward: int | None = None
     outputs: frozenset[int] = frozenset()
 
 
@@ -148,9 +148,8 @@ class _Pass:
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
             mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
-            for tensor in tensors[:1]:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
+            for tensor in [each for each in tensors if each.requires_grad][:1]:
+                tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
 
         handles = []
         for name in blocks:
@@ -195,15 +194,18 @@ class _Pass:
         """Return each stage's backward, which is over where that of the one before it begins."""
         held, most, events = self._held(), self._most(), self._seen.events
         died = {number: index for index, (number, sign) in enumerate(events) if sign < 0}
-        ends = [len(events), *(mark.backward for mark in self._marks[:-1])]
-        return [
-            _Span(
-                max(most[mark.backward : end + 1]) - held[mark.backward],
-                self._size(n for n, sign in events[mark.backward : end] if sign > 0 and n not in died),
-                self._size(n for n in mark.outputs if died.get(n, len(events)) < mark.backward),
+        spans, end = [], len(events)
+        for mark in self._marks:  # each backward is over where that of the one before begins, if that has one
+            begin = end if mark.backward is None else mark.backward
+            spans.append(
+                _Span(
+                    max(most[begin : end + 1]) - held[begin],
+                    self._size(n for n, sign in events[begin:end] if sign > 0 and n not in died),
+                    self._size(n for n in mark.outputs if died.get(n, len(events)) < begin),
+                )
             )
-            for mark, end in zip(self._marks, ends, strict=True)
-        ]
+            end = begin
+        return spans
 
     def _size(self, numbers: Iterable[int]) -> int:
         return sum(self._storages.sizes[number] for number in numbers)

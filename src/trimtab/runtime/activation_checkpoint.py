@@ -114,6 +114,8 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
     except ValueGivenError:
         given = f"{plan.recompute.value!r:.80} for a model of {len(blocks)} blocks"
         raise ModelError("plan.recompute", given=given, expected="a schedule of as many") from None
+    if plan.compiled.value and any(next(model.get_submodule(name).buffers(), None) is not None for name in blocks):
+        raise _refused("a plan that compiles too, and blocks with buffers, which would move twice", "one of the two")
     return use_schedule(model, blocks, schedule)
 
 

@@ -100,3 +100,11 @@ def test_a_step_that_looks_at_values_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     with pytest.raises(ModelError, match="cannot be traced"):
         trace_stages(model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), find_blocks(model))
+
+
+def test_blocks_that_are_frozen_have_no_backward():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    model[0].requires_grad_(False)
+    traced = trace_stages(model, lambda m, x: m(x).sum(), torch.randn(4, 8), find_blocks(model))
+    assert [stage.gradient_bytes for stage in traced.stages] == [0, 8 * 8 * 4 + 32, 8 * 8 * 4 + 32, 0]
+    assert traced.stages[0].backward_bytes == 0

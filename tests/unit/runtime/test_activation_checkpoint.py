@@ -416,3 +416,11 @@ def test_what_cannot_be_swapped_is_refused_and_nothing_is_changed():
         use_schedule(model, NAMES, every_block(L))
     undo()
     assert {type(block) for block in model.blocks} == {Block}
+
+
+def test_compiling_blocks_with_buffers_and_recomputing_them_is_refused():
+    plan = trimtab.Plan.fixed(16, recompute="every_block", compiled=True)
+    model = net(norm="batch")
+    with pytest.raises(UsageError, match="compiles too"):
+        trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    assert {type(block) for block in model.blocks} == {Block}
