@@ -59,7 +59,7 @@ def measure_chain(
     links = [*found.links, False, False]  # the last block's result goes to what is no block
     chain = [
         Stage(s, 2 * s, b.output_bytes, b.saved_bytes, b.forward_bytes, b.dropping_bytes, b.backward_bytes,
-              b.gradient_bytes, b.spare_bytes, link)
+              b.gradient_bytes, b.spare_bytes, b.beside_bytes, link)
         for s, b, link in zip((*seconds, 0.0), traced.stages, links, strict=True)
     ]  # fmt: skip
     whole = Recomputation(found.blocks, tuple(chain), traced.held_bytes)

@@ -48,6 +48,7 @@ class Stage:
             backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
             it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
             and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+        beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
         is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
         part: where the dear part alone may be kept.
     """
@@ -61,6 +62,7 @@ class Stage:
     backward_bytes: int
     gradient_bytes: int = 0
     spare_bytes: int = 0
+    beside_bytes: int = 0
     is_linked: bool = True
     part: DearPart | None = None
 
@@ -112,8 +114,7 @@ def predict(chain: Sequence[Stage], schedule: Schedule) -> Predicted:
     if any(kept.in_part and chain[kept.index].part is None for kept in kept_in(schedule)):
         raise ValueGivenError("schedule", given="a stage kept in part", expected="one that has a dear part")
     step = _Step(chain)
-    step.forward(schedule, 0)
-    step.backward(schedule)
+    step.run(schedule)
     return Predicted(step.peak, step.recompute_s, tuple(step.runs))
 
 
@@ -125,6 +126,18 @@ class _Step:
         self._held = self._gradients = self.peak = 0
         self.recompute_s = 0.0
         self.runs = [0] * len(chain)
+
+    def run(self, schedule: Schedule) -> None:
+        """Run the step. What lies between stages is held from each forward to its backward, and never run again."""
+        for part in schedule:
+            self.forward((part,), 0)
+            self._held += self._beside(part)
+        for part in reversed(schedule):
+            self._held -= self._beside(part)
+            self.backward((part,))
+
+    def _beside(self, part: Part) -> int:
+        return sum(self._chain[index].beside_bytes for index in stages_of(part))
 
     def forward(self, schedule: Schedule, slope: int) -> None:
         """Run forward while the gradient of what comes out is held, of so many bytes."""
@@ -222,6 +235,7 @@ class _Table:
         growth = [0, *itertools.accumulate(stage.gradient_bytes for stage in reversed(chain))]
         self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
         self._outputs = [self._slots(stage.output_bytes) for stage in chain]
+        self._beside = [self._slots(stage.beside_bytes) for stage in chain]
         self._dropping = self._dropping_from()
         self._reach = self._furthest()  # of each stage the last one that a segment from it may hold
         self._least = np.full((self._num, self._num, self._most + 1), np.inf, np.float32)
@@ -260,8 +274,13 @@ class _Table:
         for kept in (Kept(index), *(Kept(index, in_part=each) for each in in_part)):
             need = self._slots(max(forward, before + _backward_need(stage, kept)))
             recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
-            found.append((kept, self._slots(_kept_bytes(stage, kept)), need, recompute_s))
+            held = self._slots(_kept_bytes(stage, kept)) + self._held_beside(index, last)
+            found.append((kept, held, need, recompute_s))
         return found
+
+    def _held_beside(self, index: int, last: int) -> int:
+        """Return the slots of what is held between a stage and the next: in a segment nothing, and at its end."""
+        return self._beside[index] if index < last == self._num - 1 else 0
 
     def _needs(self, last: int) -> np.ndarray:
         """Return the slots there must be to run a segment from one stage to another forward, keeping nothing."""
@@ -292,7 +311,7 @@ class _Table:
             finite = int(np.searchsorted(-row, -np.inf, side="right"))  # R never grows with m
             self._fits_from[first, last] = finite
             if first > 0:
-                output = self._outputs[first - 1]
+                output = self._outputs[first - 1] + self._held_beside(first - 1, last)
                 behind[first, output:] = row[: max(0, size - output)] + np.float32(self._until[first])
                 behind_from[first] = finite + output
 
@@ -324,12 +343,13 @@ class _Table:
         least = min((cost for cost, *_ in found), default=math.inf)
         if costs and min(costs) < least:
             end = ends[costs.index(min(costs))]
-            return Segment(self._best(first, end, slots)), slots - self._outputs[end]
+            left = slots - self._outputs[end] - self._held_beside(end, last)
+            return Segment(self._best(first, end, slots)), left
         _, part, left = min(found, key=lambda each: each[0])
         return part, left
 
     def _segment_cost(self, first: int, end: int, last: int, slots: int) -> float:
-        left = slots - self._outputs[end]
+        left = slots - self._outputs[end] - self._held_beside(end, last)
         if left < 0 or slots < self._slots(self._always(last) + self._dropping[first, end]):
             return math.inf
         again = float(self._until[end + 1] - self._until[first])

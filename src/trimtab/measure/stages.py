@@ -31,6 +31,7 @@ class StageBytes:
     forward_bytes: int
     dropping_bytes: int
     spare_bytes: int
+    beside_bytes: int
     backward_bytes: int
     gradient_bytes: int
 
@@ -83,7 +84,9 @@ def trace_stages(
         raise cannot_trace(error) from error
     dropped = (span.most for span in dropping.forwards())
     stages = tuple(
-        StageBytes(span.output_bytes, span.left, span.most, most, after.output_bytes, after.most, after.left)
+        StageBytes(
+            span.output_bytes, span.left, span.most, most, after.output_bytes, span.beside, after.most, after.left
+        )
         for span, after, most in zip(keeping.forwards(), keeping.backwards(), dropped, strict=True)
     )
     return ChainBytes(sum(storages.sizes[number] for number in known) + keeping.before, stages)
@@ -103,12 +106,14 @@ class _Mark:
 class _Span:
     """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end.
 
-    `output_bytes`: what a forward returns; of that, what is gone before a backward.
+    `output_bytes`: what a forward returns; of that, what is gone before a backward. `beside`: what is held, from behind
+    a forward, when the next one begins.
     """
 
     most: int
     left: int
     output_bytes: int = 0
+    beside: int = 0
 
 
 class _Pass:
@@ -179,16 +184,20 @@ class _Pass:
         return most
 
     def forwards(self) -> list[_Span]:
-        """Return each stage's forward."""
-        held, most = self._held(), self._most()
-        return [
-            _Span(
-                max(most[mark.begin : mark.end + 1]) - held[mark.begin],
-                held[mark.end] - held[mark.begin],
-                self._size(mark.outputs),
+        """Return each stage's forward; what the model does before it, behind the one before, is in the most of it."""
+        held, most, spans = self._held(), self._most(), []
+        for index, mark in enumerate(self._marks):
+            since = self._marks[index - 1].end if index else mark.begin
+            following = self._marks[index + 1].begin if index + 1 < len(self._marks) else mark.end
+            spans.append(
+                _Span(
+                    max(most[since : mark.end + 1]) - held[mark.begin],
+                    held[mark.end] - held[mark.begin],
+                    self._size(mark.outputs),
+                    max(0, held[following] - held[mark.end]),
+                )
             )
-            for mark in self._marks
-        ]
+        return spans
 
     def backwards(self) -> list[_Span]:
         """Return each stage's backward, which is over where that of the one before it begins."""

@@ -16,10 +16,10 @@ from trimtab.core.recompute import Kept, Segment
 from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, optimal, predict, sqrt_segments
 
 
-def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, spare=0, link=True, part=None):
+def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):
     forward = saved if forward is None else forward
     dropping = forward if dropping is None else dropping
-    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, spare, link, part)
+    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, part=part, **others)
 
 
 def alike(number, **how):
@@ -100,6 +100,12 @@ def test_segments_are_cut_where_stages_are_not_linked():
     assert found == [(0, 1, 2), (3, 4), (5,)]
 
 
+def test_what_lies_between_stages_is_held_whatever_is_recomputed():
+    plain, beside = alike(4, saved=5, out=1), alike(4, saved=5, out=1, beside_bytes=2, is_linked=False)
+    for schedule in (keep_all(4), every_block(4)):
+        assert predict(beside, schedule).peak_bytes == predict(plain, schedule).peak_bytes + 3 * 2
+
+
 def test_schedules_of_one_level_take_one_more_forward_at_the_most():
     chain = alike(16)
     for schedule in (every_block(16), sqrt_segments(16)):
@@ -133,12 +139,10 @@ def chains(draw, most=4):
         dropping = draw(st.integers(out, forward))
         f = draw(st.integers(1, 5))
         in_part = st.builds(DearPart, st.integers(out, saved), st.integers(0, 9), st.integers(0, f))
-        each.append(
-            stage(
-                saved, f=f, out=out, forward=forward, dropping=dropping, backward=backward, grad=grad,
-                spare=draw(st.integers(0, out)), link=draw(st.integers(0, 3)) > 0, part=draw(st.none() | in_part),
-            )
-        )  # fmt: skip
+        link, spare = draw(st.integers(0, 3)) > 0, draw(st.integers(0, out))
+        others = {"spare_bytes": spare, "is_linked": link, "beside_bytes": 0 if link else draw(st.integers(0, 3))}
+        others |= {"forward": forward, "dropping": dropping, "backward": backward, "part": draw(st.none() | in_part)}
+        each.append(stage(saved, f=f, out=out, grad=grad, **others))
     return each
 
 
