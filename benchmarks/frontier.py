@@ -1,6 +1,6 @@
 """Time against peak memory, by what is recomputed: of each model the schedules everyone has, and the optimal ones.
 
-`python benchmarks/frontier.py [--quick] [--json] [--models gpt2_small]` prints `frontier` rows: a step's seconds, in
+`python benchmarks/frontier.py [--quick] [--json] [--models gpt_tied]` prints `frontier` rows: a step's seconds, in
 turns with one that keeps all (`over_none`, with its interval), and its counted peak, as they were predicted and as they
 are. `selective` keeps what matrix products and attention make of every block; `optimal` is the schedule of least
 recomputation for a share of the peak that keeping all takes, selective ones among them.

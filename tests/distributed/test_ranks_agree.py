@@ -69,8 +69,13 @@ def found(tmp_path_factory):
     return {slow: ranks(tmp_path_factory.mktemp("ranks"), slow) for slow in (0.0, 0.1)}
 
 
-def ranks(folder: Path, slow: float, measured: str = "always", policy: str = "goodput"):
-    run_ranks(RANK, folder, slow, measured, policy)
+def ranks(folder: Path, slow: float, measured: str = "always", policy: str = "goodput", changes=None):
+    """Return what each rank found; `changes`: of the program, what stands in it and what is to."""
+    code = RANK
+    for before, after in (changes or {}).items():
+        assert before in code
+        code = code.replace(before, after)
+    run_ranks(code, folder, slow, measured, policy)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -112,12 +117,7 @@ def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp
         "window.num_micro_batches": "window.num_batches",
         "nn.Tanh()": "nn.BatchNorm1d(32)",
     }
-    code = RANK
-    for before, after in changes.items():
-        assert before in code
-        code = code.replace(before, after)
-    run_ranks(code, tmp_path, 0.0, "by account", "goodput")
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text())["ks"] for rank in range(2))
+    one, other = (each["ks"] for each in ranks(tmp_path, 0.0, "by account", changes=changes))
     assert (one[10], other[10]) == (2, 1)
     assert one[:10] + one[11:] == other[:10] + other[11:]
 
@@ -144,12 +144,7 @@ def test_a_window_that_one_rank_gives_up_leaves_them_agreed(tmp_path):
 """,
         '"n": noise.num_windows}': '"n": noise.num_windows, "given_up": given_up}',
     }
-    code = RANK
-    for before, after in changes.items():
-        assert before in code
-        code = code.replace(before, after)
-    run_ranks(code, tmp_path, 0.0, "by account", "norm_test")
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    one, other = ranks(tmp_path, 0.0, "by account", "norm_test", changes)
     assert not one.pop("given_up")
     assert len(other.pop("given_up")) >= 10
     assert one == other
@@ -167,12 +162,7 @@ def test_shards_of_a_model_follow_the_same_windows_too(tmp_path, policy, shown_b
         "float(p.detach().double().sum()) for p": "float(p.detach().full_tensor().double().sum()) for p",
         "ks.append(window.num_micro_batches)": "ks.append((window.num_batches, window.num_micro_batches))",
     }
-    code = RANK
-    for before, after in changes.items():
-        assert before in code
-        code = code.replace(before, after)
-    run_ranks(code, tmp_path, 0.0, "always", policy)
-    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    one, other = ranks(tmp_path, 0.0, "always", policy, changes)
     assert one == other
     assert shown_by in {tuple(each) for each in one["ks"]}
     assert policy == "goodput" or (one["n"] >= 90 and one["ks"][-1][0] > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -58,10 +58,9 @@ def measure_chain(
     seconds = forward_seconds(step, model, found.blocks, device)
     links = [*found.links, False, False]  # the last block's result goes to what is no block
     chain = [
-        Stage(s, 2 * s, b.output_bytes, b.saved_bytes, b.forward_bytes, b.dropping_bytes, b.backward_bytes,
-              b.gradient_bytes, b.spare_bytes, b.beside_bytes, link)
-        for s, b, link in zip((*seconds, 0.0), traced.stages, links, strict=True)
-    ]  # fmt: skip
+        Stage(s, is_linked=link, **asdict(each))
+        for s, each, link in zip((*seconds, 0.0), traced.stages, links, strict=True)
+    ]
     whole = Recomputation(found.blocks, tuple(chain), traced.held_bytes)
     trace = functools.partial(trace_stages, model, loss_fn, batch, found.blocks, autocast=autocast)
     return _with_parts(whole, model, step, trace)

@@ -105,7 +105,7 @@ def _read(tokens: list[str]) -> tuple[Schedule, list[str]]:
         if token == "(":
             inner, tokens = _read(tokens)
             if not inner or not tokens:
-                raise _no_schedule("(".join(["", *tokens]))
+                raise _no_schedule(" ".join(["(", *tokens]))
             parts.append(Segment(inner))
             tokens = tokens[1:]
             continue
@@ -155,13 +155,3 @@ def check_recompute(value: object, num_blocks: int) -> None:
             expected="the names of the blocks, each of which hands on what it returns to the next one alone",
             way_out="Segments of single blocks need none.",
         )
-
-
-def describe(value: str, num_blocks: int) -> str:
-    """Return a short label of a schedule, as it is written or named."""
-    schedule = schedule_of(value, num_blocks)
-    whole = sum(len(part.stages) for part in schedule if isinstance(part, Segment))
-    in_part = sum(part.in_part for part in schedule if isinstance(part, Kept))
-    said = [f"{whole} of {num_blocks} blocks"] if whole or not in_part else []
-    said += [f"the cheap of {in_part}" + ("" if said else f" of {num_blocks} blocks")] if in_part else []
-    return " and ".join(said)

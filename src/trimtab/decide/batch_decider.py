@@ -33,7 +33,7 @@ class BatchDecider(Part):
     def __init__(
         self, rule: BatchRule, unit: int, micro_rows: float, num_ranks: int, note: Note, *, normalises: bool
     ) -> None:
-        self.rule, self._unit, self._note = rule, unit, note
+        self._rule, self._unit, self._note = rule, unit, note
         self.k = self._base_k = min(-(-rule.k // unit) * unit, most(rule, unit))
         self._cuts = rule.policy == "throughput_per_memory"
         self._first = Standing(self.k, unit, micro_rows, num_ranks, normalises=normalises)
@@ -81,7 +81,7 @@ class BatchDecider(Part):
     def decide(self) -> None:
         """Let the rule choose k; a change is noted with the figures behind it."""
         standing = self.standing
-        decision = decide(self.rule, standing)
+        decision = decide(self._rule, standing)
         if decision.k == self.k:
             return
         figures = {"from": self.k, "to": decision.k, "wanted": decision.wanted, "reason": decision.reason}
@@ -96,7 +96,7 @@ class BatchDecider(Part):
 
     def review(self) -> None:
         """Pause measuring where it takes more than the best k would bring."""
-        if self.rule.policy != "goodput":
+        if self._rule.policy != "goodput":
             return
         review = self.account.review(self._gain(), self._prospect)
         if review is not None and review.pays != self._pays:
@@ -112,10 +112,10 @@ class BatchDecider(Part):
         if standing.noise is None or not account.windows:
             return 0.0
         growth = 1 + account.pause / account.windows
-        return gain(self.rule, replace(standing, noise=standing.noise.grown(growth)), self._base_k) or 0.0
+        return gain(self._rule, replace(standing, noise=standing.noise.grown(growth)), self._base_k) or 0.0
 
     def _gain(self) -> float | None:
-        found = gain(self.rule, self.standing, self._base_k)
+        found = gain(self._rule, self.standing, self._base_k)
         self._last_gain = self._last_gain if found is None else found
         return found
 
@@ -150,9 +150,9 @@ class BatchDecider(Part):
 
     def _continue_with(self, batches: int, base: int) -> None:
         """Take as many loader batches as there were, or as `k_max` allows, whose micro-batches may be smaller now."""
-        self.k, self._base_k = (min(n * self._unit, most(self.rule, self._unit)) for n in (batches, base))
+        self.k, self._base_k = (min(n * self._unit, most(self._rule, self._unit)) for n in (batches, base))
         if self.num_batches != batches:
-            why = f"k_max = {self.rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"
+            why = f"k_max = {self._rule.k_max} allows {self.num_batches} of the {batches} loader batches there were"
             self._note("k", {"from": batches * self._unit, "to": self.k, "wanted": None, "reason": why})
 
     def _parts(self) -> dict[str, Any]:

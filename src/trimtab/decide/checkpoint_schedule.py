@@ -16,7 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.recompute import Kept, Part, Schedule, Segment, check_schedule, kept_in, stages_of
+from trimtab.core.recompute import (
+    EVERY_BLOCK,
+    Kept,
+    Part,
+    Schedule,
+    Segment,
+    check_schedule,
+    kept_in,
+    schedule_of,
+    stages_of,
+)
 
 # A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
 # for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
@@ -43,7 +53,7 @@ class Stage:
     """One stage of a chain, in seconds and in bytes beyond what goes into it.
 
     Args:
-        forward_s, backward_s: what they take. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
+        forward_s: what its forward takes. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
             from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
             backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
             it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
@@ -54,7 +64,6 @@ class Stage:
     """
 
     forward_s: float
-    backward_s: float
     output_bytes: int
     saved_bytes: int
     forward_bytes: int
@@ -88,7 +97,7 @@ def keep_all(num_stages: int) -> Schedule:
 
 def every_block(num_stages: int) -> Schedule:
     """Return the schedule in which each stage but the last, whose backward comes at once, is recomputed alone."""
-    return (*(Segment((Kept(index),)) for index in range(num_stages - 1)), Kept(num_stages - 1))
+    return (*schedule_of(EVERY_BLOCK, num_stages - 1), Kept(num_stages - 1))
 
 
 def sqrt_segments(num_stages: int, links: Sequence[bool] = ()) -> Schedule:
@@ -269,9 +278,10 @@ class _Table:
         """Return how a stage may be kept: slots it holds, slots there must be, and what is recomputed."""
         stage, found = self._chain[index], []
         forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
-        # up to another stage than the last one it is in a segment
-        in_part = [True] if stage.part is not None and last == self._num - 1 else []
-        for kept in (Kept(index), *(Kept(index, in_part=each) for each in in_part)):
+        ways = [Kept(index)]
+        if stage.part is not None and last == self._num - 1:  # up to another stage than the last it is in a segment
+            ways.append(Kept(index, in_part=True))
+        for kept in ways:
             need = self._slots(max(forward, before + _backward_need(stage, kept)))
             recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
             held = self._slots(_kept_bytes(stage, kept)) + self._held_beside(index, last)

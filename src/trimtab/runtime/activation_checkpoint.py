@@ -31,7 +31,7 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
 
     Args:
         blocks: names of modules, in the order they run in; stage i of the schedule is the i-th. Segments of several are
-            for blocks that are a chain (`chain_of`).
+            for blocks that are a chain (`measure.chain`).
 
     Raises:
         ModelError: a block cannot be swapped, or one of a segment of several has hooks of its own, as FSDP2's.
@@ -62,23 +62,14 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
     return undo
 
 
-def _nothing(*_: Any) -> None:
-    """What a copy of a model has in place of its hooks."""
-
-
 class _Hook:
-    """Of the model's forward; a copy of the model has none."""
+    """Of the model's forward; that of a copy of the model knows of no segments, for it has none."""
 
     def __init__(self, heads: Sequence[_Head]) -> None:
         self._heads = heads
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
     def __reduce__(self) -> Any:
-        return getattr, (_Hook, "nothing")
-
-    nothing = staticmethod(_nothing)
+        return type(self), ((),)
 
 
 class _Begins(_Hook):
@@ -169,7 +160,7 @@ class _Swapped:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         part: _Alone | _Head | _Follower = self.__dict__[_PART]
-        return part.run(self, functools.partial(super().forward), args, kwargs)  # type: ignore[misc]
+        return part.run(self, super().forward, args, kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, (kind, *others), *rest = super().__reduce_ex__(max(2, protocol))

@@ -12,7 +12,6 @@ from trimtab.core.recompute import (
     Segment,
     check_recompute,
     check_schedule,
-    describe,
     kept_in,
     read_schedule,
     schedule_of,
@@ -88,19 +87,9 @@ def test_a_schedule_of_other_blocks_is_refused(text, why):
         check_recompute(text, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("0-2", "0 of 3 blocks"), ("(0) (1) 2", "2 of 3 blocks"), ("((0) 1) ~2", "2 of 3 blocks and the cheap of 1"),
-     ("~0-1 2", "the cheap of 2 of 3 blocks")],
-)  # fmt: skip
-def test_it_says_what_is_recomputed(text, said):
-    assert describe(text, 3) == said
-
-
 def test_every_block_is_of_any_number():
     check_recompute("every_block", 0)
     assert schedule_of("every_block", 2) == (Segment((Kept(0),)), Segment((Kept(1),)))
-    assert describe("every_block", 5) == "5 of 5 blocks"
 
 
 def test_segments_of_several_blocks_need_their_names():

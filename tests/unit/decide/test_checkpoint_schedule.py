@@ -19,7 +19,7 @@ from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, kee
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):
     forward = saved if forward is None else forward
     dropping = forward if dropping is None else dropping
-    return Stage(f, 2 * f, out, saved, forward, dropping, backward, grad, part=part, **others)
+    return Stage(f, out, saved, forward, dropping, backward, grad, part=part, **others)
 
 
 def alike(number, **how):

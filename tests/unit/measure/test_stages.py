@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -70,11 +71,7 @@ def chain_of(make):
     found = find_chain(model, loss_fn, batch, find_blocks(model))
     traced = trace_stages(model, loss_fn, batch, found.blocks, counts_scratch=True)
     links = [*found.links, False, False]
-    chain = [
-        Stage(1.0, 2.0, s.output_bytes, s.saved_bytes, s.forward_bytes, s.dropping_bytes, s.backward_bytes,
-              s.gradient_bytes, s.spare_bytes, s.beside_bytes, link)
-        for s, link in zip(traced.stages, links, strict=True)
-    ]  # fmt: skip
+    chain = [Stage(1.0, is_linked=link, **asdict(each)) for each, link in zip(traced.stages, links, strict=True)]
     return model, loss_fn, batch, found, traced, chain
 
 

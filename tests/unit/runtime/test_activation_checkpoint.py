@@ -126,7 +126,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_matrix_products_run_as_often_as_a_schedule_says(name):
     """Forward two a block and run, backward four; of what is kept in part none again."""
-    runs = predict([Stage(1.0, 2.0, 1, 2, 2, 1, 1, part=DearPart(1, 1, 0.0))] * L, SCHEDULES[name]).runs
+    runs = predict([Stage(1.0, 1, 2, 2, 1, 1, part=DearPart(1, 1, 0.0))] * L, SCHEDULES[name]).runs
     model = net(dropout=0.0, norm="layer")
     for block in model.blocks:  # whose last operator needs its result: nothing of a block is left out when run again
         block.register_module("drop", nn.Tanh())
