@@ -122,6 +122,30 @@ def test_ranks_whose_loaders_are_not_equally_long_do_not_wait_for_each_other(tmp
     assert one[:10] + one[11:] == other[:10] + other[11:]
 
 
+@pytest.mark.parametrize("schedule", ["user", "warmup_cosine"])
+def test_a_rank_with_less_data_has_the_rate_of_the_others(tmp_path, schedule):
+    """Or the weights of the two would be others after one step, and for good. Its loader ends in a window of one batch
+    where the other's has two, and in fewer rows."""
+    changes = {
+        "itertools.islice(run.windows(batches()), 110)": """itertools.chain.from_iterable(
+            run.windows(epoch()) for _ in range(12)
+        )""",
+        "    rule = ": """    def epoch():
+        *full, last = itertools.islice(batches(), 10 - rank)
+        return [*full, tuple(part[:4 - rank] for part in last)]
+
+    rule = """,
+        "k_max=16, min_windows=5": 'k=4, k_max=4, learning_rate="linear"',
+        "Plan.fixed(4, batch_rule=rule)": f'Plan.fixed(4, schedule="{schedule}", batch_rule=rule)',
+        "trimtab.start(model, optimizer, plan)": "trimtab.start(model, optimizer, plan, total_samples=12 * 40)",
+        "window.num_micro_batches": "window.num_batches",
+        "lr=1e-3": "lr=1e-2",
+    }
+    one, other = ranks(tmp_path, 0.0, "by account", "norm_test", changes)
+    assert (one["ks"][:3], other["ks"][:3]) == ([4, 4, 2], [4, 4, 1])
+    assert one["weights"] == other["weights"]
+
+
 def test_a_window_that_one_rank_gives_up_leaves_them_agreed(tmp_path):
     """Its batch is bad: the loss raises, and the rank takes its next one in the same reduction. It may be a probe."""
     changes = {

@@ -278,8 +278,37 @@ def test_fp16_that_overflows_half_the_time_is_left():
 def test_data_that_is_no_number_does_not_count_as_overflow():
     voids = Voids(None)
     for index in range(64):
-        voids.note(torch.tensor(math.nan), applied=index % 2 == 0)
+        voids.note(torch.tensor(math.nan), applied=index % 2 == 0, is_finite=lambda: False)
     assert voids.outlasts(1024.0, torch.tensor(1.0)) is None
+
+
+class Huge(nn.Module):
+    """Its forward goes beyond fp16 in one window of so many, and comes back to numbers of one."""
+
+    def __init__(self, one_in=1):
+        super().__init__()
+        self.first, self.last, self.one_in, self.calls = nn.Linear(6, 16), nn.Linear(16, 1), one_in, 0
+
+    def forward(self, x):
+        factor = 1e6 if self.calls % self.one_in == 0 else 1.0
+        self.calls += 1
+        return self.last(factor * self.first(x)).float() / factor
+
+
+@pytest.mark.parametrize("one_in", [1, 3])
+def test_a_forward_beyond_fp16_is_computed_in_a_wider_precision(one_in):
+    """No loss scale mends it, and the data are not to blame: bf16 and fp32 hold such values."""
+    loop = Loop()
+    torch.manual_seed(0)
+    loop.model = Huge(one_in)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3)
+    loop.batches *= 20
+    with trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
+        loop.train(run, stop_at=100)
+        assert run.plan.precision.value == precision.wider(torch.device("cpu"))
+        assert "is no number: a value of the forward may be beyond fp16" in run.plan.precision.reason
+        assert run.applied_steps >= (90 if one_in == 1 else 70)
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
 def test_overflows_do_not_use_up_the_patience_with_skipped_windows():

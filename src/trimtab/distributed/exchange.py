@@ -36,7 +36,7 @@ def has_peers() -> bool:
 class RankExchange:
     """Gathers every rank's figures over gloo: they are on the host, and no device has to wait for them.
 
-    The first `put`, which all ranks reach in the same window, makes a group of its own where theirs is none of gloo.
+    The first figures, which all ranks send in the same window, make a group of its own where theirs is none of gloo.
     """
 
     has_peers = True
@@ -50,11 +50,7 @@ class RankExchange:
 
     def put(self, figures: Figures) -> None:
         """Send this rank's figures; does not wait for the others."""
-        if self._group is None:
-            self._group = self._connected()
-        own = torch.tensor(list(figures), dtype=torch.float64)
-        self._gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        self._work = dist.all_gather(self._gathered, own, group=self._group, async_op=True)
+        self._work, self._gathered = self._gather(figures)
 
     def take(self) -> list[list[float]] | None:
         """Return the figures of every rank that were put last, once; waits for ranks that are late."""
@@ -63,6 +59,20 @@ class RankExchange:
         self._work.wait()
         self._work = None
         return [each.tolist() for each in self._gathered]
+
+    def share(self, figures: Figures) -> list[list[float]]:
+        """Return the figures of every rank; waits for all of them, but not for a device."""
+        work, gathered = self._gather(figures)
+        work.wait()
+        return [each.tolist() for each in gathered]
+
+    def _gather(self, figures: Figures) -> tuple[dist.Work, list[torch.Tensor]]:
+        if self._group is None:
+            self._group = self._connected()
+        own = torch.tensor(list(figures), dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        work: dist.Work = dist.all_gather(gathered, own, group=self._group, async_op=True)
+        return work, gathered
 
     def close(self) -> None:
         """Give up the group that was made, and what is still under way."""

@@ -7,6 +7,7 @@ decided upon then: always from figures that are the same on every rank. Windows 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class BatchControl(Part):
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
         assert plan.batch_rule is not None
-        self._rule, self._exchange = plan.batch_rule, exchange
+        self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
         self._cuts = self._rule.policy == "throughput_per_memory"
@@ -101,6 +102,7 @@ class BatchControl(Part):
         self._deciding_s = 0.0
         self._role = _Role()  # of the open window, or the last one
         self._is_cut = self._retries_probe = False
+        self._asked, self._agreed = 1, None  # batches the open window is to be of, and those that ranks have of it
 
     # What a window is made of.
 
@@ -128,7 +130,19 @@ class BatchControl(Part):
         self._is_cut = is_one and rows > 1 and self._probing.splits(self.k, self.noise)
         return -(-rows // 2) if self._is_cut else planned
 
-    def rate_factor(self, num_batches: int) -> float:
+    def agreed(self, num_batches: int) -> float:
+        """Return the loader batches of the open window, of which this rank has so many: their mean over all ranks.
+
+        Where a loader is at its end a rank may have fewer than another, and a rate of its own would make weights of its
+        own. Ranks ask each other in windows that are to be of several batches, which all of them know.
+        """
+        if self._agreed is None:
+            is_told = self._exchange.num_ranks == 1 or self._asked == 1
+            shared = [[num_batches]] if is_told else self._exchange.share([num_batches])
+            self._agreed = statistics.fmean(own for (own,) in shared)
+        return self._agreed
+
+    def rate_factor(self, num_batches: float) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
         return self._follower.factor(num_batches, self._decider.num_batches)
 
@@ -154,6 +168,7 @@ class BatchControl(Part):
         is_used = owes or (watched and self._exchange.num_ranks == 1)
         asked = self.num_batches if is_due and self._probing.explores(self.k, self.noise) else 0
         self._role = _Role(is_probe=is_probe, asked=asked, owes=owes, is_used=is_used)
+        self._agreed, self._asked = None, self.num_batches
         self._watch.opened(watched=watched)
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
@@ -177,7 +192,7 @@ class BatchControl(Part):
         start = time.perf_counter()
         measured = self._told(num_batches, applied=applied)
         if applied:
-            self._follower.applied(num_batches, self._decider.num_batches)
+            self._follower.applied(self.agreed(num_batches), self._decider.num_batches)
         waiting = time.perf_counter()
         shared = self._exchange.take()
         if self._measured is not None:
@@ -191,6 +206,8 @@ class BatchControl(Part):
         self._measured, self._retries_probe = measured, False
         if self._role.asked:
             self._probing.explored(self._role.asked, self._decider.num_batches)
+            figures = {"batches": num_batches, "decided": self._decider.num_batches}
+            self._note("explored", figures | {"reason": "to find the noise, which windows as decided do not show"})
         if self._role.is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()

@@ -21,11 +21,19 @@ class Consumed(Part):
     Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
     row as the last one that was read.
 
+    The schedule of one of several ranks goes by loader batches, as if all were whole: a rank whose loader ends in fewer
+    rows than another's would have a rate of its own, and soon weights of its own.
+
+    Args:
+        has_peers: whether this is one of several ranks.
+
     Raises:
         ValueGivenError: a total is not a number, both are given, or the plan's schedule needs one and has none.
     """
 
-    def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None) -> None:
+    def __init__(
+        self, plan: Plan, total_samples: int | None, total_tokens: int | None, *, has_peers: bool = False
+    ) -> None:
         self._total_samples = None if total_samples is None else checks.integer("total_samples", total_samples)
         self._total_tokens = None if total_tokens is None else checks.integer("total_tokens", total_tokens)
         if self._total_samples is not None and self._total_tokens is not None:
@@ -37,18 +45,23 @@ class Consumed(Part):
                 expected="the samples this run will train on",
                 way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
+        self._batch_rows = plan.batch_rows if has_peers else None
         self.rows = self.applied = 0
+        self._scheduled = self._next = 0.0  # rows that the schedule knows of, and those of the window that is over
         self._tokens = self._per_row = 0.0
         self._late: tuple[Late, int] | None = None
 
-    def progress_after(self, rows: int, tokens: Count | None) -> float | None:
-        """Return consumed over planned *after* a window; None where no total was given.
+    def progress_after(self, rows: int, tokens: Count | None, num_batches: float = 1) -> float | None:
+        """Return consumed over planned *after* a window of so many loader batches, which is `add`ed next.
+
+        None where no total was given.
 
         Raises:
             LossError: the total is in tokens, and the loss counts none.
         """
+        self._next = rows if self._batch_rows is None else num_batches * self._batch_rows
         if self._total_samples is not None:
-            return (self.rows + rows) / self._total_samples
+            return (self._scheduled + self._next) / self._total_samples
         if self._total_tokens is None:
             return None
         if tokens is None:
@@ -63,6 +76,7 @@ class Consumed(Part):
     def add(self, rows: int, tokens: Count | None, *, applied: bool) -> None:
         """A window is over."""
         self.rows += rows
+        self._scheduled += self._next
         self.applied += applied
         if self._total_tokens is None or tokens is None:
             return
@@ -81,15 +95,19 @@ class Consumed(Part):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
         self._read()
-        return {"rows": self.rows, "applied": self.applied, "tokens": self._tokens, "per_row": self._per_row}
+        counts = {"rows": self.rows, "scheduled": self._scheduled, "applied": self.applied}
+        return counts | {"tokens": self._tokens, "per_row": self._per_row}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        require_keys("state.consumed", state, ("rows", "applied", "tokens", "per_row"))
+        require_keys("state.consumed", state, ("rows", "scheduled", "applied", "tokens", "per_row"))
         rows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in ("rows", "applied"))
-        tokens, per_row = (checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("tokens", "per_row"))
+        scheduled, tokens, per_row = (
+            checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_row")
+        )
 
         def load() -> None:
+            self._scheduled = scheduled
             self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
 
         return load

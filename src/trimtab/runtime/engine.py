@@ -70,18 +70,17 @@ class Run(RunView):
     ) -> None:
         optimizers.check_ownership(model, optimizer)
         self._clip_norm = gradients.resolve_clip(plan, clip_norm)
-        self._consumed = Consumed(plan, total_samples, total_tokens)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         exchange = exchange or Alone()
-        self._num_ranks = exchange.num_ranks
-        self._voids, self._stopping = Voids(nonfinite, is_alone=not exchange.has_peers), StopTest(stop)
+        self._consumed = Consumed(plan, total_samples, total_tokens, has_peers=exchange.has_peers)
+        self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
         require_free(model)
-        self.model, self.plan = model, for_model(plan, model)
+        self.model, self.plan, self._num_ranks = model, for_model(plan, model), exchange.num_ranks
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
         self._optimizer, self._recorder, self._weights = optimizer, recorder, WindowWeights()
-        self._order, self._sync = LoopOrder(), GradientSync(model)
+        self._order, self._sync, self._stopping = LoopOrder(), GradientSync(model), StopTest(stop)
         recovers = recovers_from(out_of_memory, plan, model, self._num_ranks)
         self._recovery = Recovery(model, self._note, is_on=recovers)
         self._control = control_of(plan, model, optimizer, exchange, self._note)
@@ -206,8 +205,9 @@ class Run(RunView):
         return is_void
 
     def _rate_factor(self, window: Window) -> float:
-        factor = rate_factor(self.plan, self._consumed.progress_after(window.rows, self._weights.counted))
-        return factor * self._control.rate_factor(window.num_batches)
+        num_batches = self._control.agreed(window.num_batches)
+        progress = self._consumed.progress_after(window.rows, self._weights.counted, num_batches)
+        return rate_factor(self.plan, progress) * self._control.rate_factor(num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
         """Count a window, and hand what it said to those who asked."""
@@ -224,7 +224,7 @@ class Run(RunView):
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan)
         if self._may_void:
-            self._voids.note(self.loss, applied=applied)
+            self._voids.note(self.loss, applied=applied, is_finite=window.is_finite)
         if not applied and self._precision.loss_scale is not None:
             reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
             if reason is not None:

@@ -23,6 +23,9 @@ class Exchange(Protocol):
     def take(self) -> list[list[float]] | None:
         """Return the figures of every rank that were put last, once; None where nothing is under way."""
 
+    def share(self, figures: Figures) -> list[list[float]]:
+        """Return the figures of every rank, beside what was put; waits for all of them."""
+
     def close(self) -> None:
         """Nothing more is put or taken."""
 
@@ -48,6 +51,10 @@ class Alone:
         """Return them."""
         figures, self._figures = self._figures, None
         return None if figures is None else [figures]
+
+    def share(self, figures: Figures) -> list[list[float]]:
+        """Return the figures."""
+        return [list(figures)]
 
     def close(self) -> None:
         """Drop what was put."""

@@ -22,7 +22,11 @@ class FixedBatch:
         """Do nothing."""
         return contextlib.nullcontext()
 
-    def rate_factor(self, num_batches: int) -> float:
+    def agreed(self, num_batches: int) -> float:
+        """Return them."""
+        return num_batches
+
+    def rate_factor(self, num_batches: float) -> float:
         """Return 1."""
         return 1.0
 

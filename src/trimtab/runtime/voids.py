@@ -1,14 +1,15 @@
 """Windows whose gradients are no numbers: skipped or stopped at, and the precision that is left when it keeps failing.
 
 Under fp16 an overflow voids a window and lowers the loss scale, which a first few windows are for. Where the loss
-itself is no number, the cause lies in data, loss or weights, and no lower scale mends it: the scale stays, and a run
-that meets nothing else stops. Where overflows go on at the lowest scale, fp16 does not fit the model, and a wider
-precision takes its place. There gradients that are no numbers are skipped, as they were under fp16.
+itself is no number, no lower scale mends it, and the scale stays: the cause lies in data, loss or weights, or a value
+of the forward is beyond fp16. Where overflows go on at the lowest scale, or losses that are no numbers go on, a wider
+precision takes fp16's place; there gradients that are no numbers are skipped, as they were under fp16, and a run that
+meets nothing else stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ POLICIES = ("skip", "stop")
 PATIENCE = 25
 # The loss scale per mean loss below which an overflow is not one.
 SCALE_FLOOR = 2.0**-4
-# Of so many windows, the share that overflows when fp16 is given up.
+# Of so many windows, the share that overflows when fp16 is given up; or of losses that are no numbers where the data
+# are, or so many of these in a row.
 _LOOK_BACK, _TOO_MANY = 64, 0.5
+_TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
+_BEYOND = "a value of the forward may be beyond fp16's 65504"
 
 
 class Voids(Part):
@@ -40,7 +44,8 @@ class Voids(Part):
             checks.one_of("nonfinite", policy, POLICIES)
         self._own, self._policy, self._is_alone = policy, policy, is_alone
         self.in_a_row = self.total = 0
-        self._windows = self._share = 0.0
+        self._windows = self._share = self._lost = 0.0
+        self._lost_in_a_row = 0
         self._skips = False
 
     @property
@@ -70,15 +75,22 @@ class Voids(Part):
         """Return whether a void window is so by no fault of its loss scale: the loss itself is no number."""
         return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
 
-    def note(self, loss: Tensor, *, applied: bool) -> None:
+    def note(self, loss: Tensor, *, applied: bool, is_finite: Callable[[], bool] = lambda: True) -> None:
         """A window is over.
+
+        Args:
+            is_finite: returns whether its data are numbers; asked where the loss is none.
 
         Raises:
             NonFiniteError: too many in a row were skipped, or had a loss that is no number.
         """
         failed = not applied and (self._skips or self.is_no_overflow(loss))
         overflowed, self._skips = not applied and not failed, False
-        self._share += (float(overflowed) - self._share) / min(_LOOK_BACK, self._windows + 1)
+        looked_back = min(_LOOK_BACK, self._windows + 1)
+        self._share += (float(overflowed) - self._share) / looked_back
+        lost = failed and not bool(torch.isfinite(loss)) and is_finite()
+        self._lost += (float(lost) - self._lost) / looked_back
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         self._windows += 1
         self.total += not applied
         self.in_a_row = 0 if applied else self.in_a_row + failed
@@ -99,25 +111,32 @@ class Voids(Part):
             reason = f"gradients overflow at a loss scale of {scale:g}"
         elif self._windows >= _LOOK_BACK and self._share >= _TOO_MANY:
             reason = f"{100 * self._share:.0f}% of the last windows overflowed"
+        elif self._lost_in_a_row >= _LOST_IN_A_ROW:
+            reason = f"the loss of {_LOST_IN_A_ROW} windows in a row is no number: {_BEYOND}"
+        elif self._windows >= _LOOK_BACK and self._lost >= _TOO_MANY_LOST:
+            reason = f"the loss of {100 * self._lost:.0f}% of the last windows is no number: {_BEYOND}"
         if reason is not None:
             self._policy = self._policy or "skip"
         return reason
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        counts = {"in_a_row": self.in_a_row, "total": self.total, "windows": self._windows, "share": self._share}
-        return counts | {"policy": self._policy}
+        counts = {"in_a_row": self.in_a_row, "total": self.total, "windows": self._windows}
+        return counts | {"share": self._share, "lost": self._lost, "policy": self._policy}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return what continues from `state_dict()`; a run's own policy stays. Raises `UsageError` where it is none."""
-        require_keys("state.voids", state, ("in_a_row", "total", "windows", "share", "policy"))
+        require_keys("state.voids", state, ("in_a_row", "total", "windows", "share", "lost", "policy"))
         in_a_row, total = (checks.integer(f"state.voids.{name}", state[name], low=0) for name in ("in_a_row", "total"))
-        windows, share = (checks.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share"))
+        windows, share, lost = (
+            checks.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share", "lost")
+        )
         if state["policy"] is not None:
             checks.one_of("state.voids.policy", state["policy"], POLICIES)
 
         def load() -> None:
-            self.in_a_row, self.total, self._windows, self._share = in_a_row, total, windows, share
+            self.in_a_row, self.total = in_a_row, total
+            self._windows, self._share, self._lost = windows, share, lost
             self._policy = self._own or state["policy"]
 
         return load

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batches import slices, to_device
+from trimtab.runtime.batches import slices, tensors_in, to_device
 
 
 class Loop(Protocol):
@@ -63,6 +63,11 @@ class Window:
     def micro_batch(self) -> int:
         """Rows of the largest micro-batch."""
         return max(min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True))
+
+    def is_finite(self) -> bool:
+        """Return whether all of its batches' values are numbers; waits for the device they are on."""
+        floats = (tensor for tensor in tensors_in(self._batches) if tensor.is_floating_point())
+        return all(bool(torch.isfinite(tensor).all()) for tensor in floats)
 
     def split(self, micro_batch: int) -> None:
         """Begin anew, in micro-batches of at most so many rows."""

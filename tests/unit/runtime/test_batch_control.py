@@ -624,6 +624,15 @@ def test_noise_that_few_batches_do_not_show_is_looked_for_in_many(monkeypatch, k
     assert share <= 2 / 8 * could_save(problem.plan.batch_rule, run._control._decider.standing) + 0.05
 
 
+def test_a_window_of_many_is_an_event_of_the_record(monkeypatch, tmp_path):
+    problem = lost_in_noise(BatchRule("goodput", k_max=16, min_windows=10**6), monkeypatch, 1.0)
+    monkeypatch.setattr("trimtab.decide.window_times.WindowTimes.is_known", True)
+    recorded(problem, 250, tmp_path)
+    found = [event.detail for event in events_of(tmp_path / "run.jsonl", "explored")]
+    assert [each["batches"] for each in found[:3]] == [4, 8, 16]
+    assert all(each["decided"] == 1 and "noise" in each["reason"] for each in found)
+
+
 @pytest.mark.parametrize(("k", "taken"), [(1, 1), (1, 3), (4, 4), (4, 2)])
 def test_a_loop_that_takes_its_own_windows_is_not_explored_in_all_of_them(monkeypatch, k, taken):
     """It never asks how many batches there should be: what it takes stands for a window of many."""
