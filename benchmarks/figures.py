@@ -329,6 +329,26 @@ def _planning_times(rows: list[Row]) -> Iterator[str]:
         yield where + f"| {row['grown_bytes'] / 2**20:.0f} | {step} | {row['changes']} |"
 
 
+def _frontier(rows: list[Row]) -> Iterator[str]:
+    """Yield a table a model: what each schedule takes of the time and the peak of a step that keeps all."""
+    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
+        of = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
+        whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
+        yield f"**{model}, {precision}**"
+        yield ""
+        yield "| schedule | peak, MiB | of none's | as told | time over none's (95%) | as told | n |"
+        yield "|---|---|---|---|---|---|---|"
+        for row in of:
+            share = f", {row['share']:.0%} asked for" if row["share"] else ""
+            peak = f"{row['peak_bytes'] / 2**20:.1f} | {row['peak_bytes'] / whole:.0%} "
+            error = f"| {row['predicted_bytes'] / row['peak_bytes'] - 1:+.1%} "
+            took = (
+                f"| {row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f}) | {row['predicted_over_none']:.3f} "
+            )
+            yield f"| {row['schedule']}{share} | {peak}{error}{took}| {row['n']} |"
+        yield ""
+
+
 def _savings() -> Iterator[str]:
     """Yield what the best k saves of k = 1 by the model of docs/math.md, section 4, up to k = 64."""
     scales = (1, 10, 100, 1000)
@@ -360,6 +380,7 @@ KINDS = {
     "budget_sweep": _budgets,
     "exhaustive": _picks,
     "planning_time": _planning_times,
+    "frontier": _frontier,
 }
 
 

@@ -4,10 +4,12 @@
 turns with one that keeps all (`over_none`, with its interval), and its counted peak, as they were predicted and as they
 are. `selective` keeps what matrix products and attention make of every block; `optimal` is the schedule of least
 recomputation for a share of the peak that keeping all takes, selective ones among them.
+`--walk` prints `budget` rows instead: one profile is planned under 20 limits from that peak down, and each plan is run.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +20,16 @@ import torch
 from prediction_models import KINDS, Kind
 from torch import nn
 
-from trimtab.calibrate.recomputation import Recomputation, measure_chain
+import trimtab
+from trimtab.calibrate.recomputation import measure_recomputable
+from trimtab.calibrate.subject import Subject
+from trimtab.core.chain import Chain
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, Schedule
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.planner import choose
 from trimtab.decide.statistics import ratio_interval
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.timing import time_call
@@ -29,7 +38,7 @@ from trimtab.runtime.precision import autocast
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")
 SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
-TURNS, QUICK_TURNS = 15, 3
+TURNS, QUICK_TURNS, LIMITS = 15, 3, 20
 CPU = torch.device("cpu")
 
 
@@ -54,9 +63,9 @@ class Loop:
         return [*self.model.parameters(), *self.model.buffers(), *self.batch]
 
 
-def schedules_of(found: Recomputation) -> Iterator[tuple[str, float | None, Schedule]]:
+def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
     """Yield the name, the share of the peak that was asked for, and the schedule of each."""
-    number, chain = len(found.chain), found.chain
+    number, chain = len(found.stages), found.stages
     yield "none", None, keep_all(number)
     yield "every_block", None, every_block(number)
     yield "sqrt", None, sqrt_segments(number, [stage.is_linked for stage in chain[:-1]])
@@ -76,14 +85,16 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     kind = KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
-    found = measure_chain(loop.model, kind.loss_fn, loop.batch, loop.step, lambda: autocast(precision, CPU))
-    assert found is not None
+    subject = Subject(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.0), kind.loss_fn, loop.batch)
+    measured = measure_recomputable(subject, Candidate(precision, "keep", False, subject.rows))
+    assert measured.whole is not None, measured.refusal
+    found, blocks = measured.whole.at(subject.rows), measured.blocks
     none_s = None
     for schedule_name, share, schedule in schedules_of(found):
-        ratios, seconds = _in_turns(loop, found, schedule, turns)
-        expected = predict(found.chain, schedule)
+        ratios, seconds = _in_turns(loop, blocks, schedule, turns)
+        expected = predict(found.stages, schedule)
         none_s = none_s or seconds
-        undo = use_schedule(loop.model, found.blocks, schedule)
+        undo = use_schedule(loop.model, blocks, schedule)
         loop.model.zero_grad(set_to_none=True)
         peak = peak_bytes(loop.step, CPU, loop.live)
         undo()
@@ -96,13 +107,13 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _in_turns(loop: Loop, found: Recomputation, schedule: Schedule, turns: int) -> tuple[list[float], float]:
+def _in_turns(loop: Loop, blocks: tuple[str, ...], schedule: Schedule, turns: int) -> tuple[list[float], float]:
     """Return the ratios of a step's seconds to those of one that keeps all, and its median seconds."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(turns + 1):
         for kept in (True, False) if turn % 2 else (False, True):
-            how = keep_all(len(found.chain)) if kept else schedule
-            taken = _timed(loop.step, use_schedule(loop.model, found.blocks, how))
+            how = keep_all(len(blocks) + 1) if kept else schedule
+            taken = _timed(loop.step, use_schedule(loop.model, blocks, how))
             seconds[kept] += [taken] if turn else []
     ratios = [ours / theirs for ours, theirs in zip(seconds[False], seconds[True], strict=True)]
     return ratios, sorted(seconds[False])[turns // 2]
@@ -114,16 +125,76 @@ def _timed(step: Callable[[], None], undo: Callable[[], None]) -> float:
     return taken
 
 
+def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
+    """Plan a model's profile under ever tighter limits, and run each plan."""
+    torch.manual_seed(0)
+    kind = KINDS[name]
+    model, batch = kind.make().train(), kind.batch(kind.sizes[-1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    reference = trimtab.Reference(precision=precision)
+    profile = trimtab.profile(model, optimizer, kind.loss_fn, batch, reference=reference, traces=True)
+    free = choose(profile, trimtab.Objective(), trimtab.Budget())
+    whole, _ = run_plan(model, optimizer, kind, batch, free)
+    for index in range(limits):
+        limit = int(whole * (1 - 0.8 * index / limits))
+        row = {"metric": "budget", "model": name, "precision": precision, "budget_bytes": limit, "share": limit / whole}
+        try:
+            plan = choose(profile, trimtab.Objective(), trimtab.Budget(memory=limit))
+        except InfeasibleError as error:
+            row |= {"feasible": False, "way_out": str(error.way_out)}
+        else:
+            peak, seconds = run_plan(model, optimizer, kind, batch, plan)
+            row |= {"feasible": True, "measured_bytes": peak, "is_met": peak <= limit, "measured_s": seconds}
+            row |= {"predicted_bytes": plan.predicted.peak_bytes, "predicted_s": plan.predicted.step_s}
+            row |= {"changes": plan.changes_in_words or "nothing"}
+        print(_walked(row), file=sys.stderr, flush=True)
+        yield row
+
+
+def run_plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, batch: Any, plan: Plan
+) -> tuple[int, float]:
+    """Return the peak of a plan's step, and the median seconds of some."""
+    with trimtab.start(model, optimizer, plan) as run:
+
+        def step() -> None:
+            run.train_step(run.window(batch), kind.loss_fn)
+
+        def live() -> Iterator[torch.Tensor]:
+            yield from (*model.parameters(), *model.buffers(), *batch)
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+        step()
+        optimizer.zero_grad(set_to_none=True)
+        peak = peak_bytes(step, CPU, live)
+        return peak, statistics.median(time_call(step, CPU) for _ in range(3))
+
+
 def main() -> None:
     """Measure, and print the frontier."""
     parser = command.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(MODELS))
+    parser.add_argument("--walk", action="store_true", help="plan under 20 limits, and run each plan")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     options = parser.parse_args()
     turns = QUICK_TURNS if options.quick else TURNS
     names = options.models[:1] if options.quick else options.models
+    if options.walk:
+        limits = 4 if options.quick else LIMITS
+        walked = [row for name in names for row in walk(name, options.precision, limits)]
+        command.show("frontier_walk", walked, _walked, as_json=options.json)
+        return
     rows = [row for name in names for row in rows_of(name, options.precision, turns)]
     command.show("frontier", rows, _line, as_json=options.json)
+
+
+def _walked(row: dict[str, Any]) -> str:
+    limit = f"{row['model']:<9} {row['budget_bytes'] / 2**20:8.1f} MiB ({row['share']:.0%})"
+    if not row["feasible"]:
+        return f"{limit}  infeasible: {row['way_out']}"
+    took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {'met' if row['is_met'] else 'BROKEN'}"
+    return f"{limit}  {took}, {row['measured_s']:.3f} s (predicted {row['predicted_s']:.3f})  {row['changes']}"
 
 
 def _line(row: dict[str, Any]) -> str:

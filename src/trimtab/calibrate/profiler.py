@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
+from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_stage, next_traces, put_first
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
@@ -95,12 +96,20 @@ def _search(
                 profile,
                 traces=profile.traces + trace_candidates(subject, wanted, progress),
             )
-        elif (stage := next_stage(profile, objective, budget)) is not None:
+            continue
+        stage = next_stage(profile, objective, budget)
+        if blocks := next_recomputables(profile, stage, objective, budget, always=traces):
+            progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
+            profile = replace(
+                profile,
+                recomputables=profile.recomputables + tuple(measure_recomputable(subject, each) for each in blocks),
+            )
+        elif stage is None:
+            return profile
+        else:
             patient = not profile.hurried
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
             profile = profile.with_trials(found)
-        else:
-            return profile
         snapshot.restore()
 
 

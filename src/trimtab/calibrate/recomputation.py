@@ -3,98 +3,179 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from trimtab.calibrate.failures import describe
+from trimtab.calibrate.subject import Subject
+from trimtab.calibrate.tracing import MIN_ROWS, two_sizes
+from trimtab.core.chain import Chain, ChainModel, DearPart
 from trimtab.core.errors import ModelError
-from trimtab.core.recompute import Kept, Schedule
-from trimtab.decide.checkpoint_schedule import DearPart, Stage, keep_all
+from trimtab.core.profile import Candidate, Recomputable
+from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, schedule_of
+from trimtab.decide.checkpoint_schedule import keep_all
 from trimtab.measure.block_seconds import forward_seconds
-from trimtab.measure.blocks import find_blocks
-from trimtab.measure.chain import find_chain
-from trimtab.measure.stages import ChainBytes, trace_stages
-from trimtab.measure.step_trace import Autocast, LossFn
+from trimtab.measure.linked_blocks import LinkedBlocks
+from trimtab.measure.memory import storage_bytes
+from trimtab.measure.stages import trace_stages
+from trimtab.measure.step_trace import LossFn
 from trimtab.measure.timing import time_call
 from trimtab.runtime.activation_checkpoint import use_schedule
 
-_TURNS = 5  # steps with all blocks kept in part, each after one with all of them whole
+T = TypeVar("T")
+_MEASURING_S = 1.5  # of a step's repetitions, where more than the fewest fit
+_MOST = 6
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """What recomputing is decided upon.
+def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable:
+    """Return what recomputing the blocks of a candidate's model takes and saves, or why it cannot be told.
 
-    Args:
-        blocks: in the order they run in. chain: a stage each, and one for what comes behind them, which is kept.
-        held_bytes: before the first stage begins.
+    Trains: the caller puts back what was before.
     """
+    try:
+        return _measured(subject, candidate)
+    except Exception as error:  # whatever the model does with its blocks, as writing over what goes into one
+        return Recomputable(candidate, refusal=describe(error))
 
-    blocks: tuple[str, ...]
-    chain: tuple[Stage, ...]
-    held_bytes: int
+
+def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
+    if not subject.blocks.names:
+        return Recomputable(candidate, refusal="the model has no blocks that run once in a forward")
+    if subject.rows < MIN_ROWS:
+        return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
+    with subject.start(candidate) as run:
+
+        def step() -> None:
+            run.train_step(run.window(subject.batch), subject.loss_fn)
+
+        sizes, batches = two_sizes(subject.batch)
+        how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
+        trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
+        chains = trace(**how)
+        names = subject.blocks.names
+        _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
+        if not _runs_in_segments(run.model, subject.blocks, step):
+            chains = [_unlinked(chain) for chain in chains]
+        repeats = max(1, min(_MOST, int(_MEASURING_S / time_call(step, subject.device))))
+        step_s = statistics.median(time_call(step, subject.device) for _ in range(repeats))
+        longer = subject.rows / min(candidate.micro_batch, subject.rows)  # a forward of the whole batch
+        forward_s = forward_seconds(step, run.model, names, subject.device, steps=repeats)
+        chains = [_with_seconds(chain, [longer * each for each in forward_s]) for chain in chains]
+        chains = _with_parts(chains, run.model, names, step, trace, repeats, autocast=run.autocast)
+        held = _state_bytes(subject.optimizer)
+    whole, sliced = (_holding(chain, held) for chain in chains)
+    return Recomputable(candidate, names, whole, sliced, step_s)
 
 
-def measure_chain(
-    model: nn.Module, loss_fn: LossFn, batch: Any, step: Callable[[], object], autocast: Autocast
-) -> Recomputation | None:
-    """Return what recomputing a model's blocks would take and save; None where it has none that run once.
+def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
+    """Return whether segments of several blocks run; those of a block with hooks of its own do not."""
+    pairs = (index for index, is_linked in enumerate(blocks.links) if is_linked)
+    first = next(pairs, None)
+    if first is None:
+        return True
+    kept = [Kept(index) for index in range(len(blocks.names))]
+    try:
+        _with(model, blocks.names, (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :]), step)
+    except ModelError:
+        return False
+    return True
+
+
+def _unlinked(model: ChainModel) -> ChainModel:
+    few, many = (
+        replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
+        for chain in (model.few, model.many)
+    )
+    return replace(model, few=few, many=many)
+
+
+def trace_chain(
+    model: nn.Module, loss_fn: LossFn, batches: Sequence[Any], rows: tuple[int, int], blocks: LinkedBlocks, **how: Any
+) -> list[ChainModel]:
+    """Return the chain of a first micro-batch, and of a later one, without seconds; `how` as of `trace_stages`.
 
     Args:
-        batch: of one micro-batch. step: trains on it, forward and backward at the least.
+        batches: of `rows`, the smaller one first.
 
     Raises:
         ModelError: the step cannot be traced.
     """
-    device = next(model.parameters()).device
-    found = find_chain(model, loss_fn, batch, find_blocks(model))
-    if not found.blocks:
-        return None
-    how = {"autocast": autocast, "counts_scratch": device.type == "cpu"}
-    traced = trace_stages(model, loss_fn, batch, found.blocks, **how)  # type: ignore[arg-type]
-    seconds = forward_seconds(step, model, found.blocks, device)
-    links = [*found.links, False, False]  # the last block's result goes to what is no block
-    chain = [
-        Stage(s, is_linked=link, **asdict(each))
-        for s, each, link in zip((*seconds, 0.0), traced.stages, links, strict=True)
-    ]
-    whole = Recomputation(found.blocks, tuple(chain), traced.held_bytes)
-    trace = functools.partial(trace_stages, model, loss_fn, batch, found.blocks, autocast=autocast)
-    return _with_parts(whole, model, step, trace)
+    few, many = (trace_stages(model, loss_fn, batch, blocks, **how) for batch in batches)
+    return [ChainModel(*pair, rows) for pair in zip(few, many, strict=True)]
+
+
+def _with_seconds(model: ChainModel, forward_s: Sequence[float]) -> ChainModel:
+    seconds = (*forward_s, 0.0)
+    stages = (replace(stage, forward_s=each) for stage, each in zip(model.many.stages, seconds, strict=True))
+    return replace(model, many=replace(model.many, stages=tuple(stages)))
 
 
 def _with_parts(
-    whole: Recomputation, model: nn.Module, step: Callable[[], object], trace: Callable[..., ChainBytes]
-) -> Recomputation:
+    chains: list[ChainModel],
+    model: nn.Module,
+    names: tuple[str, ...],
+    step: Callable[[], None],
+    trace: Callable[..., list[ChainModel]],
+    turns: int,
+    **how: Any,
+) -> list[ChainModel]:
     """Add what keeping the dear part of each block takes; where blocks cannot be kept in part, leave it out."""
-    number = len(whole.blocks)
+    number = len(names)
     in_part = (*(Kept(index, in_part=True) for index in range(number)), Kept(number))
     try:
-        traced = trace(prepare=lambda copy: use_schedule(copy, whole.blocks, in_part))
-        more_s = _longer_s(model, whole.blocks, in_part, step)
+        traced = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
+        more_s = _longer_s(model, names, in_part, step, turns)
     except (ModelError, RuntimeError):  # as where a block writes over what is kept
-        return whole
-    share = max(0.0, more_s) / (sum(stage.forward_s for stage in whole.chain) or 1.0)
-    chain = [
-        replace(stage, part=DearPart(b.saved_bytes, b.backward_bytes, share * stage.forward_s))
-        for stage, b in zip(whole.chain[:-1], traced.stages, strict=False)
-    ]
-    return replace(whole, chain=(*chain, whole.chain[-1]))
+        return chains
+    whole_s = sum(stage.forward_s for stage in chains[0].many.stages) or 1.0
+    return [_with_part(chain, parts, max(0.0, more_s) / whole_s) for chain, parts in zip(chains, traced, strict=True)]
 
 
-def _longer_s(model: nn.Module, blocks: tuple[str, ...], schedule: Schedule, step: Callable[[], object]) -> float:
+def _with_part(model: ChainModel, traced: ChainModel, share: float) -> ChainModel:
+    """Return the chain with the dear parts as they were traced; each takes this share of its forward again."""
+
+    def part_of(chain: Chain, parts: Chain) -> Chain:
+        *blocks, last = chain.stages
+        found = (
+            replace(stage, part=DearPart(part.saved_bytes, part.backward_bytes, share * stage.forward_s))
+            for stage, part in zip(blocks, parts.stages, strict=False)
+        )
+        return replace(chain, stages=(*found, last))
+
+    return replace(model, few=part_of(model.few, traced.few), many=part_of(model.many, traced.many))
+
+
+def _longer_s(
+    model: nn.Module, names: tuple[str, ...], schedule: Schedule, step: Callable[[], None], turns: int
+) -> float:
     """Return how much longer a step takes by a schedule than with all kept, in turns."""
     device, difference_s = next(model.parameters()).device, []
-    for turn in range(_TURNS + 1):
-        seconds = []
-        for each in (keep_all(len(blocks)), schedule):
-            undo = use_schedule(model, blocks, each)
-            try:
-                seconds.append(time_call(step, device))
-            finally:
-                undo()
-        difference_s += [seconds[1] - seconds[0]] if turn else []
-    return float(torch.tensor(difference_s).median())
+    for turn in range(turns + 1):
+        kept_s, taken_s = (
+            _with(model, names, each, lambda: time_call(step, device)) for each in (keep_all(len(names)), schedule)
+        )
+        difference_s += [taken_s - kept_s] if turn else []
+    return statistics.median(difference_s)
+
+
+def _with(model: nn.Module, names: tuple[str, ...], schedule: Schedule, call: Callable[[], T]) -> T:
+    undo = use_schedule(model, names, schedule)
+    try:
+        return call()
+    finally:
+        undo()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return storage_bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _holding(model: ChainModel, more_bytes: int) -> ChainModel:
+    few, many = (replace(each, held_bytes=each.held_bytes + more_bytes) for each in (model.few, model.many))
+    return replace(model, few=few, many=many)

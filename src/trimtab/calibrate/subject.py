@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
+from trimtab.measure.blocks import find_blocks
+from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
 from trimtab.measure.machine import MEASURED
 from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import require_free
@@ -57,6 +60,15 @@ class Subject:
         """Rows of the example batch."""
         return count_rows(self.batch)
 
+    @functools.cached_property
+    def blocks(self) -> LinkedBlocks:
+        """The model's blocks that run once in a forward, and how they are linked.
+
+        Raises:
+            ModelError: the forward cannot be traced.
+        """
+        return find_linked_blocks(self.model, self.loss_fn, self.batch, find_blocks(self.model))
+
     def start(self, candidate: Candidate) -> Run:
         """Return a run of the candidate's settings."""
         plan = Plan.fixed(
@@ -69,6 +81,8 @@ class Subject:
             loss_chunk=candidate.loss_chunk,
             compiled=candidate.compiled,
         )
+        if candidate.recompute is not None:
+            plan = plan.recomputing(candidate.recompute, self.blocks.names, "on trial")
         clip = KEEP_CLIP if self.clip_norm is None else Choice(self.clip_norm, "the reference", Mark.DYNAMICS)
         return Run(self.model, self.optimizer, replace(plan, clip_norm=clip), out_of_memory="stop", on_trial=True)
 

@@ -93,10 +93,18 @@ def _applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Cand
 def _trace(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, **how: Any
 ) -> list[SizeTrace]:
-    rows = count_rows(batch)
-    if rows < MIN_ROWS:
+    if count_rows(batch) < MIN_ROWS:
         return []
-    # A half and all: a loss in chunks of a fourth of the tokens is in several at both.
+    sizes, batches = two_sizes(batch)
+    return trace_peaks(model, optimizer, loss_fn, batches, sizes, **how)
+
+
+def two_sizes(batch: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    """Return the rows of two micro-batches, and them: a half and all, of `MIN_ROWS` rows at the least.
+
+    A loss in chunks of a fourth of the tokens is in several at both.
+    """
+    rows = count_rows(batch)
     sizes = max(MIN_ROWS - 1, rows // 2), rows
     small, large = (next(slices(batch, rows, size))[0] for size in sizes)
-    return trace_peaks(model, optimizer, loss_fn, (small, large), sizes, **how)
+    return sizes, (small, large)

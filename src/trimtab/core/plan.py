@@ -239,6 +239,11 @@ class Plan:
         policy = Choice(rule.policy, reason, Mark.DYNAMICS, changed=not rule.only_measures)
         return replace(self, batch_rule=rule, batch_policy=policy)
 
+    def recomputing(self, schedule: str, blocks: tuple[str, ...], reason: str) -> Plan:
+        """Return the plan with blocks that compute their activations again."""
+        choice = Choice(schedule, reason, KEEP_RECOMPUTE.mark, changed=True)
+        return replace(self, recompute=choice, recompute_blocks=blocks)
+
     @classmethod
     def marks(cls) -> dict[str, Mark]:
         """Return each choice's mark. A plan that splits a batch its check refused marks its micro-batch dynamics."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab.core.chain import ChainModel
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
@@ -12,7 +13,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 6
+PROFILE_SCHEMA = 7
 # Stages that time a part of a step alone.
 ALONE = ("optimizer", "head")
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -30,6 +31,7 @@ class Candidate:
     allocator: str = "keep"
     loss_chunk: int | None = None
     compiled: bool = False
+    recompute: str | None = None
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
         """Return the names of the fields in which the two differ."""
@@ -46,7 +48,8 @@ class Candidate:
         retain = "" if self.allocator == "keep" else ", memory retained"
         chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk}"
         compiled = ", compiled" if self.compiled else ""
-        return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}, micro-batch {self.micro_batch}"
+        again = "" if self.recompute is None else f", recomputing {self.recompute}"
+        return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}{again}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,34 @@ class Traced:
     Args:
         candidate: its micro-batch means nothing here. whole: of a step of one micro-batch. sliced: of several, whose
             gradients are held from one to the next; None where the batch is not split. work: what its operators do.
+        step: of its optimizer's step alone, whatever the forward and backward hold.
     """
 
     candidate: Candidate
     whole: PeakModel
     sliced: PeakModel | None = None
     work: StepWork | None = None
+    step: PeakModel | None = None
+
+
+@dataclass(frozen=True)
+class Recomputable:
+    """The blocks of a candidate's model as recomputing them is decided upon.
+
+    Args:
+        candidate: with which seconds were taken; its micro-batch, allocator and fused step mean nothing here.
+        blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
+            gradients are held from one to the next; None where it cannot be told. Seconds of the larger of their two
+            sizes are those of the whole batch. step_s: of the step in which they were taken.
+        refusal: why it cannot be told, or "".
+    """
+
+    candidate: Candidate
+    blocks: tuple[str, ...] = ()
+    whole: ChainModel | None = None
+    sliced: ChainModel | None = None
+    step_s: float = 0.0
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,6 +189,7 @@ class Profile:
         frees_batch: whether windows may span several batches; peaks are then of those that do, the reference's too.
         hurried: whether measuring had taken what it may before the search was over, which was then cut short.
         traces: of this device's operators. elsewhere_traces: of CUDA's, for devices that are not here.
+        recomputables: blocks that were measured, where memory asks for less of it.
     """
 
     device: DeviceSpec
@@ -178,6 +204,7 @@ class Profile:
     budget: Budget = field(default_factory=Budget)
     traces: tuple[Traced, ...] = ()
     elsewhere_traces: tuple[Traced, ...] = ()
+    recomputables: tuple[Recomputable, ...] = ()
     total_steps: int | None = None
     frees_batch: bool = False
     hurried: bool = False
@@ -199,10 +226,15 @@ class Profile:
         """Return what a candidate failed with in any of its trials, or None."""
         return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
 
+    def recomputable_of(self, candidate: Candidate) -> Recomputable | None:
+        """Return what was measured of the blocks of a candidate's model, or None."""
+        ignored = ("micro_batch", "allocator", "fused_optimizer", "recompute")
+        return next((each for each in self.recomputables if each.candidate.alike(candidate, *ignored)), None)
+
     def elsewhere(self, device: DeviceSpec) -> Profile:
         """Return what it says of a device that is not here: nothing that was measured, and no traces yet."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
-        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=())
+        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
 
     @property
     def reference_candidate(self) -> Candidate:

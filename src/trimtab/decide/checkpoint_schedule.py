@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.core.chain import Stage
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.recompute import (
     EVERY_BLOCK,
@@ -32,48 +33,8 @@ from trimtab.core.recompute import (
 # for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
 SLOTS = 250
 SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
-
-
-@dataclass(frozen=True)
-class DearPart:
-    """What keeping the dear part of a stage takes, as matrix products; the rest is computed again.
-
-    Args:
-        saved_bytes: held from forward to backward. backward_bytes: the most in its backward beyond these and the
-            output's gradient. recompute_s: what computing the rest takes.
-    """
-
-    saved_bytes: int
-    backward_bytes: int
-    recompute_s: float
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a chain, in seconds and in bytes beyond what goes into it.
-
-    Args:
-        forward_s: what its forward takes. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
-            from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
-            backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
-            it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
-            and the output's gradient. gradient_bytes: of its parameters, left when it is over.
-        beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
-        is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
-        part: where the dear part alone may be kept.
-    """
-
-    forward_s: float
-    output_bytes: int
-    saved_bytes: int
-    forward_bytes: int
-    dropping_bytes: int
-    backward_bytes: int
-    gradient_bytes: int = 0
-    spare_bytes: int = 0
-    beside_bytes: int = 0
-    is_linked: bool = True
-    part: DearPart | None = None
+# Of longer chains the table would be of hundreds of megabytes.
+MOST_STAGES = 250
 
 
 @dataclass(frozen=True)
@@ -200,7 +161,9 @@ def _backward_need(stage: Stage, kept: Kept) -> int:
 
 
 def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
-    """Return the schedule of least recomputation whose peak is within a limit; None where none is found.
+    """Return the schedule of least recomputation whose peak is within a limit.
+
+    None where none is found, or the chain is of more than `MOST_STAGES`.
 
     By dynamic programming over the stages s to t that are left to run forward and backward, and the bytes m that are
     there for it (Beaumont, Herrmann et al., arXiv:1911.13214, theorem 1, with nested segments in place of calls to the
@@ -218,7 +181,7 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
     plain = keep_all(len(chain))
     if predict(chain, plain).peak_bytes <= limit_bytes:
         return plain
-    if limit_bytes <= 0:
+    if limit_bytes <= 0 or len(chain) > MOST_STAGES:
         return None
     slacks = SLACKS if limit_bytes > slots else (1.0,)
     table = _Table(chain, slacks[0] * limit_bytes, slots)

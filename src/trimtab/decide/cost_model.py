@@ -4,8 +4,8 @@ A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of e
 of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; the optimizer's step
 and the loss head are timed alone; what compiling saves is a trial's. All is in units of one trial's step: a machine
 whose speed drifts between stages moves no whole step against another, though the share of a part that was timed alone.
-Bytes are those counted of a trial, else traced ones with a margin. Where nothing was tried, on a device that is not
-here, seconds are those of its roofline.
+Bytes are those counted of a trial, else traced ones with a margin. What recomputing blocks takes and saves is told from
+their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trimtab.core.profile import Candidate, Profile, Traced, Trial
+from trimtab.decide import recomputing
 from trimtab.decide.readings import speed_ratio
 from trimtab.decide.roofline import step_seconds
 
@@ -24,6 +25,7 @@ from trimtab.decide.roofline import step_seconds
 MARGIN = 0.02
 # And where nothing was tried, of a loop with convolutions, whose workspaces no tensor shows.
 CONVOLUTIONS = 0.15
+_OTHER = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -84,23 +86,43 @@ class CostModel:
 
     def traced_bytes(self, candidate: Candidate) -> int | None:
         """Return the peak as it was traced, without a margin; None where it was not."""
+        if candidate.recompute is not None:
+            return self._chained_bytes(candidate)
         traced = self._trace_of(candidate)
         is_whole = self._count(candidate) == 1 and not self._profile.frees_batch
         model = None if traced is None else traced.whole if is_whole else traced.sliced
         return None if model is None else model.peak_bytes(candidate.micro_batch)
+
+    def _chained_bytes(self, candidate: Candidate) -> int | None:
+        """Return the peak of a step that recomputes: its optimizer's step is as it is without."""
+        bare, traced = (
+            recomputing.peak_bytes(self._profile, candidate),
+            self._trace_of(replace(candidate, recompute=None)),
+        )
+        if bare is None or traced is None or traced.step is None:
+            return bare
+        return max(bare, traced.step.peak_bytes(candidate.micro_batch))
 
     def _unit_s(self) -> float | None:
         return None if self._unit is None else self._unit.step_s
 
     def _relative(self, candidate: Candidate) -> float | None:
         """Return a candidate's seconds in units of the first trial's."""
+        if candidate.recompute is not None:
+            return self._recomputing(candidate)
         for tried, relative in self._modes.items():
-            if tried.alike(candidate, "fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled"):
+            if tried.alike(candidate, *_OTHER):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
                 ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
                 theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))
                 return max(0.0, relative + sizes - ours + theirs) * self._of_faults(candidate, tried)
         return None
+
+    def _recomputing(self, candidate: Candidate) -> float | None:
+        found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
+        plain = self._relative(replace(candidate, recompute=None))
+        measured = None if found is None else self._relative(found.candidate)
+        return None if plain is None or measured is None or longer is None else plain + longer * measured
 
     def _of_faults(self, candidate: Candidate, tried: Candidate) -> float:
         """Return the factor by which the page faults of a step that hands its memory back make it longer."""
@@ -160,7 +182,8 @@ class CostModel:
 
     def _traced(self, candidate: Candidate) -> int | None:
         bare = self.traced_bytes(candidate)
-        return None if bare is None else math.ceil(bare * (1 + self.margin))
+        margin = self.margin if candidate.recompute is None else self.chain_margin
+        return None if bare is None else math.ceil(bare * (1 + margin))
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
         """Return seconds on a device where nothing was tried."""
@@ -186,9 +209,15 @@ class CostModel:
         untold = self._profile.loop.has_workspaces and not self._profile.trials
         return max([MARGIN, *self._misses(), *([CONVOLUTIONS] if untold else [])])
 
+    @functools.cached_property
+    def chain_margin(self) -> float:
+        """As `margin`, of a step that recomputes, by all that was weighed and has a chain; and no less than it."""
+        found = ((t.peak_bytes, recomputing.peak_bytes(self._profile, t.candidate)) for t in self._weighed())
+        return max([self.margin, *((counted or 0) / bare - 1 for counted, bare in found if bare)])
+
     def _misses(self) -> Iterable[float]:
         for trial in self._weighed():
-            bare = self.traced_bytes(trial.candidate)
+            bare = None if trial.candidate.recompute else self.traced_bytes(trial.candidate)
             if bare:
                 yield (trial.peak_bytes or 0) / bare - 1
 

@@ -10,8 +10,10 @@ from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
 from trimtab.core.profile import FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
+from trimtab.decide.cost_model import Predicted
 from trimtab.decide.finals import Outcome
 from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
+from trimtab.decide.recomputing import in_words
 from trimtab.decide.space import WORTH_FUSING, Point, fusing_share, unpaid_compiling
 from trimtab.decide.statistics import Interval, is_gain, resolution
 
@@ -48,8 +50,8 @@ class Told:
         found: dict[Scalar, str] = {}
         for trial in self._others(name):
             found.setdefault(getattr(trial.candidate, name), self._why_not(trial, name))
-        if not self.profile.trials:
-            found |= dict(self._predicted_others(name))
+        if not self.profile.trials or name == "recompute":
+            found |= {value: why for value, why in self._predicted_others(name) if value not in found}
         if name == "precision":
             refusals = ((p, search.precision_refusal(self.profile.device, p)) for p in PRECISIONS)
             found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
@@ -71,7 +73,7 @@ class Told:
             return (
                 search.chunking_refusal(self.profile) or "as the loop has it: not traced in chunks, as memory is ample"
             )
-        if name in ("memory_layout", "allocator", "compiled"):
+        if name in ("memory_layout", "allocator", "compiled", "recompute"):
             return "as the loop has it: no data sheet tells what another is worth"
         return "as the loop has it: nothing traced is predicted to be better"
 
@@ -80,6 +82,8 @@ class Told:
         needed = f"the loop as it is cannot stay ({must}): " if must is not None and name == "micro_batch" else ""
         if name in _ALONE:
             return needed + self._alone(name)
+        if name == "recompute":
+            return self._recomputed()
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
         if rival is not None and rival.block_s and (speed := self._speed_over(rival)) is not None:
             return needed + self._worth(speed, rival, name)
@@ -88,6 +92,30 @@ class Told:
             said = "page faults are not counted" if share is None else f"page faults take {100 * share:.2g}% of a step"
             return f"{needed}{said}"
         return f"{needed}put first by what the trials of its parts predict"
+
+    def _recomputed(self) -> str:
+        """Return which blocks compute their activations again, and what would fit without."""
+        found, own = self.profile.recomputable_of(self.winner), self._cost_of_winner()
+        said = "" if found is None else in_words(found, self.winner)
+        plain = [p for p in self.found if p.candidate.recompute is None and p.refusal is None and p.cost.step_s]
+        if own is None or not own.step_s or not plain:
+            return f"{said}; nothing fits without"
+        best = min(plain, key=lambda point: point.cost.step_s or math.inf)
+        longer = (best.cost.step_s or 0.0) / own.step_s
+        return f"{said}; without, {best.candidate.describe()} is predicted at {longer:.2f}x the time"
+
+    def _not_recomputed(self) -> str:
+        found = self.profile.recomputable_of(self.winner)
+        if found is None:
+            cut = " as measuring was cut short" if self.profile.hurried else ""
+            return f"its blocks were not measured{cut}" if self.profile.recomputables or cut else "nothing asks for it"
+        again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]
+        return found.refusal or (
+            "none of it fits" if not again else "nothing that recomputes is predicted to be better"
+        )
+
+    def _cost_of_winner(self) -> Predicted | None:
+        return next((point.cost for point in self.found if point.candidate == self.winner), None)
 
     def _worth(self, speed: Interval, rival: Trial, name: str) -> str:
         ours = self._own(rival.stage)
@@ -180,7 +208,7 @@ class Told:
 
     def _predicted_others(self, name: str) -> Iterator[tuple[Scalar, str]]:
         """Yield other values of a setting with what they are predicted to take, all else as it was chosen."""
-        own = next((point.cost for point in self.found if point.candidate == self.winner), None)
+        own = self._cost_of_winner()
         for point in self.found:
             if own is None or not own.step_s or point.candidate.differences(self.winner) != (name,):
                 continue
@@ -214,6 +242,8 @@ class Told:
             return f"as the loop has it: {search.compiling_refusal(self.profile) or 'not tried'}"
         if name == "loss_chunk":
             return search.chunking_refusal(self.profile) or "as the loop has it"
+        if name == "recompute":
+            return f"as the loop has it: {self._not_recomputed()}"
         return "as the loop has it"
 
 

@@ -54,8 +54,10 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         allocator=choice("allocator"),
         fused_optimizer=choice("fused_optimizer"),
         loss_chunk=choice("loss_chunk"),
+        recompute=choice("recompute"),
         compiled=choice("compiled"),
         clip_norm=Choice(profile.reference.clip_norm, "as the loop has it", Mark.DYNAMICS),
+        recompute_blocks=_blocks_of(profile, winner),
         check=profile.check,
         reference=profile.reference,
         baseline=_measured(profile, reference) if profile.trials else _predicted(profile, reference),
@@ -152,6 +154,11 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
         way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
         f"and {format_seconds(cost.step_s)} per step.",
     )
+
+
+def _blocks_of(profile: Profile, candidate: Candidate) -> tuple[str, ...]:
+    found = None if candidate.recompute is None else profile.recomputable_of(candidate)
+    return () if found is None else found.blocks
 
 
 def _verified(outcome: finals.Outcome | None) -> tuple[float, float] | None:

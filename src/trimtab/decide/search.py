@@ -11,6 +11,9 @@ The first five tell the cost model what it is made of; nothing is accepted for t
 in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there is
 another final. Replaying a recorded profile gives the same stages.
 
+Before the final the blocks of the fastest are measured where it breaks a limit on memory, or memory counts: computing
+some of them again is one more choice (`recomputing`).
+
 Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds. As soon as the final
 would go beyond that the search is hurried: sizes that nothing needs and the compiler are left out, and no doubted
 change is tried without the others.
@@ -18,6 +21,7 @@ change is tried without the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,7 +31,7 @@ from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
-from trimtab.decide.space import WORTH_A_RUN, halvings, put_first
+from trimtab.decide.space import WORTH_A_RUN, halvings, points, put_first
 
 # Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
@@ -40,6 +44,7 @@ MOST_FINALS = 3
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
 # Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
 _FINAL_STEPS = 14
+_BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk")
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -100,6 +105,36 @@ def next_traces(
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
     ignored = ("micro_batch", "allocator", "fused_optimizer")
     return tuple(c for c in wanted if not any(traced.candidate.alike(c, *ignored) for traced in profile.traces))
+
+
+def next_recomputables(
+    profile: Profile, stage: Stage | None, objective: Objective, budget: Budget, *, always: bool = False
+) -> tuple[Candidate, ...]:
+    """Return the candidates whose blocks have to be measured before the next stage, and are not yet.
+
+    Before a final, or the end of the search, when all else is known.
+
+    The fastest of all, and the fastest that fits: where memory counts or is to be decided about under other limits
+    (`always`), or where the limit is broken by the fastest.
+    """
+    is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
+    if not is_asked or (stage is not None and not stage.name.startswith(FINAL)):
+        return ()
+    found = [p for p in points(profile, budget) if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]
+    fitting = [point for point in found if point.refusal is None]
+    if not found or (profile.hurried and fitting):
+        return ()
+    fastest, *fit = (min(each, key=lambda p: p.cost.step_s or math.inf) for each in (found, fitting) if each)
+    if fit and fit[0] == fastest and objective.memory == 0 and not always:
+        return ()
+    wanted = dict.fromkeys(_to_measure(profile, point.candidate) for point in (fastest, *fit))
+    return tuple(candidate for candidate in wanted if profile.recomputable_of(candidate) is None)
+
+
+def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
+    """Return a candidate in the size in which its precision and layout were tried."""
+    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *_BUT_MODE))
+    return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
 
 def final_rounds(profile: Profile) -> tuple[str, ...]:

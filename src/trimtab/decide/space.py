@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
+from trimtab.decide import recomputing
 from trimtab.decide.cost_model import CostModel, Predicted
 from trimtab.decide.readings import FREE_SPEED, WORTH_SAVING, control_interval, figures, over_budget, speed_ratio, unfit
 from trimtab.decide.statistics import is_gain
@@ -47,7 +48,8 @@ def halvings(profile: Profile) -> tuple[int, ...]:
 def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     """Return every candidate whose time can be told."""
     model, reference = CostModel(profile), profile.reference_candidate
-    candidates = dict.fromkeys((reference, *_combined(profile, model)))
+    tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
+    candidates = dict.fromkeys((reference, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
     return tuple(
         Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
@@ -56,7 +58,7 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     )
 
 
-def _combined(profile: Profile, model: CostModel) -> Iterator[Candidate]:
+def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Candidate]:
     chunks = {trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s}
     fused = {profile.reference_candidate.fused_optimizer} if not fuses(profile) else {True}
     if not profile.trials:  # nothing was tried: by what was traced
@@ -68,7 +70,10 @@ def _combined(profile: Profile, model: CostModel) -> Iterator[Candidate]:
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
-                    yield replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
+                    part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
+                    yield part
+                    for schedule in recomputing.schedules(profile, part, budget, model.chain_margin):
+                        yield replace(part, recompute=schedule)
 
 
 def fuses(profile: Profile) -> bool:
@@ -131,8 +136,19 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
     lightest = _lightest(fitting, best)
     chosen += [lightest] if lightest is not None else []
+    chosen += _without_recomputing(fitting, scores, chosen)
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.hurried else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
+
+
+def _without_recomputing(
+    fitting: Sequence[Point], scores: Mapping[Candidate, float], chosen: Sequence[Point]
+) -> list[Point]:
+    """Return the best that recomputes nothing, where the best does: it is proved beside it, and may fail alone."""
+    plain = [point for point in fitting if point.candidate.recompute is None]
+    if not plain or not chosen or chosen[0].candidate.recompute is None:
+        return []
+    return [min(plain, key=lambda point: scores[point.candidate])]
 
 
 def score(point: Point, objective: Objective, reference: Point) -> float:

@@ -10,55 +10,46 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from trimtab.core.chain import Chain, Stage
 from trimtab.measure.fakes import Fakes
+from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.scratch import Call, Taken, measured
 from trimtab.measure.step_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
 from trimtab.measure.storages import Storages
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes of a stage beyond what goes into it; as `checkpoint_schedule.Stage` has them."""
+class Stages(NamedTuple):
+    """A chain's bytes, without the optimizer's state; its stages take no seconds.
 
-    output_bytes: int
-    saved_bytes: int
-    forward_bytes: int
-    dropping_bytes: int
-    spare_bytes: int
-    beside_bytes: int
-    backward_bytes: int
-    gradient_bytes: int
+    Attributes:
+        first: of a first micro-batch. later: of one whose gradients are added to those of another before it.
+    """
 
-
-@dataclass(frozen=True)
-class ChainBytes:
-    """Bytes of a chain: held before its first stage (parameters, buffers, the batch, what a model begins with)."""
-
-    held_bytes: int
-    stages: tuple[StageBytes, ...]
+    first: Chain
+    later: Chain
 
 
 def trace_stages(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    blocks: Sequence[str],
+    blocks: LinkedBlocks,
     *,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
-) -> ChainBytes:
-    """Return the bytes of each block, and of what comes behind the last one. There is no optimizer's state in them.
+) -> Stages:
+    """Return the bytes of each block, and of what comes behind the last one.
 
     Args:
         model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
-        blocks: in the order they run in, each once. counts_scratch: run each operator that takes memory for itself
+        blocks: a stage each. counts_scratch: run each operator that takes memory for itself
             once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all.
 
     Raises:
@@ -72,24 +63,44 @@ def trace_stages(
             known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
             with torch.no_grad(), autocast():
                 dropping = _Pass(storages)
-                dropping.forward(model, loss_fn, batch, blocks)
-            keeping = _Pass(storages)
-            with autocast():
-                loss = keeping.forward(model, loss_fn, batch, blocks)
-            keeping.backward(loss)
+                dropping.forward(model, loss_fn, batch, blocks.names)
+            passes = []
+            for _ in range(2):
+                passes.append(_Pass(storages))
+                with autocast():
+                    loss = passes[-1].forward(model, loss_fn, batch, blocks.names)
+                passes[-1].backward(loss)
+                del loss
         if counts_scratch:
-            dropping.count_scratch()
-            keeping.count_scratch()
+            for each in (dropping, *passes):
+                each.count_scratch()
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
+    held = sum(storages.sizes[number] for number in known)
+    first = _chain(dropping, passes[0], blocks, held)
+    held += sum(stage.gradient_bytes for stage in first.stages)
+    return Stages(first, _chain(dropping, passes[1], blocks, held))
+
+
+def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
     dropped = (span.most for span in dropping.forwards())
-    stages = tuple(
-        StageBytes(
-            span.output_bytes, span.left, span.most, most, after.output_bytes, span.beside, after.most, after.left
+    links = [*blocks.links, False, False]  # the last block's result goes to what is no block
+    stages = (
+        Stage(
+            forward_s=0.0,
+            output_bytes=span.output_bytes,
+            saved_bytes=span.left,
+            forward_bytes=span.most,
+            dropping_bytes=most,
+            backward_bytes=after.most,
+            gradient_bytes=after.left,
+            spare_bytes=after.output_bytes,
+            beside_bytes=span.beside,
+            is_linked=is_linked,
         )
-        for span, after, most in zip(keeping.forwards(), keeping.backwards(), dropped, strict=True)
+        for span, after, most, is_linked in zip(keeping.forwards(), keeping.backwards(), dropped, links, strict=True)
     )
-    return ChainBytes(sum(storages.sizes[number] for number in known) + keeping.before, stages)
+    return Chain(tuple(stages), held_bytes + keeping.before)
 
 
 @dataclass

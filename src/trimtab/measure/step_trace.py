@@ -117,7 +117,7 @@ def _sizes(few: _Step, many: _Step, rows: tuple[int, int], *, counts_scratch: bo
         for chosen in (parts, parts + more)
     )
     work = StepWork(operations(few.first_work, many.first_work, rows), operations(few.step_work, many.step_work, rows))
-    return SizeTrace(whole, sliced, work)
+    return SizeTrace(whole, sliced, work, PeakModel.through(*parts[-1], rows))
 
 
 class SizeTrace(NamedTuple):
@@ -126,11 +126,13 @@ class SizeTrace(NamedTuple):
     Attributes:
         whole: its peak where it is of one micro-batch. sliced: of several, whose gradients are held in between; the
             second is told from the first, and may be a little less than this where a gradient is copied as it arrives.
+        step: of the optimizer's step alone.
     """
 
     whole: PeakModel
     sliced: PeakModel
     work: StepWork
+    step: PeakModel
 
 
 def _traced(

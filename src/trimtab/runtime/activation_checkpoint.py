@@ -19,7 +19,7 @@ from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.recompute import Kept, Part, Schedule, Segment, schedule_of
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.chain import Arguments, same_arguments
+from trimtab.measure.linked_blocks import Arguments, same_arguments
 from trimtab.runtime.recomputed import recomputed
 
 _PART = "_trimtab_part"
@@ -31,7 +31,7 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
 
     Args:
         blocks: names of modules, in the order they run in; stage i of the schedule is the i-th. Segments of several are
-            for blocks that are a chain (`measure.chain`).
+            for blocks that are a chain (`measure.linked_blocks`).
 
     Raises:
         ModelError: a block cannot be swapped, or one of a segment of several has hooks of its own, as FSDP2's.

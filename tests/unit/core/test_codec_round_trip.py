@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
 from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -31,7 +32,7 @@ from trimtab.core.plan import (
     Plan,
     Rejected,
 )
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, Trial
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 
 text = st.text(max_size=12)
@@ -69,9 +70,17 @@ candidates = st.builds(
     text,
     optional(st.integers(1, 2**30)),
     st.booleans(),
+    optional(text),
 )
 peak_models = st.builds(PeakModel, tuples_of(st.tuples(floats, floats)))
-traces = st.builds(Traced, candidates, peak_models, optional(peak_models))
+traces = st.builds(Traced, candidates, peak_models, optional(peak_models), st.none(), optional(peak_models))
+parts = st.builds(DearPart, counts, counts, floats)
+stages = st.builds(Stage, floats, *[counts] * 8, st.booleans(), optional(parts))
+chains = st.builds(Chain, st.tuples(stages, stages), counts)
+chain_models = st.builds(ChainModel, chains, chains, st.just((2, 4)))
+recomputables = st.builds(
+    Recomputable, candidates, tuples_of(text), optional(chain_models), optional(chain_models), floats, text
+)
 trials = st.builds(
     Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans(), optional(floats)
 )
@@ -141,6 +150,7 @@ profiles = st.builds(
     budgets,
     tuples_of(traces),
     tuples_of(traces),
+    tuples_of(recomputables),
     optional(counts),
     st.booleans(),
 )

@@ -33,7 +33,7 @@ def test_a_trial_that_could_not_run_has_no_cost():
 
 @given(st.sets(st.sampled_from([field.name for field in dataclasses.fields(Candidate)])))
 def test_differences_name_the_fields_that_differ(names):
-    other = Candidate("bf16", "channels_last", True, 4, "retain", 64, compiled=True)
+    other = Candidate("bf16", "channels_last", True, 4, "retain", 64, compiled=True, recompute="(0) 1")
     mixed = dataclasses.replace(BASE, **{name: getattr(other, name) for name in names})
     assert set(BASE.differences(mixed)) == set(mixed.differences(BASE)) == names
     assert BASE.alike(mixed, *names)

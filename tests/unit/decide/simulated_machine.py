@@ -6,14 +6,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check, Plan
-from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Traced, Trial
+from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
+from trimtab.core.recompute import Kept, Schedule, schedule_of
+from trimtab.decide.checkpoint_schedule import predict
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
-from trimtab.decide.search import Stage, next_stage, next_traces
+from trimtab.decide.search import Stage as Trials
+from trimtab.decide.search import next_recomputables, next_stage, next_traces
 
 MIB = 2**20
 SPLITTABLE = Check(True, "an unequal split changes the gradient by 1e-07, relative (limit 0.0001)", 1e-7)
@@ -34,6 +38,7 @@ LOOP = LoopFacts(
     layout="contiguous",
     can_retain=True,
 )
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 # A loss head with logits worth a look: 64 rows of 128 tokens, a vocabulary of 8,192.
 HEAD = {"head_tokens": 64 * 128, "head_words": 8192}
 
@@ -53,6 +58,8 @@ class Machine:
         noise: relative deviation of a block. drift: that of the machine, shared by the arms of a block.
         fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
         traces: whether its steps can be traced; traced: what that finds, of what a step really takes.
+        forward_s: of its four blocks together, whose activations are four fifths of what a row takes; None: it has no
+        blocks. chain_told: what is told of a step that recomputes, of what it really takes.
     """
 
     speed: dict[str, float] = field(default_factory=dict)
@@ -74,7 +81,11 @@ class Machine:
     seed: int = 0
     traces: bool = True
     traced: float = 1.0
-    stages: list[Stage] = field(default_factory=list)
+    forward_s: float | None = None
+    chain_told: float = 1.0
+    stages: list[Trials] = field(default_factory=list)
+    measured_blocks: list[Candidate] = field(default_factory=list)
+    rows: int = LOOP.batch_rows
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -92,15 +103,43 @@ class Machine:
             seconds /= self.speed.get(value, 1.0)
         seconds += optimizer_s + head_s - 0.3
         seconds /= self.compiled_speed if candidate.compiled else 1.0
+        seconds += self._recomputed_s(candidate)
         return (seconds + self.split_s * (LOOP.batch_rows / candidate.micro_batch - 1)) * self.unit
 
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the true peak."""
         factor = self.weight.get(candidate.precision, 1.0) * self.weight.get(candidate.memory_layout, 1.0)
         factor *= 1 - self.head_saves.get(candidate.loss_chunk or 0, 0.0)
+        if candidate.recompute is not None:
+            chain = self._chain(candidate, candidate.micro_batch)
+            return chain.held_bytes + predict(chain.stages, _whole(candidate)).peak_bytes
         return int(factor * (self.fixed_bytes + self.row_bytes * candidate.micro_batch))
 
-    def run(self, stage: Stage) -> tuple[Trial, ...]:
+    def _recomputed_s(self, candidate: Candidate) -> float:
+        if candidate.recompute is None:
+            return 0.0
+        return predict(self._chain(candidate, self.rows).stages, _whole(candidate)).recompute_s
+
+    def _chain(self, candidate: Candidate, rows: int) -> Chain:
+        fixed, whole = (self.peak_bytes(replace(candidate, micro_batch=each, recompute=None)) for each in (0, rows))
+        unit = (whole - fixed) // 10
+        seconds = (self.forward_s or 0.0) / 4 * rows / self.rows
+        part = DearPart(unit, unit // 4, seconds / 10)
+        block = Stage(seconds, unit // 5, 2 * unit, 2 * unit, unit, unit // 4, part=part)
+        last = Stage(0.0, 0, 3 * unit // 2, 3 * unit // 2, 3 * unit // 2, unit // 2, is_linked=False)
+        return Chain((*[block] * 3, replace(block, is_linked=False), last), fixed)
+
+    def blocks(self, candidate: Candidate) -> Recomputable:
+        """Return what measuring blocks finds, as `calibrate.recomputation` does."""
+        self.measured_blocks.append(candidate)
+        if self.forward_s is None or self.rows < 3:
+            return Recomputable(candidate, refusal="the model has no blocks")
+        few, whole = (self._chain(candidate, rows) for rows in (self.rows // 2, self.rows))
+        few, whole = (_scaled(chain, self.chain_told) for chain in (few, whole))
+        model = ChainModel(few, whole, (self.rows // 2, self.rows))
+        return Recomputable(candidate, BLOCKS, model, model, self.step_s("sizes", candidate) / self.unit)
+
+    def run(self, stage: Trials) -> tuple[Trial, ...]:
         """Return a stage's trials, as `calibrate.trials.run_stage` does."""
         self.stages.append(stage)
         num_blocks = self.num_blocks if stage.accepts else 3
@@ -111,7 +150,7 @@ class Machine:
         return first, *(self._dropped(stage, first, trial) for trial in others)
 
     @staticmethod
-    def _dropped(stage: Stage, first: Trial, trial: Trial) -> Trial:
+    def _dropped(stage: Trials, first: Trial, trial: Trial) -> Trial:
         """Return a trial with as many blocks as it gets to run."""
         ours, theirs = trial.block_s[:MIN_BLOCKS], first.block_s[:MIN_BLOCKS]
         lighter = (trial.peak_bytes or 2**60) <= (1 - WORTH_SAVING) * (first.peak_bytes or 0)
@@ -119,7 +158,7 @@ class Machine:
         lost = stage.drops and not kept and is_behind(ours, theirs, is_lighter=lighter)
         return replace(trial, block_s=ours) if lost else trial
 
-    def _trial(self, stage: Stage, candidate: Candidate, control: bool, drifts: list[float]) -> Trial:
+    def _trial(self, stage: Trials, candidate: Candidate, control: bool, drifts: list[float]) -> Trial:
         error = self.fails(stage.name, candidate)
         if error is not None:
             return Trial(stage.name, candidate, (), None, error, control)
@@ -132,7 +171,17 @@ class Machine:
         """Return what a trace finds, as `calibrate.tracing` does."""
         one, none = (self.peak_bytes(replace(candidate, micro_batch=rows)) for rows in (1, 0))
         model = PeakModel(((self.traced * none, self.traced * (one - none)),))
-        return Traced(candidate, model, model)
+        return Traced(candidate, model, model, step=PeakModel(((self.traced * none, 0.0),)))
+
+
+def _scaled(chain: Chain, factor: float) -> Chain:
+    names = ("output_bytes", "saved_bytes", "forward_bytes", "dropping_bytes", "backward_bytes")
+    stages = (replace(s, **{name: int(factor * getattr(s, name)) for name in names}) for s in chain.stages)
+    return Chain(tuple(stages), int(factor * chain.held_bytes))
+
+
+def _whole(candidate: Candidate) -> Schedule:
+    return (*schedule_of(candidate.recompute or "", len(BLOCKS)), Kept(len(BLOCKS)))
 
 
 def measured(
@@ -150,6 +199,7 @@ def measured(
 ) -> Profile:
     """Return the profile the search makes of the machine; `always`: with traces, whatever it is for."""
     loop = replace(LOOP, **facts)
+    machine.rows = loop.batch_rows
     phases_s = {"forward": 0.9, "optimizer": 0.1}
     objective, budget = objective or Objective(), budget or Budget()
     profile = Profile(
@@ -168,6 +218,9 @@ def measured(
         if machine.traces and (wanted := next_traces(profile, objective, budget, always=always)):
             profile = replace(profile, traces=profile.traces + tuple(map(machine.trace, wanted)))
         stage = next_stage(profile, objective, budget)
+        if blocks := next_recomputables(profile, stage, objective, budget, always=always):
+            profile = replace(profile, recomputables=profile.recomputables + tuple(map(machine.blocks, blocks)))
+            continue
         if stage is None:
             return profile
         assert len(machine.stages) < 10, "the search does not end"

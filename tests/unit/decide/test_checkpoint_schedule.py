@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.core.chain import DearPart, Stage
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute import Kept, Segment
-from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
 
 
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):

@@ -34,6 +34,7 @@ def machines(**others: st.SearchStrategy) -> st.SearchStrategy[Machine]:
         weight=factor_of,
         split_s=st.sampled_from([0.0, 0.0005, 0.05, 0.5]),
         fused_speed=factors,
+        forward_s=st.sampled_from([None, 0.05, 0.5]),
         seed=st.integers(0, 2**32),
         **others,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute import Kept, Segment
-from trimtab.decide.checkpoint_schedule import Stage, every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.chain import find_chain
+from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
 from trimtab.measure.memory import peak_growth, storage_bytes
 from trimtab.measure.stages import trace_stages
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -64,14 +64,17 @@ def unet():
     return UNet().train(), lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), batch
 
 
+def traced_chain(model, loss_fn, batch, **how):
+    return trace_stages(model, loss_fn, batch, find_linked_blocks(model, loss_fn, batch, find_blocks(model)), **how)
+
+
 @functools.cache
 def chain_of(make):
     torch.manual_seed(0)
     model, loss_fn, batch = make()
-    found = find_chain(model, loss_fn, batch, find_blocks(model))
-    traced = trace_stages(model, loss_fn, batch, found.blocks, counts_scratch=True)
-    links = [*found.links, False, False]
-    chain = [Stage(1.0, is_linked=link, **asdict(each)) for each, link in zip(traced.stages, links, strict=True)]
+    found = find_linked_blocks(model, loss_fn, batch, find_blocks(model))
+    traced = trace_stages(model, loss_fn, batch, found, counts_scratch=True).first
+    chain = [replace(each, forward_s=1.0) for each in traced.stages]
     return model, loss_fn, batch, found, traced, chain
 
 
@@ -104,7 +107,7 @@ def test_what_lies_between_blocks_is_in_it(name):
     assert not any(found.links)
     schedule = {"none": keep_all, "every_block": every_block}[name](len(chain))
     predicted = traced.held_bytes + predict(chain, schedule).peak_bytes
-    undo = use_schedule(model, found.blocks, schedule)
+    undo = use_schedule(model, found.names, schedule)
     measured = counted(model, loss_fn, batch)
     undo()
     assert predicted == pytest.approx(measured, rel=0.05)
@@ -118,7 +121,7 @@ def test_the_peak_of_any_schedule_is_told_from_one_trace(make, name):
     schedule = schedules(chain, [*found.links, False])[name]
     assert schedule is not None
     predicted = traced.held_bytes + predict(chain, schedule).peak_bytes
-    undo = use_schedule(model, found.blocks, schedule)
+    undo = use_schedule(model, found.names, schedule)
     measured = counted(model, loss_fn, batch)
     undo()
     assert predicted == pytest.approx(measured, rel=0.02)
@@ -126,7 +129,7 @@ def test_the_peak_of_any_schedule_is_told_from_one_trace(make, name):
 
 def test_what_is_kept_is_what_a_forward_leaves():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)))
-    traced = trace_stages(model, lambda m, x: m(x).sum(), torch.randn(4, 8), find_blocks(model))
+    traced = traced_chain(model, lambda m, x: m(x).sum(), torch.randn(4, 8)).first
     row = 4 * 8 * 4
     assert [stage.output_bytes for stage in traced.stages] == [row, row, row, 0]
     assert [stage.saved_bytes for stage in traced.stages[:3]] == [row, row, row]  # a tanh needs its result alone
@@ -138,12 +141,36 @@ def test_what_is_kept_is_what_a_forward_leaves():
 def test_a_step_that_looks_at_values_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     with pytest.raises(ModelError, match="cannot be traced"):
-        trace_stages(model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), find_blocks(model))
+        trace_stages(
+            model, lambda m, x: m(x).sum() if x.sum() > 0 else x.sum(), torch.randn(4, 8), LinkedBlocks(("0",), ())
+        )
 
 
 def test_blocks_that_are_frozen_have_no_backward():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     model[0].requires_grad_(False)
-    traced = trace_stages(model, lambda m, x: m(x).sum(), torch.randn(4, 8), find_blocks(model))
+    traced = traced_chain(model, lambda m, x: m(x).sum(), torch.randn(4, 8)).first
     assert [stage.gradient_bytes for stage in traced.stages] == [0, 8 * 8 * 4 + 32, 8 * 8 * 4 + 32, 0]
     assert traced.stages[0].backward_bytes == 0
+
+
+@pytest.mark.parametrize("make", [gpt, resnet])
+@pytest.mark.parametrize("name", ["none", "every_block", "optimal 0.8"])
+def test_a_later_micro_batch_has_the_gradients_of_the_one_before_beside_it(make, name):
+    model, loss_fn, batch, found, _, chain = chain_of(make)
+    later = traced_chain(model, loss_fn, batch, counts_scratch=True).later
+    assert all(stage.gradient_bytes == 0 for stage in later.stages)
+    schedule = schedules(chain, [*found.links, False])[name]
+    undo = use_schedule(model, found.names, schedule)
+
+    def step():
+        result = loss_fn(model, batch)
+        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+
+    step()
+    growth = peak_growth(step)
+    gradients = [p.grad for p in model.parameters()]
+    measured = growth + storage_bytes([*model.parameters(), *model.buffers(), *batch, *gradients])
+    model.zero_grad(set_to_none=True)
+    undo()
+    assert later.held_bytes + predict(later.stages, schedule).peak_bytes == pytest.approx(measured, rel=0.02)

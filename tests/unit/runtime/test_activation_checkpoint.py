@@ -13,9 +13,10 @@ from torch import nn
 
 import trimtab
 import trimtab.core.plan
+from trimtab.core.chain import DearPart, Stage
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute import Kept, Segment, schedule_of
-from trimtab.decide.checkpoint_schedule import DearPart, Stage, every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 L = 6

@@ -8,7 +8,7 @@ from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.measure.blocks import find_blocks
-from trimtab.measure.chain import Chain, find_chain, same_arguments
+from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks, same_arguments
 
 L = 4
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def chain_of(run):
     model = Net(run)
-    return find_chain(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+    return find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
 
 
 def in_turn(blocks, x):
@@ -112,17 +112,17 @@ NAMES = tuple(f"blocks.{index}" for index in range(L))
     ],
 )
 def test_a_link_is_there_where_nobody_else_looks_at_what_a_block_returns(run, links):
-    assert chain_of(run) == Chain(NAMES, links)
+    assert chain_of(run) == LinkedBlocks(NAMES, links)
 
 
 def test_a_block_that_runs_twice_is_none_of_it():
     found = chain_of(twice)
-    assert found.blocks == ("blocks.0", "blocks.2", "blocks.3")
+    assert found.names == ("blocks.0", "blocks.2", "blocks.3")
     assert found.links == (False, True)
 
 
 def test_blocks_are_in_the_order_they_run_in():
-    assert chain_of(lambda blocks, x: in_turn(reversed(blocks), x)).blocks == NAMES[::-1]
+    assert chain_of(lambda blocks, x: in_turn(reversed(blocks), x)).names == NAMES[::-1]
 
 
 def test_a_hidden_state_that_the_model_hands_out_is_no_link():
@@ -132,7 +132,7 @@ def test_a_hidden_state_that_the_model_hands_out_is_no_link():
             return in_turn(self.blocks[2:], middle), middle
 
     model = Both(None)
-    found = find_chain(model, lambda m, batch: m(batch)[0].mean(), torch.randn(3, 8), find_blocks(model))
+    found = find_linked_blocks(model, lambda m, batch: m(batch)[0].mean(), torch.randn(3, 8), find_blocks(model))
     assert found.links == (True, False, True)
 
 
@@ -144,7 +144,7 @@ def test_a_forward_that_looks_at_values_is_refused_with_the_reason():
 def test_nothing_of_the_model_is_changed():
     model = Net(in_turn)
     before = [p.clone() for p in model.parameters()]
-    find_chain(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
+    find_linked_blocks(model, lambda m, batch: m(batch).square().mean(), torch.randn(3, 8), find_blocks(model))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

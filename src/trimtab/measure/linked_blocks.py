@@ -17,7 +17,7 @@ from trimtab.measure.step_trace import LossFn, cannot_trace
 
 
 @dataclass(frozen=True)
-class Chain:
+class LinkedBlocks:
     """Blocks in the order they run in, each once.
 
     Args:
@@ -25,11 +25,11 @@ class Chain:
             are the same for both, and nothing else looks at it.
     """
 
-    blocks: tuple[str, ...]
+    names: tuple[str, ...]
     links: tuple[bool, ...]
 
 
-def find_chain(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> Chain:
+def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[str]) -> LinkedBlocks:
     """Return those of some blocks that run once in a forward, and how they are linked. Nothing is computed.
 
     Raises:
@@ -42,7 +42,7 @@ def find_chain(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Sequence[s
             loss_fn(model, batch)
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
-    return watch.chain()
+    return watch.found()
 
 
 @dataclass
@@ -105,12 +105,12 @@ class _Watch(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def chain(self) -> Chain:
+    def found(self) -> LinkedBlocks:
         """Return what was seen."""
         names = [call.name for call in self._calls]
         once = [index for index, name in enumerate(names) if names.count(name) == 1]
         links = (self._links(before, after) for before, after in itertools.pairwise(once))
-        return Chain(tuple(names[index] for index in once), tuple(links))
+        return LinkedBlocks(tuple(names[index] for index in once), tuple(links))
 
     def _links(self, before: int, after: int) -> bool:
         if after != before + 1 or before in self._shared:

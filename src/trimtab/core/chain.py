@@ -1,0 +1,108 @@
+"""A model's blocks as a chain of stages: what each takes, in seconds and bytes, for any rows of a micro-batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from trimtab.core.errors import ValueGivenError
+
+
+@dataclass(frozen=True)
+class DearPart:
+    """What keeping the dear part of a stage takes, as matrix products; the rest is computed again.
+
+    Args:
+        saved_bytes: held from forward to backward. backward_bytes: the most in its backward beyond these and the
+            output's gradient. recompute_s: what computing the rest takes.
+    """
+
+    saved_bytes: int
+    backward_bytes: int
+    recompute_s: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a chain, in seconds and in bytes beyond what goes into it.
+
+    Args:
+        forward_s: what its forward takes. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
+            from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
+            backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
+            it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
+            and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+        beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
+        is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
+        part: where the dear part alone may be kept.
+    """
+
+    forward_s: float
+    output_bytes: int
+    saved_bytes: int
+    forward_bytes: int
+    dropping_bytes: int
+    backward_bytes: int
+    gradient_bytes: int = 0
+    spare_bytes: int = 0
+    beside_bytes: int = 0
+    is_linked: bool = True
+    part: DearPart | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The stages of one micro-batch: the blocks, and what comes behind the last of them, which is kept.
+
+    Args:
+        held_bytes: before the first begins: parameters, buffers, the optimizer's state, the batch, earlier gradients.
+    """
+
+    stages: tuple[Stage, ...]
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class ChainModel:
+    """A chain as a function of a micro-batch's rows, by those of two: bytes lie on a line, and seconds go by rows.
+
+    Args:
+        rows: of the two, the smaller one first.
+    """
+
+    few: Chain
+    many: Chain
+    rows: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        fewer, more = self.rows
+        if not 0 < fewer < more:
+            raise ValueGivenError("rows", given=str(self.rows), expected="two numbers of rows, the lower one first")
+        if len(self.few.stages) != len(self.many.stages):
+            given = f"{len(self.few.stages)} and {len(self.many.stages)} stages"
+            raise ValueGivenError("stages", given=given, expected="as many at both sizes")
+
+    def at(self, rows: int) -> Chain:
+        """Return the chain of a micro-batch of so many rows."""
+        stages = tuple(
+            self._stage(ours, theirs, rows) for ours, theirs in zip(self.few.stages, self.many.stages, strict=True)
+        )
+        return Chain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
+
+    def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
+        sizes = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
+        part, longer = None, rows / self.rows[1]
+        if few.part is not None and many.part is not None:
+            saved, backward = (
+                self._bytes(getattr(few.part, name), getattr(many.part, name), rows)
+                for name in ("saved_bytes", "backward_bytes")
+            )
+            part = DearPart(saved, backward, longer * many.part.recompute_s)
+        return replace(many, forward_s=longer * many.forward_s, part=part, **sizes)
+
+    def _bytes(self, few: int, many: int, rows: int) -> int:
+        fewer, more = self.rows
+        return max(0, math.ceil(few + (many - few) * (rows - fewer) / (more - fewer)))
+
+
+_BYTES = tuple(each.name for each in fields(Stage) if each.name.endswith("_bytes"))

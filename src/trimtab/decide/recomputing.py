@@ -1,0 +1,98 @@
+"""Recomputing as one choice among others: schedules worth a look for a candidate, and what each takes and saves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from trimtab.core.chain import Chain, ChainModel
+from trimtab.core.objective import Budget
+from trimtab.core.profile import Candidate, Profile, Recomputable
+from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, kept_in, schedule_of, written
+from trimtab.decide.checkpoint_schedule import keep_all, optimal, predict, sqrt_segments
+
+# Of what keeping all takes, where no limit says how much it may be.
+SHARES = (0.85, 0.7, 0.55, 0.4)
+
+
+def chain_of(profile: Profile, candidate: Candidate) -> Chain | None:
+    """Return the chain of a candidate's micro-batch; None where its blocks were not measured, or cannot be."""
+    found = profile.recomputable_of(candidate)
+    if found is None or candidate.compiled:
+        return None
+    is_whole = candidate.micro_batch >= profile.loop.batch_rows and not profile.frees_batch
+    model = found.whole if is_whole else found.sliced
+    return None if model is None else _at(model, candidate.micro_batch)
+
+
+@functools.lru_cache(maxsize=256)
+def _at(model: ChainModel, rows: int) -> Chain:
+    return model.at(rows)
+
+
+def peak_bytes(profile: Profile, candidate: Candidate) -> int | None:
+    """Return the most that a candidate's forward and backward hold; None where it is not known."""
+    chain = chain_of(profile, candidate)
+    return None if chain is None else chain.held_bytes + predict(chain.stages, _whole(chain, candidate)).peak_bytes
+
+
+def longer(profile: Profile, candidate: Candidate) -> float | None:
+    """Return what a candidate recomputes, as a share of the step that its blocks were measured in."""
+    found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
+    if found is None or chain is None:
+        return None
+    recompute_s = predict(chain.stages, _whole(chain, candidate)).recompute_s
+    return recompute_s * profile.loop.batch_rows / candidate.micro_batch / found.step_s
+
+
+def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
+    """Return the schedules worth a look for a candidate that recomputes nothing, as they are written.
+
+    Those everyone has, and the one of least recomputation within the budget; of some sizes, where there is no limit.
+
+    Args:
+        margin: by which a peak that is told is raised before it is held against a limit.
+    """
+    chain = chain_of(profile, candidate)
+    if chain is None:
+        return ()
+    limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
+    is_large = 4 * candidate.micro_batch >= profile.loop.batch_rows
+    return _schedules(chain, limit) if limit is not None or is_large else ()
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedules(chain: Chain, limit_bytes: int | None) -> tuple[str, ...]:
+    stages, number = chain.stages, len(chain.stages) - 1
+    found = [EVERY_BLOCK, written(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
+    if all(stage.part is not None for stage in stages[:-1]):
+        found.append(written(tuple(Kept(index, in_part=True) for index in range(number))))
+    limits = [limit_bytes] if limit_bytes is not None else list(_shares(chain))
+    best = (optimal(stages, limit - chain.held_bytes) for limit in limits)
+    found += [written(schedule[:-1]) for schedule in best if schedule is not None]
+    by_schedule = {schedule_of(each, number): each for each in reversed(found)}
+    return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
+
+
+def _shares(chain: Chain) -> Iterator[int]:
+    whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
+    return (math.floor(share * whole) for share in SHARES)
+
+
+def _whole(chain: Chain, candidate: Candidate) -> Schedule:
+    """Return a candidate's schedule with what comes behind its blocks, which is kept."""
+    number = len(chain.stages) - 1
+    blocks = keep_all(number) if candidate.recompute is None else schedule_of(candidate.recompute, number)
+    return (*blocks, Kept(number))
+
+
+def in_words(found: Recomputable, candidate: Candidate) -> str:
+    """Return what of a model's blocks a candidate computes again."""
+    number, said = len(found.blocks), []
+    schedule = schedule_of(candidate.recompute or "", number)
+    again = sum(len(part.stages) for part in schedule if isinstance(part, Segment))
+    in_part = sum(kept.in_part for kept in kept_in(schedule))
+    said += [f"{again} of {number} blocks"] if again else []
+    said += [f"of {in_part} of {number} blocks all but what matrix products and attention made"] if in_part else []
+    return f"computed again: {', and '.join(said)}"
