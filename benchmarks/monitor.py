@@ -1,7 +1,8 @@
 """What measuring gradient noise costs: a run's steps with its monitor, alternated with its steps without.
 
-`python benchmarks/monitor.py [--quick] [--json] [--tasks NAME ...]` prints `monitor_overhead_ratio` rows (with over without, in seconds:
-1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
+`python benchmarks/monitor.py [--quick] [--json] [--tasks NAME ...]` prints `monitor_overhead_ratio` rows (with over
+without, in seconds: 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own
+clock says it took.
 One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
 fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it. A run's
 first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock,
