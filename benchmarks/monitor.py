@@ -1,7 +1,8 @@
 """What measuring gradient noise costs: a run's steps with its monitor, alternated with its steps without.
 
-`python benchmarks/monitor.py [--quick] [--json]` prints `monitor_overhead_ratio` rows (with over without, in seconds:
-1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own clock says it took.
+`python benchmarks/monitor.py [--quick] [--json] [--tasks NAME ...]` prints `monitor_overhead_ratio` rows (with over
+without, in seconds: 1.005 is half a per cent) by alternating steps, and beside them the share of a window that its own
+clock says it took.
 One run makes them all, for two runs differ by more than that in where their memory lies: it is handed the control of a
 fixed batch for the steps without. At k = 1 a few windows are split in two, and what that takes is part of it. A run's
 first windows, in which the monitor may take more, are not compared: `price_of_the_first` is what it took by its clock,
@@ -179,9 +180,10 @@ def main() -> None:
     """Measure, and print what it costs."""
     parser = command.parser(__doc__)
     parser.add_argument("--mechanisms", action="store_true", help="ways to see the norms, in every window")
+    parser.add_argument("--tasks", nargs="+", default=sorted({name for name, *_ in CASES}))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, k, full, quick in CASES:
+    for name, k, full, quick in [case for case in CASES if case[0] in options.tasks]:
         pairs, begun = (quick, QUICK_BEGUN) if options.quick else (full, BEGUN)
         print(f"{name}, {k} micro-batches, {pairs} rounds", file=sys.stderr)
         if options.mechanisms:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.core.plan import Plan
@@ -22,7 +22,6 @@ from trimtab.decide.accumulation import Noise
 from trimtab.decide.batch_decider import BatchDecider, Note
 from trimtab.decide.probing import Probing
 from trimtab.runtime import compiled
-from trimtab.runtime.accumulation import Count, WindowWeights
 from trimtab.runtime.batch_doors import check_rule, require_one_plan
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -54,6 +53,22 @@ class _Role:
     asked: int = 0
     owes: bool = False
     is_used: bool = False
+
+
+_TRAINS, _NOBODY = _Role(), FixedBatch()
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What the next window is to be.
+
+    Args:
+        is_due: measured, if it shows anything. is_probe: made to show more. num_batches: of the loader.
+    """
+
+    is_due: bool
+    is_probe: bool
+    num_batches: int
 
 
 class BatchControl(Part):
@@ -99,8 +114,10 @@ class BatchControl(Part):
             shows_one=self._watch.seen_apart > 1 or not self._measures,
         )
         self._measured: Measured | Nothing | None = None
-        self._deciding_s = 0.0
-        self._role = _Role()  # of the open window, or the last one
+        self._deciding_s, self._is_under_way = 0.0, False
+        self._role = _TRAINS  # of the open window, or the last one
+        self._next: _Next | None = None  # looked at once a window
+        self._tell(watched=False)
         self._is_cut = self._retries_probe = False
         self._asked, self._agreed = 1, None  # batches the open window is to be of, and those that ranks have of it
 
@@ -119,7 +136,15 @@ class BatchControl(Part):
     @property
     def num_batches(self) -> int:
         """Loader batches of the next window: as decided, or more where those do not show what is needed."""
-        return self._probing.batches(self._decider.num_batches, self.k, self.noise)
+        return self._look_ahead().num_batches
+
+    def _look_ahead(self) -> _Next:
+        if self._next is None:
+            k, noise, decided = self.k, self.noise, self._decider.num_batches
+            is_probe = self._probing.is_due(k, noise)
+            is_due = self._measures and (is_probe or self._account.is_due())
+            self._next = _Next(is_due, is_probe, self._probing.batches(decided, k, noise) if is_probe else decided)
+        return self._next
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
         """Return rows per micro-batch: a window of one is split in two where that shows the noise."""
@@ -136,10 +161,10 @@ class BatchControl(Part):
         Where a loader is at its end a rank may have fewer than another, and a rate of its own would make weights of its
         own. Ranks ask each other in windows that are to be of several batches, which all of them know.
         """
+        if self._exchange.num_ranks == 1 or self._asked == 1:
+            return num_batches
         if self._agreed is None:
-            is_told = self._exchange.num_ranks == 1 or self._asked == 1
-            shared = [[num_batches]] if is_told else self._exchange.share([num_batches])
-            self._agreed = statistics.fmean(own for (own,) in shared)
+            self._agreed = statistics.fmean(own for (own,) in self._exchange.share([num_batches]))
         return self._agreed
 
     def rate_factor(self, num_batches: float) -> float:
@@ -150,42 +175,39 @@ class BatchControl(Part):
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Take the time of what runs inside: the next window's batches are drawn."""
-        return self._watch.drawing() if self._is_next_due else contextlib.nullcontext()
-
-    @property
-    def _is_next_due(self) -> bool:
-        """Whether the next window is to be measured, if it shows anything."""
-        return self._measures and (self._account.is_due() or self._probing.is_due(self.k, self.noise))
+        return self._watch.drawing() if self._look_ahead().is_due else contextlib.nullcontext()
 
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
-        is_larger = num_batches > self._decider.num_batches or (self._is_cut and num_micro_batches > 1)
-        is_probe = self._retries_probe or (is_larger and self._probing.is_due(self.k, self.noise))
-        # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
-        owes = self._exchange.num_ranks > 1 and self._is_next_due
-        is_due = owes or is_probe or self._is_next_due
-        watched = self._measures and is_due and num_micro_batches * self._watch.seen_apart > 1
-        is_used = owes or (watched and self._exchange.num_ranks == 1)
-        asked = self.num_batches if is_due and self._probing.explores(self.k, self.noise) else 0
-        self._role = _Role(is_probe=is_probe, asked=asked, owes=owes, is_used=is_used)
-        self._agreed, self._asked = None, self.num_batches
+        ahead = self._look_ahead()
+        if self._exchange.num_ranks > 1:
+            self._agreed, self._asked = None, ahead.num_batches
+        watched = False
+        if ahead.is_due or self._retries_probe:
+            watched = self._measures and num_micro_batches * self._watch.seen_apart > 1
+            self._role = self._role_of(num_batches, num_micro_batches, watched=watched)
+        else:
+            self._role = _TRAINS
+        self._tell(watched=watched)
         self._watch.opened(watched=watched)
 
-    def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
-        """A micro-batch is about to be handed out, of the next loader batch or of the same; `last`: of the window."""
-        self._watch.begun(rows, of_next=of_next, last=last)
+    def _role_of(self, num_batches: int, num_micro_batches: int, *, watched: bool) -> _Role:
+        ahead = self._look_ahead()
+        is_larger = num_batches > self._decider.num_batches or (self._is_cut and num_micro_batches > 1)
+        # Ranks put figures in the same windows: what is due is known to all, how many batches a rank has left is not.
+        owes = self._exchange.num_ranks > 1 and ahead.is_due
+        return _Role(
+            is_probe=self._retries_probe or (is_larger and ahead.is_probe),
+            asked=ahead.num_batches if self._probing.explores(self.k, self.noise) else 0,
+            owes=owes,
+            is_used=owes or (watched and self._exchange.num_ranks == 1),
+        )
 
-    def backward_begins(self) -> None:
-        """A micro-batch's loss was computed."""
-        self._watch.backward_begins()
-
-    def backward_done(self, rows: int, terms: Count) -> None:
-        """A micro-batch had its backward."""
-        self._watch.backward_done(rows, terms)
-
-    def stepping(self, weights: WindowWeights, scale: float | Tensor) -> None:
-        """The window's gradient is whole, at its loss scale, and nobody has changed it."""
-        self._watch.stepping(weights, scale)
+    def _tell(self, *, watched: bool) -> None:
+        """Have the window's micro-batches told to who watches it; as of a fixed batch where nobody does."""
+        told = self._watch if watched else _NOBODY
+        self.begun, self.stepping = told.begun, told.stepping
+        self.backward_begins, self.backward_done = told.backward_begins, told.backward_done
 
     def stepped(self, num_batches: int, *, applied: bool) -> None:
         """The window is over; void, it says nothing. What an earlier one said has arrived."""
@@ -193,6 +215,15 @@ class BatchControl(Part):
         measured = self._told(num_batches, applied=applied)
         if applied:
             self._follower.applied(self.agreed(num_batches), self._decider.num_batches)
+        self._next = None
+        if measured is None and self._role is _TRAINS and not self._is_under_way:
+            self._retries_probe = False
+            self._account.pass_window()
+        else:
+            self._took(measured, num_batches, start)
+
+    def _took(self, measured: Measured | Nothing | None, num_batches: int, start: float) -> None:
+        """A window is over that was measured, or in which what an earlier one said arrives."""
         waiting = time.perf_counter()
         shared = self._exchange.take()
         if self._measured is not None:
@@ -200,10 +231,12 @@ class BatchControl(Part):
         waited_s = time.perf_counter() - waiting  # for ranks and device, which are at work meanwhile: it costs nothing
         if shared is not None:
             self._absorb(shared)
+        is_put = self._measured is not None
         if self._measured is not None:
             self._exchange.put(self._measured.figures(self._deciding_s))
             self._deciding_s = 0.0
         self._measured, self._retries_probe = measured, False
+        self._is_under_way = is_put or measured is not None
         if self._role.asked:
             self._probing.explored(self._role.asked, self._decider.num_batches)
             figures = {"batches": num_batches, "decided": self._decider.num_batches}
@@ -232,7 +265,7 @@ class BatchControl(Part):
         Where the user's has one micro-batch none is made for long: gradients do not fit beside a forward, as they would
         have to if k rose, and k stays.
         """
-        was_probe = self._role.is_probe
+        was_probe, self._next = self._role.is_probe, None
         if was_probe and self._probing.fits:
             self._probing.ran_out()
         if was_probe and self.k == 1:
@@ -271,6 +304,7 @@ class BatchControl(Part):
 
         def load() -> None:
             load_parts()
+            self._next = None
             self._probing.told(self._decider.standing)
 
         return load

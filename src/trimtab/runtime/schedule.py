@@ -69,6 +69,7 @@ class RateFollower(Part):
     def __init__(self, rule: str) -> None:
         self.rule = rule
         self._level = 1.0
+        self._settled: tuple[float, float] | None = None  # the ratio, as decided, at which the level stands
 
     @classmethod
     def for_optimizer(cls, rule: str, optimizer: torch.optim.Optimizer) -> RateFollower:
@@ -79,13 +80,18 @@ class RateFollower(Part):
 
     def factor(self, ratio: float, decided: float) -> float:
         """Return the factor for a window that is `ratio` times the user's batch, where the rule is `decided` times."""
+        if self._settled == (ratio, decided):
+            return self._level
         level = min(self._wanted(decided), max(1.0, self._level) * 2 ** (1 / self.RAMP))
         return min(level, self._wanted(ratio))
 
     def applied(self, ratio: float, decided: float) -> None:
         """A window of `ratio` was applied, where one of `decided` is the rule."""
-        level = max(self._level, self.factor(min(ratio, decided), decided))
-        self._level = min(level, self._wanted(decided))
+        if self._settled == (ratio, decided):
+            return
+        level, wanted = max(self._level, self.factor(min(ratio, decided), decided)), self._wanted(decided)
+        self._level = min(level, wanted)
+        self._settled = (ratio, decided) if ratio == decided and self._level == wanted else None
 
     def _wanted(self, ratio: float) -> float:
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
@@ -100,7 +106,7 @@ class RateFollower(Part):
         level = checks.number("state.rate.level", state["level"], low=0, open_low=True)
 
         def load() -> None:
-            self._level = level
+            self._level, self._settled = level, None
 
         return load
 

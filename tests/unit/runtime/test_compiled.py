@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 import trimtab
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
+from trimtab.decide.accounts import Account
+from trimtab.measure.gradient_norms import GradientNorms
 from trimtab.runtime.compile_check import PAIRS, WARM_UP
 from trimtab.runtime.compiled import CompiledCall, is_compiled
 
@@ -188,3 +190,21 @@ def test_a_users_hook_beside_the_check_is_not_disturbed(monkeypatch):
         assert model._compiled_call_impl.shapes is None  # else they would grow for as long as the run is
     assert len(steps) == WARM_UP + 2 * PAIRS + 5
     assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+@needs_compiler
+def test_measuring_some_windows_does_not_compile_the_model_anew(monkeypatch):
+    """The monitor's hooks come and go on the parameters that torch guards."""
+    monkeypatch.setattr(Account, "is_due", lambda self, sparse=0: self.windows % 2 == 0)
+    watched, on = [], GradientNorms.on
+    monkeypatch.setattr(GradientNorms, "on", lambda self: (watched.append(1), on(self)))
+    model, optimizer, batch = loop()
+    plan = Plan.fixed(4, compiled=True, batch_rule=trimtab.BatchRule("norm_test", k=2, k_max=2, theta=1e6))
+    graphs = []
+    with trimtab.start(model, optimizer, plan) as run:
+        for _ in range(2 * WARM_UP):
+            run.train_step(run.window(batch, batch), loss_fn)
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert run.noise.num_windows >= 5
+    assert len(watched) >= 10
+    assert graphs == graphs[:1] * len(graphs)
