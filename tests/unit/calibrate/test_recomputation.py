@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+import trimtab
+
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, written
 from trimtab.decide.checkpoint_schedule import keep_all, optimal, predict
@@ -119,3 +123,30 @@ def test_measuring_leaves_the_loop_as_it_was():
     assert [type(module) for module in subject.model.modules()] == kinds
     assert all(torch.equal(value, before[name]) for name, value in subject.model.state_dict().items())
     assert not subject.optimizer.state
+
+
+def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():
+    """Batch statistics see the whole batch; in double precision no autocast saves any of it."""
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    model = nn.Sequential(*(block() for _ in range(6)), nn.Linear(64, 3)).double().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(2048, 64).double(), torch.randint(0, 3, (2048,))
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    free = trimtab.plan(model, optimizer, loss_fn, batch)
+    assert not free.recompute.changed
+    budget = trimtab.Budget(memory=int(0.6 * free.measured.peak_bytes))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, budget=budget)
+    assert plan.micro_batch.value == 2048
+    assert plan.recompute.changed
+    assert plan.measured.peak_bytes <= budget.memory_bytes
+    assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+    with trimtab.start(model, optimizer, from_json(Plan, to_json(plan))) as run:
+        run.train_step(run.window(batch), loss_fn)
+        assert run.applied_steps == 1
