@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import trimtab
-
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.codec import from_json, to_json
