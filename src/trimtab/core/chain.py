@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trimtab.core.errors import ValueGivenError
 
@@ -90,7 +91,7 @@ class ChainModel:
         return Chain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
 
     def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
-        sizes = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
+        sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
         part, longer = None, rows / self.rows[1]
         if few.part is not None and many.part is not None:
             saved, backward = (
