@@ -217,7 +217,7 @@ def leaking_rates(patch):
 
 
 def progress_counted_before_the_window(patch):
-    def before(self, rows, tokens, num_batches):
+    def before(self, rows, tokens, num_batches, batch_rows):
         self._next = rows
         return None if self._total_samples is None else self.rows / self._total_samples
 

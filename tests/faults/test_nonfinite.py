@@ -278,7 +278,7 @@ def test_fp16_that_overflows_half_the_time_is_left():
 def test_data_that_is_no_number_does_not_count_as_overflow():
     voids = Voids(None)
     for index in range(64):
-        voids.note(torch.tensor(math.nan), applied=index % 2 == 0, is_finite=lambda: False)
+        voids.note(torch.tensor(math.nan), applied=index % 2 == 0, has_bad_data=lambda: True)
     assert voids.outlasts(1024.0, torch.tensor(1.0)) is None
 
 

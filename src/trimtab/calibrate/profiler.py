@@ -96,6 +96,7 @@ def _search(
                 profile,
                 traces=profile.traces + trace_candidates(subject, wanted, progress),
             )
+            snapshot.restore()
             continue
         stage = next_stage(profile, objective, budget)
         if blocks := next_recomputables(profile, stage, objective, budget, always=traces):

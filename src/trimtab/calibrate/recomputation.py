@@ -30,6 +30,7 @@ from trimtab.runtime.activation_checkpoint import use_schedule
 T = TypeVar("T")
 _MEASURING_S = 1.5  # of a step's repetitions, where more than the fewest fit
 _MOST = 6
+_MOST_SCALES = 20
 
 
 def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable:
@@ -58,6 +59,9 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
         chains = trace(**how)
         names = subject.blocks.names
+        for _ in range(_MOST_SCALES):  # fp16 steps once it has found its loss scale
+            if run.applied_steps == 0:
+                step()
         _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
             chains = [_unlinked(chain) for chain in chains]

@@ -113,7 +113,7 @@ class Recomputable:
     """The blocks of a candidate's model as recomputing them is decided upon.
 
     Args:
-        candidate: with which seconds were taken; its micro-batch, allocator and fused step mean nothing here.
+        candidate: with which seconds were taken; bytes are those of any micro-batch, allocator and fused step.
         blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
             gradients are held from one to the next; None where it cannot be told. Seconds of the larger of their two
             sizes are those of the whole batch. step_s: of the step in which they were taken.

@@ -25,7 +25,7 @@ from trimtab.decide.roofline import step_seconds
 MARGIN = 0.02
 # And where nothing was tried, of a loop with convolutions, whose workspaces no tensor shows.
 CONVOLUTIONS = 0.15
-_OTHER = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
+_BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -94,11 +94,9 @@ class CostModel:
         return None if model is None else model.peak_bytes(candidate.micro_batch)
 
     def _chained_bytes(self, candidate: Candidate) -> int | None:
-        """Return the peak of a step that recomputes: its optimizer's step is as it is without."""
-        bare, traced = (
-            recomputing.peak_bytes(self._profile, candidate),
-            self._trace_of(replace(candidate, recompute=None)),
-        )
+        """Return the peak of a step by its chain: its optimizer's step is as it is whatever is recomputed."""
+        bare = recomputing.peak_bytes(self._profile, candidate)
+        traced = self._trace_of(replace(candidate, recompute=None))
         if bare is None or traced is None or traced.step is None:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
@@ -111,7 +109,7 @@ class CostModel:
         if candidate.recompute is not None:
             return self._recomputing(candidate)
         for tried, relative in self._modes.items():
-            if tried.alike(candidate, *_OTHER):
+            if tried.alike(candidate, *_BUT_MODE):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
                 ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
                 theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))
@@ -212,7 +210,7 @@ class CostModel:
     @functools.cached_property
     def chain_margin(self) -> float:
         """As `margin`, of a step that recomputes, by all that was weighed and has a chain; and no less than it."""
-        found = ((t.peak_bytes, recomputing.peak_bytes(self._profile, t.candidate)) for t in self._weighed())
+        found = ((t.peak_bytes, self._chained_bytes(t.candidate)) for t in self._weighed())
         return max([self.margin, *((counted or 0) / bare - 1 for counted, bare in found if bare)])
 
     def _misses(self) -> Iterable[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
@@ -105,10 +105,13 @@ class Told:
         return f"{said}; without, {best.candidate.describe()} is predicted at {longer:.2f}x the time"
 
     def _not_recomputed(self) -> str:
-        found = self.profile.recomputable_of(self.winner)
+        found = self.profile.recomputable_of(replace(self.winner, compiled=False))
+        asks = self.budget.memory_bytes is not None or self.profile.objective.memory > 0
         if found is None:
-            cut = " as measuring was cut short" if self.profile.hurried else ""
-            return f"its blocks were not measured{cut}" if self.profile.recomputables or cut else "nothing asks for it"
+            why = "measuring was cut short" if self.profile.hurried else "the fastest fits"
+            return f"its blocks were not measured, as {why}" if asks else "less memory is not asked for"
+        if self.winner.compiled:
+            return "not tried in a compiled model"
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]
         return found.refusal or (
             "none of it fits" if not again else "nothing that recomputes is predicted to be better"

@@ -196,8 +196,15 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    """Return the fastest mode, then in chunks; of the whole batch where a small micro-batch has no more than one.
+
+    With chunks the whole batch may fit a limit that makes micro-batches of it small without.
+    """
     first = _fastest(profile)
-    return first, *chunk_candidates(profile, first)
+    if chunks := chunk_candidates(profile, first):
+        return first, *chunks
+    whole = replace(first, micro_batch=profile.loop.batch_rows)
+    return whole, *chunk_candidates(profile, whole)
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:

@@ -1,7 +1,7 @@
 """k while training: what measured windows say, what a rule makes of it, and the learning rate that follows.
 
 A window may be measured (noise and times); its figures are read a window later, shared between ranks in the next, and
-decided upon then: always from figures that are the same on every rank. Windows that are not measured cost nothing.
+decided upon then: always from figures that are the same on every rank. Windows that are not measured cost little.
 """
 
 from __future__ import annotations
@@ -239,8 +239,9 @@ class BatchControl(Part):
         self._is_under_way = is_put or measured is not None
         if self._role.asked:
             self._probing.explored(self._role.asked, self._decider.num_batches)
-            figures = {"batches": num_batches, "decided": self._decider.num_batches}
-            self._note("explored", figures | {"reason": "to find the noise, which windows as decided do not show"})
+            if num_batches > self._decider.num_batches:
+                figures = {"batches": num_batches, "decided": self._decider.num_batches}
+                self._note("explored", figures | {"reason": "to find the noise, which windows as decided do not show"})
         if self._role.is_used:  # noted once the window is over: one that is given up is due again, on all ranks
             self._account.use()
         self.dropped()

@@ -21,8 +21,8 @@ class Consumed(Part):
     Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
     row as the last one that was read.
 
-    The schedule of one of several ranks goes by loader batches, as if all were whole: a rank whose loader ends in fewer
-    rows than another's would have a rate of its own, and soon weights of its own.
+    The schedule of one of several ranks goes by loader batches, as if each had as many rows as the largest so far: a
+    rank whose loader ends in fewer rows than another's would have a rate of its own, and soon weights of its own.
 
     Args:
         has_peers: whether this is one of several ranks.
@@ -45,21 +45,23 @@ class Consumed(Part):
                 expected="the samples this run will train on",
                 way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
-        self._batch_rows = plan.batch_rows if has_peers else None
+        self._has_peers, self._batch_rows = has_peers, 0
         self.rows = self.applied = 0
         self._scheduled = self._next = 0.0  # rows that the schedule knows of, and those of the window that is over
         self._tokens = self._per_row = 0.0
         self._late: tuple[Late, int] | None = None
 
-    def progress_after(self, rows: int, tokens: Count | None, num_batches: float = 1) -> float | None:
-        """Return consumed over planned *after* a window of so many loader batches, which is `add`ed next.
+    def progress_after(self, rows: int, tokens: Count | None, num_batches: float, batch_rows: int) -> float | None:
+        """Return consumed over planned *after* a window, which is `add`ed next; None where no total was given.
 
-        None where no total was given.
+        Args:
+            num_batches: of the loader, the mean over ranks. batch_rows: of the largest of its own.
 
         Raises:
             LossError: the total is in tokens, and the loss counts none.
         """
-        self._next = rows if self._batch_rows is None else num_batches * self._batch_rows
+        self._batch_rows = max(self._batch_rows, batch_rows)
+        self._next = num_batches * self._batch_rows if self._has_peers else rows
         if self._total_samples is not None:
             return (self._scheduled + self._next) / self._total_samples
         if self._total_tokens is None:

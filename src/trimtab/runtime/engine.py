@@ -206,7 +206,7 @@ class Run(RunView):
 
     def _rate_factor(self, window: Window) -> float:
         num_batches = self._control.agreed(window.num_batches)
-        progress = self._consumed.progress_after(window.rows, self._weights.counted, num_batches)
+        progress = self._consumed.progress_after(window.rows, self._weights.counted, num_batches, window.batch_rows)
         return rate_factor(self.plan, progress) * self._control.rate_factor(num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
@@ -224,7 +224,7 @@ class Run(RunView):
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan)
         if self._may_void:
-            self._voids.note(self.loss, applied=applied, is_finite=window.is_finite)
+            self._voids.note(self.loss, applied=applied, has_bad_data=window.holds_nan)
         if not applied and self._precision.loss_scale is not None:
             reason = self._voids.outlasts(self._precision.loss_scale, self.loss)
             if reason is not None:

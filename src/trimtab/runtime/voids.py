@@ -75,11 +75,11 @@ class Voids(Part):
         """Return whether a void window is so by no fault of its loss scale: the loss itself is no number."""
         return not self._skips and self._is_alone and not bool(torch.isfinite(loss))
 
-    def note(self, loss: Tensor, *, applied: bool, is_finite: Callable[[], bool] = lambda: True) -> None:
+    def note(self, loss: Tensor, *, applied: bool, has_bad_data: Callable[[], bool] = lambda: False) -> None:
         """A window is over.
 
         Args:
-            is_finite: returns whether its data are numbers; asked where the loss is none.
+            has_bad_data: returns whether its data are to blame; asked where the loss is no number.
 
         Raises:
             NonFiniteError: too many in a row were skipped, or had a loss that is no number.
@@ -88,7 +88,7 @@ class Voids(Part):
         overflowed, self._skips = not applied and not failed, False
         looked_back = min(_LOOK_BACK, self._windows + 1)
         self._share += (float(overflowed) - self._share) / looked_back
-        lost = failed and not bool(torch.isfinite(loss)) and is_finite()
+        lost = failed and not bool(torch.isfinite(loss)) and not has_bad_data()
         self._lost += (float(lost) - self._lost) / looked_back
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         self._windows += 1

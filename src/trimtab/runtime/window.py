@@ -64,10 +64,15 @@ class Window:
         """Rows of the largest micro-batch."""
         return max(min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True))
 
-    def is_finite(self) -> bool:
-        """Return whether all of its batches' values are numbers; waits for the device they are on."""
+    @property
+    def batch_rows(self) -> int:
+        """Rows of the largest loader batch."""
+        return max(self._batch_rows)
+
+    def holds_nan(self) -> bool:
+        """Return whether a value of its batches is no number; waits for the device. A mask may well be infinite."""
         floats = (tensor for tensor in tensors_in(self._batches) if tensor.is_floating_point())
-        return all(bool(torch.isfinite(tensor).all()) for tensor in floats)
+        return any(bool(torch.isnan(tensor).any()) for tensor in floats)
 
     def split(self, micro_batch: int) -> None:
         """Begin anew, in micro-batches of at most so many rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ class Machine:
         seconds += optimizer_s + head_s - 0.3
         seconds /= self.compiled_speed if candidate.compiled else 1.0
         seconds += self._recomputed_s(candidate)
-        return (seconds + self.split_s * (LOOP.batch_rows / candidate.micro_batch - 1)) * self.unit
+        return (seconds + self.split_s * (math.ceil(self.rows / candidate.micro_batch) - 1)) * self.unit
 
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the true peak."""

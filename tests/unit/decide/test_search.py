@@ -211,6 +211,21 @@ def test_chunks_are_powers_of_two_below_a_quarter_of_the_tokens(tokens, chunks):
     assert [c.loss_chunk for stage in tried for c in stage.candidates[1:]] == chunks
 
 
+def test_a_limit_that_makes_micro_batches_small_leaves_the_whole_head_to_chunks():
+    """Of four rows a chunk is all there is; in chunks the whole batch fits, and is faster."""
+    machine = Machine(split_s=0.1, head_saves={2048: 0.5, 1024: 0.5}, head_speed={2048: 1.0, 1024: 0.9})
+    budget = Budget(memory=400 * MIB)
+    facts = {"head_tokens": 64 * 128, "head_words": 10**6}
+    machine.fixed_bytes, machine.row_bytes = 300 * MIB, 7 * MIB  # 748 MiB whole, half of that in chunks
+    profile = measured(machine, budget=budget, **facts)
+    head = stage_of(machine, "head")
+    assert [c.loss_chunk for c in head.candidates] == [None, 2048, 1024]
+    assert {c.micro_batch for c in head.candidates} == {64}
+    assert head.head_tokens == 64 * 128
+    plan = choose(profile, Objective(), budget)
+    assert (plan.micro_batch.value, plan.loss_chunk.value) == (64, 2048)
+
+
 def test_modes_are_tried_at_the_largest_size_that_is_traced_to_fit():
     machine = Machine(weight={"bf16": 0.5})
     measured(machine, budget=Budget(memory=300 * MIB))  # fp32 takes 100 MiB + 10 a row
