@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS, two_sizes
+from trimtab.calibrate.trials import step_until_applied
 from trimtab.core.chain import Chain, ChainModel, DearPart
 from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable
@@ -30,7 +31,6 @@ from trimtab.runtime.activation_checkpoint import use_schedule
 T = TypeVar("T")
 _MEASURING_S = 1.5  # of a step's repetitions, where more than the fewest fit
 _MOST = 6
-_MOST_SCALES = 20
 
 
 def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable:
@@ -59,9 +59,7 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
         chains = trace(**how)
         names = subject.blocks.names
-        for _ in range(_MOST_SCALES):  # fp16 steps once it has found its loss scale
-            if run.applied_steps == 0:
-                step()
+        step_until_applied(run, subject)
         _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
             chains = [_unlinked(chain) for chain in chains]

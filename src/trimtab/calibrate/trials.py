@@ -151,7 +151,7 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
         before.restore()
         try:
             with subject.start(arm.candidate) as run:
-                _step_until_applied(run, subject)
+                step_until_applied(run, subject)
             return Snapshot(subject.model, subject.optimizer)
         except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
             continue
@@ -206,7 +206,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
     try:
         with subject.start(arm.candidate) as run:
             arm.first_s = time_call(lambda: _step(run, subject), subject.device)
-            _step_until_applied(run, subject)
+            step_until_applied(run, subject)
             compiled, once_s = arm.candidate.compiled, arm.first_s
             if subject.device.type == "cuda" or once_s < _SLOW_S or once_s > slowest or compiled:
                 arm.first_s = time_call(lambda: _step(run, subject), subject.device)
@@ -236,7 +236,7 @@ def _heaviest_step(run: Run, subject: Subject) -> None:
     run.train_step(run.window(*batches), subject.loss_fn)
 
 
-def _step_until_applied(run: Run, subject: Subject) -> None:
+def step_until_applied(run: Run, subject: Subject) -> None:
     """Step until the optimizer has stepped: at once, but for fp16, whose loss scale has to be found first.
 
     Raises:
@@ -305,7 +305,7 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
             per_step = math.ceil(subject.rows / candidate.micro_batch)
             return per_step * time_head(run, stage.head_tokens, steps)
         if steps > 1 or _needs_a_lead(stage):
-            _step_until_applied(run, subject)
+            step_until_applied(run, subject)
 
         def step() -> None:
             _step(run, subject)

@@ -25,7 +25,8 @@ from trimtab.decide.roofline import step_seconds
 MARGIN = 0.02
 # And where nothing was tried, of a loop with convolutions, whose workspaces no tensor shows.
 CONVOLUTIONS = 0.15
-_BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
+# Of a candidate, all but its precision and layout.
+BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -109,7 +110,7 @@ class CostModel:
         if candidate.recompute is not None:
             return self._recomputing(candidate)
         for tried, relative in self._modes.items():
-            if tried.alike(candidate, *_BUT_MODE):
+            if tried.alike(candidate, *BUT_MODE):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
                 ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
                 theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))

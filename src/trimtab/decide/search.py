@@ -29,7 +29,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
-from trimtab.decide.cost_model import CostModel
+from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.space import WORTH_A_RUN, halvings, points, put_first
 
@@ -44,7 +44,6 @@ MOST_FINALS = 3
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
 # Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
 _FINAL_STEPS = 14
-_BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk")
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -133,7 +132,7 @@ def next_recomputables(
 
 def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
     """Return a candidate in the size in which its precision and layout were tried."""
-    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *_BUT_MODE))
+    alike = (mode for mode in CostModel(profile).modes if mode.alike(candidate, *BUT_MODE))
     return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
 

@@ -55,7 +55,7 @@ class _Role:
     is_used: bool = False
 
 
-_TRAINS, _NOBODY = _Role(), FixedBatch()
+_TRAINS, _NOBODY = _Role(), FixedBatch()  # of a window that nobody measures: its role, and who is told of it
 
 
 @dataclass(frozen=True)
