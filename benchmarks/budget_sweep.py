@@ -18,6 +18,7 @@ import command
 import torch
 
 import trimtab
+from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -58,24 +59,18 @@ def predicted_s(profile: Profile, limit: int) -> float | None:
     return plan.predicted and plan.predicted.step_s
 
 
-def run(task: Task, batch: Batch, plan: Plan) -> tuple[int, list[float]]:
+def run(subject: Subject, plan: Plan, steps: int = STEPS) -> tuple[int, list[float]]:
     """Return the peak of a plan's step, and the seconds of some."""
-    model, optimizer = made(task)
-    with trimtab.start(model, optimizer, plan) as started:
+    with trimtab.start(subject.model, subject.optimizer, plan) as started:
 
         def step() -> None:
-            started.train_step(started.window(batch), task.loss_fn)
-
-        def live() -> Iterator[torch.Tensor]:
-            yield from (*model.parameters(), *model.buffers(), *batch)
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            started.train_step(started.window(subject.batch), subject.loss_fn)
 
         for _ in range(2):
             step()
-        optimizer.zero_grad(set_to_none=True)
-        peak = peak_bytes(step, DEVICE, live)
-        return peak, [time_call(step, DEVICE) for _ in range(STEPS)]
+        subject.optimizer.zero_grad(set_to_none=True)
+        peak = peak_bytes(step, DEVICE, subject.live_tensors)
+        return peak, [time_call(step, DEVICE) for _ in range(steps)]
 
 
 def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
@@ -84,7 +79,7 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     batch = next(task.load_data().batches(0, task.batch_rows))
     model, optimizer = made(task)
     recorded = trimtab.profile(model, optimizer, task.loss_fn, batch, reference=task.reference, traces=True)
-    peak, _ = run(task, batch, choose(recorded, trimtab.Objective(), trimtab.Budget()))
+    peak, _ = run(Subject(*made(task), task.loss_fn, batch), choose(recorded, trimtab.Objective(), trimtab.Budget()))
     longest = 0.0
     for share in shares:
         row = {"metric": "budget", "model": name, "share": share, "budget_bytes": int(share * peak)}
@@ -97,7 +92,7 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         except InfeasibleError as error:
             yield row | {"feasible": False, "measured_bytes": None, "measured_s": None, "way_out": str(error.way_out)}
             continue
-        found, seconds = run(task, batch, plan)
+        found, seconds = run(Subject(*made(task), task.loss_fn, batch), plan)
         interval, predicted = mean_interval(seconds), plan.predicted
         row |= {"feasible": True, "measured_bytes": found, "is_met": found <= row["budget_bytes"]}
         row |= {"measured_s": statistics.median(seconds), "low": interval.low, "high": interval.high, "n": interval.n}

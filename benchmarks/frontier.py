@@ -17,6 +17,7 @@ from typing import Any
 
 import command
 import torch
+from budget_sweep import run
 from prediction_models import KINDS, Kind
 from torch import nn
 
@@ -25,10 +26,10 @@ from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.chain import Chain
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, Schedule
-from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.optimal_schedule import optimal
 from trimtab.decide.planner import choose
 from trimtab.decide.statistics import ratio_interval
 from trimtab.measure.memory import peak_bytes
@@ -38,7 +39,7 @@ from trimtab.runtime.precision import autocast
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")
 SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
-TURNS, QUICK_TURNS, LIMITS = 15, 3, 20
+TURNS, QUICK_TURNS, LIMITS, WALK_STEPS = 15, 3, 20, 3
 CPU = torch.device("cpu")
 
 
@@ -130,11 +131,10 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     kind = KINDS[name]
     model, batch = kind.make().train(), kind.batch(kind.sizes[-1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    subject = Subject(model, torch.optim.AdamW(model.parameters(), lr=1e-4), kind.loss_fn, batch)
     reference = trimtab.Reference(precision=precision)
-    profile = trimtab.profile(model, optimizer, kind.loss_fn, batch, reference=reference, traces=True)
-    free = choose(profile, trimtab.Objective(), trimtab.Budget())
-    whole, _ = run_plan(model, optimizer, kind, batch, free)
+    profile = trimtab.profile(model, subject.optimizer, kind.loss_fn, batch, reference=reference, traces=True)
+    whole, _ = run(subject, choose(profile, trimtab.Objective(), trimtab.Budget()), WALK_STEPS)
     for index in range(limits):
         limit = int(whole * (1 - 0.8 * index / limits))
         row = {"metric": "budget", "model": name, "precision": precision, "budget_bytes": limit, "share": limit / whole}
@@ -143,32 +143,13 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
         except InfeasibleError as error:
             row |= {"feasible": False, "way_out": str(error.way_out)}
         else:
-            peak, seconds = run_plan(model, optimizer, kind, batch, plan)
-            row |= {"feasible": True, "measured_bytes": peak, "is_met": peak <= limit, "measured_s": seconds}
+            peak, seconds = run(subject, plan, WALK_STEPS)
+            row |= {"feasible": True, "measured_bytes": peak, "is_met": peak <= limit}
+            row |= {"measured_s": statistics.median(seconds)}
             row |= {"predicted_bytes": plan.predicted.peak_bytes, "predicted_s": plan.predicted.step_s}
             row |= {"changes": plan.changes_in_words or "nothing"}
         print(_walked(row), file=sys.stderr, flush=True)
         yield row
-
-
-def run_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind, batch: Any, plan: Plan
-) -> tuple[int, float]:
-    """Return the peak of a plan's step, and the median seconds of some."""
-    with trimtab.start(model, optimizer, plan) as run:
-
-        def step() -> None:
-            run.train_step(run.window(batch), kind.loss_fn)
-
-        def live() -> Iterator[torch.Tensor]:
-            yield from (*model.parameters(), *model.buffers(), *batch)
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-        step()
-        optimizer.zero_grad(set_to_none=True)
-        peak = peak_bytes(step, CPU, live)
-        return peak, statistics.median(time_call(step, CPU) for _ in range(3))
 
 
 def main() -> None:

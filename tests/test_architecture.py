@@ -47,7 +47,7 @@ ONLY = {
 }
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
-TABLES = {"trimtab.decide.checkpoint_schedule"}  # of them, with numpy: millions of sums in the time of a plan
+TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "stats", "target_rows", "verdicts")
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}

@@ -479,14 +479,14 @@ def test_a_process_prints_its_result_and_nothing_else(tmp_path):
         "import sys; sys.argv = ['trimtab', 'plan', 'profile.json', '--json']\n"
         "from trimtab.cli import app\n"
         "app(standalone_mode=False)\n"
-        "print('torch' in sys.modules, file=sys.stderr)"
+        "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
     )
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     decided = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
     )
     assert from_json(Plan, decided.stdout).batch_rows == 32
-    assert decided.stderr == "False\n"  # a profile is decided without torch
+    assert decided.stderr == "False False\n"  # a profile is decided without torch
 
 
 def test_an_interrupt_ends_it_quietly(tmp_path):

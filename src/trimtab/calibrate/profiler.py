@@ -96,10 +96,9 @@ def _search(
                 profile,
                 traces=profile.traces + trace_candidates(subject, wanted, progress),
             )
-            snapshot.restore()
-            continue
-        stage = next_stage(profile, objective, budget)
-        if blocks := next_recomputables(profile, stage, objective, budget, always=traces):
+        elif blocks := next_recomputables(
+            profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
+        ):
             progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
             profile = replace(
                 profile,

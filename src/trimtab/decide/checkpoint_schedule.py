@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from trimtab.core.chain import Stage
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.recompute import (
@@ -28,13 +26,6 @@ from trimtab.core.recompute import (
     schedule_of,
     stages_of,
 )
-
-# A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
-# for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
-SLOTS = 250
-SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
-# Of longer chains the table would be of hundreds of megabytes.
-MOST_STAGES = 250
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class _Step:
         for part in schedule:
             if isinstance(part, Kept):
                 self._note(slope + self._chain[part.index].forward_bytes)
-                self._held += _kept_bytes(self._chain[part.index], part)
+                self._held += kept_bytes(self._chain[part.index], part)
                 self.runs[part.index] += 1
             else:
                 self._drop(part.stages, slope)
@@ -141,8 +132,8 @@ class _Step:
 
     def _backward_of(self, part: Kept) -> None:
         stage = self._chain[part.index]
-        self._held -= _kept_bytes(stage, part)
-        self._note(_backward_need(stage, part))
+        self._held -= kept_bytes(stage, part)
+        self._note(backward_need(stage, part))
         self._gradients += stage.gradient_bytes
         self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
 
@@ -150,180 +141,13 @@ class _Step:
         self.peak = max(self.peak, self._held + self._gradients + more)
 
 
-def _kept_bytes(stage: Stage, kept: Kept) -> int:
+def kept_bytes(stage: Stage, kept: Kept) -> int:
+    """Return what is held of a stage from its forward to its backward."""
     return stage.part.saved_bytes if kept.in_part and stage.part else stage.saved_bytes
 
 
-def _backward_need(stage: Stage, kept: Kept) -> int:
+def backward_need(stage: Stage, kept: Kept) -> int:
+    """Return the most that a stage's backward takes, what is held of it and its output's gradient among it."""
     if kept.in_part and stage.part:
         return stage.part.saved_bytes + stage.output_bytes + stage.part.backward_bytes
     return stage.saved_bytes - stage.spare_bytes + stage.output_bytes + stage.backward_bytes
-
-
-def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Schedule | None:
-    """Return the schedule of least recomputation whose peak is within a limit.
-
-    None where none is found, or the chain is of more than `MOST_STAGES`.
-
-    By dynamic programming over the stages s to t that are left to run forward and backward, and the bytes m that are
-    there for it (Beaumont, Herrmann et al., arXiv:1911.13214, theorem 1, with nested segments in place of calls to the
-    forward alone; gradients, which grow while activations fall, are added):
-
-        R(s, t, m) = min over  keeping s:                c_s + R(s+1, t, m - kept_s)
-                               a segment s to e < t:     f_s + ... + f_e + R(e+1, t, m - out_e) + R(s, e, m)
-
-    R is what is recomputed, and infinite where a forward or backward in it does not fit m.
-
-    Args:
-        slots: that the limit is cut into; sizes are rounded up to whole ones, so that what is found is not the least,
-            or is not found, where that is a matter of less than a slot a stage.
-    """
-    plain = keep_all(len(chain))
-    if predict(chain, plain).peak_bytes <= limit_bytes:
-        return plain
-    if limit_bytes <= 0 or len(chain) > MOST_STAGES:
-        return None
-    slacks = SLACKS if limit_bytes > slots else (1.0,)
-    table = _Table(chain, slacks[0] * limit_bytes, slots)
-    for slack in slacks:
-        schedule = table.schedule(slack * limit_bytes)
-        if schedule is not None and predict(chain, schedule).peak_bytes <= limit_bytes:
-            return schedule
-    return None
-
-
-class _Table:
-    """R for all stages and slots, as numbers of bytes that are there.
-
-    Args:
-        most_bytes: of all slots together.
-    """
-
-    def __init__(self, chain: Sequence[Stage], most_bytes: float, slots: int) -> None:
-        self._chain, self._num = chain, len(chain)
-        self._slot = max(1.0, most_bytes / slots)
-        self._most = int(most_bytes / self._slot)
-        self._until = np.concatenate([[0.0], np.cumsum([stage.forward_s for stage in chain])])
-        growth = [0, *itertools.accumulate(stage.gradient_bytes for stage in reversed(chain))]
-        self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
-        self._outputs = [self._slots(stage.output_bytes) for stage in chain]
-        self._beside = [self._slots(stage.beside_bytes) for stage in chain]
-        self._dropping = self._dropping_from()
-        self._reach = self._furthest()  # of each stage the last one that a segment from it may hold
-        self._least = np.full((self._num, self._num, self._most + 1), np.inf, np.float32)
-        self._fits_from = np.full((self._num, self._num), self._most + 1)  # the first slot in which R is finite
-        for last in range(self._num):
-            self._fill(last)
-
-    def _slots(self, size: float) -> int:
-        return math.ceil(size / self._slot - 1e-9)
-
-    def _dropping_from(self) -> np.ndarray:
-        """Return the most bytes that the stages from one to another take forward, where nothing is kept."""
-        found = np.zeros((self._num, self._num))
-        for first in range(self._num):
-            before = [0, *(stage.output_bytes for stage in self._chain[first:])]
-            each = (stage.dropping_bytes + held for stage, held in zip(self._chain[first:], before, strict=False))
-            found[first, first:] = list(itertools.accumulate(each, max))
-        return found
-
-    def _furthest(self) -> list[int]:
-        found = list(range(self._num))
-        for index in range(self._num - 2, -1, -1):
-            found[index] = found[index + 1] if self._chain[index].is_linked else index
-        return found
-
-    def _always(self, last: int) -> int:
-        """Return the bytes held while the stages up to one run: gradients, and that of its output but in the end."""
-        return self._gradients[last] + (self._chain[last].output_bytes if last < self._num - 1 else 0)
-
-    def _options(self, index: int, last: int) -> list[tuple[Kept, int, int, float]]:
-        """Return how a stage may be kept: slots it holds, slots there must be, and what is recomputed."""
-        stage, found = self._chain[index], []
-        forward, before = self._always(last) + stage.forward_bytes, self._gradients[index]
-        ways = [Kept(index)]
-        if stage.part is not None and last == self._num - 1:  # up to another stage than the last it is in a segment
-            ways.append(Kept(index, in_part=True))
-        for kept in ways:
-            need = self._slots(max(forward, before + _backward_need(stage, kept)))
-            recompute_s = stage.part.recompute_s if kept.in_part and stage.part else 0.0
-            held = self._slots(_kept_bytes(stage, kept)) + self._held_beside(index, last)
-            found.append((kept, held, need, recompute_s))
-        return found
-
-    def _held_beside(self, index: int, last: int) -> int:
-        """Return the slots of what is held between a stage and the next: in a segment nothing, and at its end."""
-        return self._beside[index] if index < last == self._num - 1 else 0
-
-    def _needs(self, last: int) -> np.ndarray:
-        """Return the slots there must be to run a segment from one stage to another forward, keeping nothing."""
-        return np.ceil((self._dropping + self._always(last)) / self._slot - 1e-9).astype(int)
-
-    def _fill(self, last: int) -> None:
-        """Compute R(s, last, m) for all s and m."""
-        size = self._most + 1
-        work = np.empty((self._num, size), np.float32)
-        behind = np.full((self._num + 1, size), np.inf, np.float32)  # R(e+1, last, m - out_e), and the forward up to e
-        behind_from = np.full(self._num + 1, size)
-        needs = self._needs(last)
-        for first in range(last, -1, -1):
-            row = self._least[first, last]
-            for _, held, need, recomputed in self._options(first, last):
-                begin = max(held, need)
-                if begin < size:
-                    rest = 0.0 if first == last else self._least[first + 1, last, begin - held : size - held]
-                    np.minimum(row[begin:], rest + np.float32(recomputed), out=row[begin:])
-            if first < last:
-                end = min(last, self._reach[first] + 1)
-                each = work[: end - first]
-                np.add(behind[first + 1 : end + 1], self._least[first, first:end], out=each)
-                finite_from = np.maximum(self._fits_from[first, first:end], behind_from[first + 1 : end + 1])
-                for index in np.flatnonzero(needs[first, first:end] > finite_from):
-                    each[index, : needs[first, first + index]] = np.inf
-                np.minimum(row, each.min(0) - np.float32(self._until[first]), out=row)
-            finite = int(np.searchsorted(-row, -np.inf, side="right"))  # R never grows with m
-            self._fits_from[first, last] = finite
-            if first > 0:
-                output = self._outputs[first - 1] + self._held_beside(first - 1, last)
-                behind[first, output:] = row[: max(0, size - output)] + np.float32(self._until[first])
-                behind_from[first] = finite + output
-
-    def schedule(self, within_bytes: float) -> Schedule | None:
-        """Return the best schedule within so many bytes; None where there is none."""
-        slots = min(self._most, int(within_bytes / self._slot + 1e-9))
-        if not math.isfinite(self._least[0, self._num - 1, slots]):
-            return None
-        return self._best(0, self._num - 1, slots)
-
-    def _best(self, first: int, last: int, slots: int) -> Schedule:
-        """Return the parts of a schedule that has R of the table."""
-        parts: list[Part] = []
-        while first <= last:
-            part, slots = self._next(first, last, slots)
-            parts.append(part)
-            first = stages_of(part).stop
-        return tuple(parts)
-
-    def _next(self, first: int, last: int, slots: int) -> tuple[Part, int]:
-        """Return the first part of the best schedule, and the slots that are there behind it."""
-        found: list[tuple[float, Part, int]] = []
-        for kept, held, need, recomputed in self._options(first, last):
-            if max(held, need) <= slots:
-                rest = 0.0 if first == last else float(self._least[first + 1, last, slots - held])
-                found.append((rest + recomputed, kept, slots - held))
-        ends = range(first, min(last, self._reach[first] + 1))
-        costs = [self._segment_cost(first, end, last, slots) for end in ends]
-        least = min((cost for cost, *_ in found), default=math.inf)
-        if costs and min(costs) < least:
-            end = ends[costs.index(min(costs))]
-            left = slots - self._outputs[end] - self._held_beside(end, last)
-            return Segment(self._best(first, end, slots)), left
-        _, part, left = min(found, key=lambda each: each[0])
-        return part, left
-
-    def _segment_cost(self, first: int, end: int, last: int, slots: int) -> float:
-        left = slots - self._outputs[end] - self._held_beside(end, last)
-        if left < 0 or slots < self._slots(self._always(last) + self._dropping[first, end]):
-            return math.inf
-        again = float(self._until[end + 1] - self._until[first])
-        return again + float(self._least[end + 1, last, left]) + float(self._least[first, end, slots])

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 
 from trimtab.core.chain import Chain, ChainModel
-from trimtab.core.objective import Budget
+from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile, Recomputable
 from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, kept_in, schedule_of, written
-from trimtab.decide.checkpoint_schedule import keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import keep_all, predict, sqrt_segments
 
-# Of what keeping all takes, where no limit says how much it may be.
+# Of what keeping all takes, where memory counts and no limit says how much it may be.
 SHARES = (0.85, 0.7, 0.55, 0.4)
 
 
@@ -46,10 +46,13 @@ def longer(profile: Profile, candidate: Candidate) -> float | None:
     return recompute_s * profile.loop.batch_rows / candidate.micro_batch / found.step_s
 
 
-def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
+def schedules(
+    profile: Profile, candidate: Candidate, objective: Objective, budget: Budget, margin: float
+) -> tuple[str, ...]:
     """Return the schedules worth a look for a candidate that recomputes nothing, as they are written.
 
-    Those everyone has, and the one of least recomputation within the budget; of some sizes, where there is no limit.
+    Those everyone has, and the one of least recomputation within the budget; of some sizes, where memory counts
+    without a limit.
 
     Args:
         margin: by which a peak that is told is raised before it is held against a limit.
@@ -58,26 +61,33 @@ def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: fl
     if chain is None:
         return ()
     limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
-    is_large = 4 * candidate.micro_batch >= profile.loop.batch_rows
-    return _schedules(chain, limit) if limit is not None or is_large else ()
+    if limit is None and 4 * candidate.micro_batch < profile.loop.batch_rows:
+        return ()
+    shares = SHARES if objective.memory > 0 else ()
+    return _schedules(chain, tuple(_of_whole(chain, shares)) if limit is None else (limit,))
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedules(chain: Chain, limit_bytes: int | None) -> tuple[str, ...]:
+def _schedules(chain: Chain, limits: tuple[int, ...]) -> tuple[str, ...]:
     stages, number = chain.stages, len(chain.stages) - 1
     found = [EVERY_BLOCK, written(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
     if all(stage.part is not None for stage in stages[:-1]):
         found.append(written(tuple(Kept(index, in_part=True) for index in range(number))))
-    limits = [limit_bytes] if limit_bytes is not None else list(_shares(chain))
-    best = (optimal(stages, limit - chain.held_bytes) for limit in limits)
+    best = (_optimal(chain, limit) for limit in limits)
     found += [written(schedule[:-1]) for schedule in best if schedule is not None]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
 
 
-def _shares(chain: Chain) -> Iterator[int]:
+def _optimal(chain: Chain, limit_bytes: int) -> Schedule | None:
+    from trimtab.decide.optimal_schedule import optimal
+
+    return optimal(chain.stages, limit_bytes - chain.held_bytes)
+
+
+def _of_whole(chain: Chain, shares: tuple[float, ...]) -> Iterator[int]:
     whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
-    return (math.floor(share * whole) for share in SHARES)
+    return (math.floor(share * whole) for share in shares)
 
 
 def _whole(chain: Chain, candidate: Candidate) -> Schedule:

@@ -38,11 +38,6 @@ class GradientNorms:
         self._in_parts = False
         self.spent = Spent()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether gradients are seen."""
-        return bool(self._remove)
-
     def on(self) -> None:
         """Put the hooks on, for the backwards of one window."""
         start = time.perf_counter()

@@ -259,6 +259,7 @@ class BatchControl(Part):
     def dropped(self) -> None:
         """The window was given up, or is over."""
         self._watch.drop()
+        self._tell(watched=False)
 
     def ran_out(self) -> bool:
         """Memory ran out in the window, which is run again; returns whether it was made larger, to show more.

@@ -116,11 +116,6 @@ class NoiseMonitor:
         self._norms = _norms_of(model, optimizer)
         self._seen: list[tuple[Tensor, int, Count]] = []
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a window is being watched."""
-        return self._norms.is_on
-
     def open(self) -> None:
         """Begin to watch."""
         self._seen.clear()

@@ -32,29 +32,24 @@ class WindowWatch:
         self._clock = WindowClock(next(model.parameters()).device)
         self._usual = UsualWindow()
         self.seen_apart = 1 if self._monitor.is_sharded else num_ranks
-        self._is_on = self._has_drawn = False
         self._rows: list[int] = []  # of each loader batch
         self._opened_s = 0.0
         self._said: Figures | None = None
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Take the time of what runs inside: the next window's batches are drawn."""
-        self._has_drawn = True
         return self._clock.drawing()
 
     def opened(self, *, watched: bool) -> None:
         """A window begins."""
         self._opened_s = time.perf_counter()
         if watched:
-            self._is_on = True
             self._rows.clear()
             self._monitor.open()
             self._clock.open()
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:
         """A micro-batch is about to be handed out, of the next loader batch or of the same; `last`: of the window."""
-        if not self._is_on:
-            return
         if last and self.seen_apart > 1:
             self._monitor.at_once()
         if of_next:
@@ -65,19 +60,16 @@ class WindowWatch:
 
     def backward_begins(self) -> None:
         """A micro-batch's loss was computed."""
-        if self._is_on:
-            self._monitor.backward_begins()
+        self._monitor.backward_begins()
 
     def backward_done(self, rows: int, terms: Count) -> None:
         """A micro-batch had its backward."""
-        if self._is_on:
-            self._monitor.backward_done(rows, terms)
+        self._monitor.backward_done(rows, terms)
 
     def stepping(self, weights: WindowWeights, scale: float | Tensor) -> None:
         """The window's gradient is whole, at its loss scale, and nobody has changed it."""
-        if self._is_on:
-            with self._clock.aside():
-                self._said = self._monitor.close(weights.divisor, weights.correction, scale)
+        with self._clock.aside():
+            self._said = self._monitor.close(weights.divisor, weights.correction, scale)
 
     def stepped(self, num_batches: int, decided: int, *, is_probe: bool, first: int) -> Measured | None:
         """A window that counts is over; returns what it shows, None if it was not watched.
@@ -96,10 +88,9 @@ class WindowWatch:
 
     def drop(self) -> None:
         """The window was given up, or is over."""
-        if self._is_on or self._has_drawn:
-            self._monitor.drop()
-            self._clock.drop()
-            self._said, self._is_on, self._has_drawn = None, False, False
+        self._monitor.drop()
+        self._clock.drop()
+        self._said = None
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
         """Return what a window says of the noise by the figures of all ranks; None where that is nothing."""

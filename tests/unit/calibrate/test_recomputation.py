@@ -15,7 +15,8 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, written
-from trimtab.decide.checkpoint_schedule import keep_all, optimal, predict
+from trimtab.decide.checkpoint_schedule import keep_all, predict
+from trimtab.decide.optimal_schedule import optimal
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 

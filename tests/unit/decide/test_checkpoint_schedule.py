@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from trimtab.core.chain import DearPart, Stage
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute import Kept, Segment
-from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.optimal_schedule import optimal
 
 
 def stage(saved=4, *, f=1.0, out=1, forward=None, dropping=None, backward=0, grad=0, part=None, **others):

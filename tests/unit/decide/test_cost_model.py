@@ -31,7 +31,7 @@ def test_a_machine_that_adds_up_is_predicted_exactly(speed, fused_speed, split_s
     """But for what a faster kernel scales: the machine's precision speeds up the head's share too."""
     machine = Machine(speed=speed, fused_speed=fused_speed, split_s=split_s, head_speed=head_speed)
     profile = measured(machine, faults_per_step=3e5, fault_s=1e-6, **HEAD)
-    for point in points(profile, Budget()):
+    for point in points(profile, Objective(), Budget()):
         own = replace(point.candidate, allocator="retain")
         if point.candidate == own:
             assert point.cost.step_s == pytest.approx(machine.step_s("", own), rel=1e-6)
@@ -119,7 +119,7 @@ def test_the_unit_of_time_is_the_trials(unit, noise, seed):
         profile,
         trials=tuple(replace(t, block_s=tuple(unit * s for s in t.block_s)) for t in profile.trials),
     )
-    for ours, theirs in zip(points(profile, Budget()), points(scaled, Budget()), strict=True):
+    for ours, theirs in zip(points(profile, Objective(), Budget()), points(scaled, Objective(), Budget()), strict=True):
         assert theirs.cost.step_s == pytest.approx(unit * ours.cost.step_s)
         assert theirs.cost.peak_bytes == ours.cost.peak_bytes
 

@@ -126,8 +126,8 @@ def test_weights_on_memory_weigh_recomputing_too():
 def test_a_compiled_model_is_left_whole():
     profile = measured(machine(), always=True)
     candidate = profile.reference_candidate
-    assert schedules(profile, candidate, Budget(), 0.02)
-    assert schedules(profile, replace(candidate, compiled=True), Budget(), 0.02) == ()
+    assert schedules(profile, candidate, Objective(), Budget(), 0.02)
+    assert schedules(profile, replace(candidate, compiled=True), Objective(), Budget(), 0.02) == ()
 
 
 @pytest.mark.parametrize("told", [0.8, 0.9, 1.1])

@@ -11,7 +11,8 @@ from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.core.recompute import Kept, Segment
-from trimtab.decide.checkpoint_schedule import every_block, keep_all, optimal, predict, sqrt_segments
+from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
+from trimtab.decide.optimal_schedule import optimal
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
 from trimtab.measure.memory import peak_growth, storage_bytes
