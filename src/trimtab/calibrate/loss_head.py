@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 
+from trimtab.measure.page_faults import time_settled
 from trimtab.measure.timing import time_call
 from trimtab.nn import LossHead
 from trimtab.runtime.engine import Run
@@ -16,11 +19,12 @@ def largest_head(seen: dict[LossHead, int]) -> tuple[int, int] | None:
     return max(sizes, key=lambda size: size[0] * size[1], default=None)
 
 
-def time_head(run: Run, tokens: int, calls: int) -> float:
+def time_head(run: Run, tokens: int, calls: int, *, retains: bool = False) -> float:
     """Return seconds of a loss head's forward and backward, of the largest where there are several.
 
     Args:
-        tokens: feature vectors of a call. calls: how many to time, after one that is not.
+        tokens: feature vectors of a call. calls: how many to time, after one that is not. retains: whether freed memory
+            is retained; a call that asked for more does not count then.
     """
     head = max(loss_heads(run.model), key=lambda each: each.out_features)
     weight = head.weight
@@ -34,4 +38,6 @@ def time_head(run: Run, tokens: int, calls: int) -> float:
         torch.autograd.grad(total, wanted)
 
     call()
+    if retains:
+        return statistics.median(time_settled(call, weight.device) for _ in range(calls))
     return time_call(call, weight.device, calls)

@@ -31,6 +31,7 @@ from trimtab.decide.search import Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
 from trimtab.measure.memory import peak_bytes, unused_bytes
+from trimtab.measure.page_faults import time_settled
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
 from trimtab.runtime.engine import Run
@@ -303,7 +304,8 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
             return _time_optimizer(subject, steps)
         if stage.name == "head":
             per_step = math.ceil(subject.rows / candidate.micro_batch)
-            return per_step * time_head(run, stage.head_tokens, steps)
+            retains = candidate.allocator == "retain"
+            return per_step * time_head(run, stage.head_tokens, steps, retains=retains)
         if steps > 1 or _needs_a_lead(stage):
             step_until_applied(run, subject)
 
@@ -312,7 +314,8 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
 
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)
-        return statistics.median(time_call(step, subject.device) for _ in range(steps))
+        timed = time_settled if candidate.allocator == "retain" else time_call
+        return statistics.median(timed(step, subject.device) for _ in range(steps))
 
 
 def _needs_a_lead(stage: Stage) -> bool:

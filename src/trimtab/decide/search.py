@@ -31,7 +31,7 @@ from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
-from trimtab.decide.space import WORTH_A_RUN, halvings, points, put_first
+from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, points, put_first
 
 # Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
@@ -214,11 +214,6 @@ def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...
     chunks = {2 ** ((profile.loop.head_tokens or 0) // share).bit_length() // 2 for share in _CHUNK_SHARES}
     fitting = [chunk for chunk in chunks if _SMALLEST_CHUNK <= chunk < head_tokens(profile, first)]
     return tuple(replace(first, loss_chunk=chunk) for chunk in sorted(fitting, reverse=True))
-
-
-def head_tokens(profile: Profile, candidate: Candidate) -> int:
-    """Return the tokens of a micro-batch."""
-    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
 
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:

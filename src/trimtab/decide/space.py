@@ -45,6 +45,11 @@ def halvings(profile: Profile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(-(-rows // 2**i) for i in range(rows.bit_length() + 1)))
 
 
+def head_tokens(profile: Profile, candidate: Candidate) -> int:
+    """Return the tokens of a micro-batch that its loss head sees."""
+    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
+
+
 def points(profile: Profile, objective: Objective, budget: Budget) -> tuple[Point, ...]:
     """Return every candidate whose time can be told."""
     model, reference = CostModel(profile), profile.reference_candidate
@@ -71,6 +76,8 @@ def _combined(profile: Profile, model: CostModel, objective: Objective, budget: 
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
                     part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
+                    if chunk is not None and chunk >= head_tokens(profile, part):  # as without
+                        continue
                     yield part
                     for schedule in recomputing.schedules(profile, part, objective, budget, model.chain_margin):
                         yield replace(part, recompute=schedule)

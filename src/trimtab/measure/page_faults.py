@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import mmap
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
+
+from trimtab.measure.timing import time_call
 
 try:
     import resource
@@ -22,11 +26,29 @@ except ImportError:  # not on Windows
 
 _PROBE_BYTES = 32 * 2**20
 _REPEATS = 5
+# A call that had this many more asked the system for memory; a thread's stack or a buffer that grew has a few.
+_SETTLED, _MOST_CALLS = 256, 3
 
 
 def num_faults() -> int | None:
     """Return the page faults of this process so far that read nothing from disk; None where nobody counts them."""
     return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+
+def time_settled(function: Callable[[], object], device: torch.device) -> float:
+    """Return wall-clock seconds of a call that had its memory already; of the last of a few, where none has.
+
+    A process that retains its memory asks for more until what it does next fits what there is in pieces: its first
+    steps do, those after them do not. So what is measured of it does not hold a step that did.
+    """
+    took_s = math.nan
+    for _ in range(_MOST_CALLS):
+        before = num_faults()
+        took_s = time_call(function, device)
+        after = num_faults()
+        if before is None or after is None or after - before < _SETTLED:
+            break
+    return took_s
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def test_a_frozen_head_is_timed_too():
 
 
 def test_a_step_of_several_micro_batches_has_the_head_as_often(monkeypatch):
-    monkeypatch.setattr(trials, "time_head", lambda run, tokens, calls: tokens * 1e-3)
+    monkeypatch.setattr(trials, "time_head", lambda run, tokens, calls, retains: tokens * 1e-3)
     model, optimizer, loss_fn, batch = loop()
     subject = Subject(model, optimizer, loss_fn, batch)
     stage = Stage("head", (Candidate("fp32", "keep", False, 3),), head_tokens=100, accepts=True)

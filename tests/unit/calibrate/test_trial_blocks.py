@@ -248,12 +248,26 @@ def test_a_slow_first_step_of_every_block_is_no_gain_for_one_that_retains_memory
 
     monkeypatch.setattr(Subject, "start", starting)
     monkeypatch.setattr(trials, "time_call", time_call)
+    monkeypatch.setattr(trials, "time_settled", time_call)
     tried = replace(subject, loss_fn=loss)
     arms = (WHOLE, replace(WHOLE, allocator="retain"))
     if not allocator.can_retain():
         pytest.skip("needs glibc")
     incumbent, rival, _ = run(tried, final(*arms, control=True))
     assert set(incumbent.block_s) == set(rival.block_s) == {1.0}
+
+
+def test_a_step_that_asked_for_memory_is_not_counted_of_one_that_retains_it(subject, monkeypatch):
+    """Where a block is one step, its heap may grow in it: a run's does at first, and then no more."""
+    if not allocator.can_retain():
+        pytest.skip("needs glibc")
+    timed = []
+    monkeypatch.setattr(trials, "time_call", lambda step, device, count=1: (step(), 1.0)[1])
+    monkeypatch.setattr(trials, "time_settled", lambda step, device: (step(), timed.append(1), 0.5)[2])
+    keeping, retaining, control = run(subject, final(WHOLE, replace(WHOLE, allocator="retain"), control=True))
+    assert set(keeping.block_s) == set(control.block_s) == {1.0}
+    assert set(retaining.block_s) == {0.5}
+    assert timed
 
 
 def test_every_block_begins_with_optimizer_state(monkeypatch):

@@ -39,6 +39,16 @@ def test_a_machine_that_adds_up_is_predicted_exactly(speed, fused_speed, split_s
             assert point.cost.step_s == pytest.approx(machine.step_s("", own) / 0.7, rel=1e-6)
 
 
+def test_a_chunk_of_all_of_a_micro_batch_is_no_choice():
+    """It makes its logits at once, whatever was traced of chunks of larger ones."""
+    profile = measured(Machine(head_speed={2048: 2.0, 1024: 2.0}), **HEAD)
+    found = [point.candidate for point in points(profile, Objective(), Budget())]
+    tokens = {rows: rows * HEAD["head_tokens"] // profile.loop.batch_rows for rows in {c.micro_batch for c in found}}
+    chunked = {rows: {c.loss_chunk for c in found if c.micro_batch == rows} for rows in tokens}
+    for rows, chunks in chunked.items():
+        assert chunks == {None, *(chunk for chunk in (2048, 1024) if chunk < tokens[rows])}
+
+
 @pytest.mark.parametrize("drift", [0.0, 0.5])
 def test_a_machine_whose_speed_drifts_moves_no_ratio(drift):
     machine = Machine(speed={"bf16": 2.0}, split_s=0.2, drift=drift, seed=3)

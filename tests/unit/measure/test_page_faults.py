@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 
 import pytest
+import torch
 
 from trimtab.measure import page_faults
-from trimtab.measure.page_faults import fault_s, num_faults
+from trimtab.measure.page_faults import fault_s, num_faults, time_settled
 
 BYTES = 16 * 2**20
 
@@ -62,3 +63,16 @@ def test_where_nobody_counts_there_is_no_price(monkeypatch):
     monkeypatch.setattr(page_faults, "resource", None)
     assert num_faults() is None
     assert fault_s.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    ("faults", "counts"),
+    [([0, 10], 1), ([0, 5000, 5000, 5003], 2), ([0, 900, 900, 1800, 1800, 2700], 3), ([None, None], 1)],
+)
+def test_a_call_that_asked_for_memory_is_timed_again(monkeypatch, faults, counts):
+    calls, found = [], iter(faults)
+    monkeypatch.setattr(page_faults, "num_faults", lambda: next(found))
+    monkeypatch.setattr(page_faults, "time_call", lambda function, device: function() or float(len(calls)))
+    assert time_settled(lambda: calls.append(1), torch.device("cpu")) == counts
+    assert len(calls) == counts
+    assert next(found, None) is None
