@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import INF, NAN, NO_COUNT, NO_POSITIVE
 
@@ -94,6 +94,9 @@ def assert_whole(plan: Plan) -> None:
 
 
 @given(st.sampled_from(sorted(Plan.marks())), anything)
+@example("recompute", "")
+@example("recompute", "5")
+@example("recompute", "0-99999999999")
 def test_any_value_of_any_setting_makes_a_plan_or_a_typed_error(name, value):
     made = outcome(lambda: Plan.fixed(8, **{name: value}))
     assert_whole(made) if isinstance(made, Plan) else assert_names(made, f"plan.{name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trimtab.calibrate.loss_head import largest_head
 from trimtab.core.profile import LoopFacts
 from trimtab.nn import LossHead
 from trimtab.runtime.compiled import is_compiled
@@ -20,7 +19,7 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         heads: the feature vectors that each of its loss heads is given in a step.
     """
     parameters = list(model.parameters())
-    head = largest_head(heads)
+    head = _largest(heads)
     return LoopFacts(
         num_parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -39,3 +38,9 @@ def loop_facts(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, he
         head_tokens=head and head[0],
         head_words=head and head[1],
     )
+
+
+def _largest(heads: dict[LossHead, int]) -> tuple[int, int] | None:
+    """Return (tokens, words) of the head with most logits among those that were seen; None where there is none."""
+    sizes = [(tokens, head.out_features) for head, tokens in heads.items() if tokens]
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.failures import describe
-from trimtab.calibrate.loss_head import time_head
 from trimtab.calibrate.probe import Guard, Probe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
@@ -127,7 +126,7 @@ def run_stage(
                     arm.error = guard.refusal(arm.candidate) or probe.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
-                    _warm_up(subject, arm, measure_memory=stage.name != "optimizer", slowest=slowest)
+                    _warm_up(subject, arm, measure_memory=stage.name != ALONE, slowest=slowest)
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
@@ -184,7 +183,7 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     """Take a candidate's step time and peak from an earlier stage; returns whether there were any."""
     whole = [t for t in known if t.candidate == arm.candidate and t.is_whole and not t.control]
     found = next((t for t in reversed(whole) if t.step_s), None)
-    if found is None or (found.peak_bytes is None and stage.name not in ALONE):
+    if found is None or (found.peak_bytes is None and stage.name != ALONE):
         return False
     arm.first_s, arm.peak_bytes = found.step_s or math.inf, found.peak_bytes
     return True
@@ -300,12 +299,8 @@ def _run_block(blocks: _Blocks, arm: _Arm) -> None:
 
 def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int) -> float:
     with subject.start(candidate) as run:
-        if stage.name == "optimizer":
+        if stage.name == ALONE:
             return _time_optimizer(subject, steps)
-        if stage.name == "head":
-            per_step = math.ceil(subject.rows / candidate.micro_batch)
-            retains = candidate.allocator == "retain"
-            return per_step * time_head(run, stage.head_tokens, steps, retains=retains)
         if steps > 1 or _needs_a_lead(stage):
             step_until_applied(run, subject)
 

@@ -13,9 +13,9 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 7
-# Stages that time a part of a step alone.
-ALONE = ("optimizer", "head")
+PROFILE_SCHEMA = 8
+# The stage that times a part of a step alone.
+ALONE = "optimizer"
 # What the stages that decide are called, the first of them; others have a number behind it.
 FINAL = "final"
 
@@ -59,7 +59,7 @@ class Trial:
     Args:
         stage: name of the stage; trials of one stage are paired by block index.
         candidate: the settings.
-        block_s: seconds per step, one figure per interleaved block; in the stages "optimizer" and "head" of that alone.
+        block_s: seconds per step, one figure per interleaved block; in the stage "optimizer" of that alone.
         peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
@@ -79,7 +79,7 @@ class Trial:
     @property
     def is_whole(self) -> bool:
         """Whether whole steps were timed, and not a part of one alone."""
-        return self.stage not in ALONE
+        return self.stage != ALONE
 
     @property
     def step_s(self) -> float | None:

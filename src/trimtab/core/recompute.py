@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from trimtab.core.errors import FormatError, ValueGivenError
 
 EVERY_BLOCK = "every_block"
+_FIELD = "plan.recompute"
+_MOST_BLOCKS, _DEEPEST = 10_000, 300
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
     """Raise `ValueGivenError` unless a schedule has so many stages, each once, in order, none in part in a segment."""
     given = [kept.index for kept in kept_in(schedule)]
     if given != list(range(num_stages)):
-        raise ValueGivenError("schedule", given=f"stages {given}", expected=f"0 to {num_stages - 1}, each once")
+        raise ValueGivenError(_FIELD, given=f"stages {given}"[:80], expected=f"0 to {num_stages - 1}, each once")
     segments = (part for part in schedule if isinstance(part, Segment))
     if any(kept.in_part for segment in segments for kept in kept_in(segment.parts)):
-        raise ValueGivenError("schedule", given="a segment with a stage kept in part", expected="such stages in none")
+        raise ValueGivenError(_FIELD, given="a segment with a stage kept in part", expected="such stages in none")
 
 
 def written(schedule: Schedule) -> str:
@@ -97,13 +99,15 @@ def read_schedule(text: str) -> Schedule:
     return parts
 
 
-def _read(tokens: list[str]) -> tuple[Schedule, list[str]]:
+def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
     """Return the parts up to the end or a closing parenthesis, and what is left behind them."""
+    if depth > _DEEPEST:
+        raise _no_schedule(" ".join(tokens))
     parts: list[Part] = []
     while tokens and tokens[0] != ")":
         token, tokens = tokens[0], tokens[1:]
         if token == "(":
-            inner, tokens = _read(tokens)
+            inner, tokens = _read(tokens, depth + 1)
             if not inner or not tokens:
                 raise _no_schedule(" ".join(["(", *tokens]))
             parts.append(Segment(inner))
@@ -112,13 +116,15 @@ def _read(tokens: list[str]) -> tuple[Schedule, list[str]]:
         found = re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", token)
         if found is None:
             raise _no_schedule(token)
+        if len(found[3] or found[2]) >= len(str(_MOST_BLOCKS)):
+            raise _no_schedule(token)
         first, last = int(found[2]), int(found[3] or found[2])
         parts += [Kept(index, in_part=bool(found[1])) for index in range(first, last + 1)]
     return tuple(parts), tokens
 
 
 def _no_schedule(text: str) -> FormatError:
-    return FormatError("recompute", given=f"{text!r:.80}", expected="a schedule, as in 0-3 (4) (5-6) ~7 8")
+    return FormatError(_FIELD, given=f"{text!r:.80}", expected="a schedule, as in 0-3 (4) (5-6) ~7 8")
 
 
 def schedule_of(value: str, num_blocks: int) -> Schedule:
@@ -143,14 +149,14 @@ def check_recompute(value: object, num_blocks: int) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise FormatError("plan.recompute", given=repr(value), expected=f"a schedule, {EVERY_BLOCK} or null")
+        raise FormatError(_FIELD, given=repr(value), expected=f"a schedule, {EVERY_BLOCK} or null")
     if value == EVERY_BLOCK:
         return
     schedule = read_schedule(value)
     check_schedule(schedule, num_blocks or sum(1 for _ in kept_in(schedule)))
     if not num_blocks and any(len(stages_of(part)) > 1 for part in schedule):
         raise ValueGivenError(
-            "plan.recompute",
+            _FIELD,
             given=f"{value!r:.80}, with several blocks in a segment, and no recompute_blocks",
             expected="the names of the blocks, each of which hands on what it returns to the next one alone",
             way_out="Segments of single blocks need none.",

@@ -1,9 +1,9 @@
 """Seconds and bytes of a step for any candidate: as they were measured, else predicted from a profile's parts.
 
 A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of each precision and layout is what trials
-of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; the optimizer's step
-and the loss head are timed alone; what compiling saves is a trial's. All is in units of one trial's step: a machine
-whose speed drifts between stages moves no whole step against another, though the share of a part that was timed alone.
+of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; what a loss head in
+chunks and compiling save are a trial's; the optimizer's step is timed alone. All is in units of one trial's step: a
+machine whose speed drifts between stages moves no whole step against another, though the optimizer's share of one.
 Bytes are those counted of a trial, else traced ones with a margin. What recomputing blocks takes and saves is told from
 their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
 """

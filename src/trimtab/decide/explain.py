@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
-from trimtab.core.profile import FINAL, Candidate, Profile, Trial
+from trimtab.core.profile import ALONE, FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
 from trimtab.decide.cost_model import Predicted
 from trimtab.decide.finals import Outcome
@@ -17,8 +17,7 @@ from trimtab.decide.recomputing import in_words
 from trimtab.decide.space import WORTH_FUSING, Point, fusing_share, unpaid_compiling
 from trimtab.decide.statistics import Interval, is_gain, resolution
 
-_ALONE = {"fused_optimizer": "optimizer", "loss_chunk": "head"}
-_PARTS = {"fused_optimizer": "the optimizer's step alone", "loss_chunk": "the loss head alone"}
+_APART = "the optimizer's step alone"
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class Told:
     def _changed(self, name: str) -> str:
         must = self.outcome.must_leave if self.outcome is not None else self._refusal_of_reference()
         needed = f"the loop as it is cannot stay ({must}): " if must is not None and name == "micro_batch" else ""
-        if name in _ALONE:
-            return needed + self._alone(name)
+        if name == "fused_optimizer":
+            return needed + self._fused()
         if name == "recompute":
             return self._recomputed()
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
@@ -126,21 +125,20 @@ class Told:
         text = f"{figures(speed)} of {_value(rival.candidate, name)}"
         return f"{100 * less:.0f}% less peak memory at {text}" if less >= 0.05 else text
 
-    def _alone(self, name: str) -> str:
-        """Return what a part that is timed alone says of the chosen value."""
-        stage = _ALONE[name]
-        trials = [trial for trial in self.profile.stage(stage) if not trial.control and trial.block_s]
-        ours = next((t for t in trials if getattr(t.candidate, name) == getattr(self.winner, name)), None)
+    def _fused(self) -> str:
+        """Return what the optimizer's step, timed alone, says of the chosen one."""
+        trials = [trial for trial in self.profile.stage(ALONE) if not trial.control and trial.block_s]
+        ours = next((t for t in trials if t.candidate.fused_optimizer == self.winner.fused_optimizer), None)
         if ours is None or ours is trials[0]:
             return "put first by what is traced of its memory"
-        share = f", {100 * fusing_share(self.profile):.2g}% of a whole step" if name == "fused_optimizer" else ""
-        return f"{_PARTS[name]} at {figures(speed_ratio(ours, trials[0]))}{share}"
+        share = f"{100 * fusing_share(self.profile):.2g}% of a whole step"
+        return f"{_APART} at {figures(speed_ratio(ours, trials[0]))}, {share}"
 
     def _kept(self, name: str) -> str:
         others = list(self._others(name))
         if not others:
             return self._untried(name)
-        if name in _ALONE and all(trial.stage == _ALONE[name] for trial in others):
+        if all(trial.stage == ALONE for trial in others):
             return f"as the loop has it: {self._why_not(others[0], name)}"
         in_final = [trial for trial in others if trial.stage.startswith(FINAL)]
         if not in_final:
@@ -166,9 +164,9 @@ class Told:
         if speed is None:
             return "not compared with what was chosen"
         said, control = figures(speed), control_interval(self.profile, trial.stage)
-        if name in _ALONE and trial.stage == _ALONE[name]:
-            said = f"{_PARTS[name]} at {said}"
-            if name == "fused_optimizer" and is_gain(speed, control):
+        if trial.stage == ALONE:
+            said = f"{_APART} at {said}"
+            if is_gain(speed, control):
                 share = f"{100 * fusing_share(self.profile):.2g}% for {100 * WORTH_FUSING:.0f}%"
                 return f"too little of a whole step, {share}: {said}"
         if speed.high < 1:
@@ -182,8 +180,8 @@ class Told:
         stages = [*search.STAGES[:-1], *search.final_rounds(self.profile)]
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
-        alone = _ALONE.get(name)
-        apart = [t for t in trials if t.stage.startswith(FINAL) or (t.is_whole if alone is None else t.stage == alone)]
+        is_fusing = name == "fused_optimizer"
+        apart = [t for t in trials if t.stage.startswith(FINAL) or t.is_whole != is_fusing]
         apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t]
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 
@@ -252,4 +250,8 @@ class Told:
 
 def _value(candidate: Candidate, name: str) -> str:
     value = getattr(candidate, name)
+    if name == "loss_chunk":
+        return "all logits at once" if value is None else f"chunks of {value}"
+    if name == "compiled":
+        return "the model compiled" if value else "the model as it is"
     return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

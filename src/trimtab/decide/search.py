@@ -2,7 +2,7 @@
 
     modes      -> precision and memory layout together, each at the largest micro-batch that is traced to fit
     optimizer  -> the optimizer's step alone, as it is against fused
-    head       -> the loss head alone, its logits a chunk at a time
+    head       -> the fastest mode, its logits a chunk at a time
     sizes      -> slices of the batch, where the check allows splitting
     compile    -> the fastest mode compiled, where the run is long enough to pay for the trial
     final      -> the reference against those that the cost model of all this puts first: they decide
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.core.profile import ALONE, FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
@@ -54,8 +54,7 @@ class Stage:
 
     Args:
         control: whether the first is run a second time (A/A). accepts: whether a choice is made by it, which takes as
-            many blocks as a verdict does. drops: whether who loses its first blocks is run no further. head_tokens:
-            that a loss head is timed with, where it is.
+            many blocks as a verdict does. drops: whether who loses its first blocks is run no further.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Stage:
     control: bool = False
     accepts: bool = False
     drops: bool = True
-    head_tokens: int = 0
 
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
@@ -72,9 +70,8 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
         if not profile.stage(name) and not _is_left_out(name, profile, budget):
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
-                tokens = head_tokens(profile, candidates[0]) if name == "head" else 0
-                accepts = name == "optimizer"  # whose gain no final would show
-                return Stage(name, candidates, control=accepts, accepts=accepts, head_tokens=tokens)
+                accepts = name == ALONE  # whose gain no final would show
+                return Stage(name, candidates, control=accepts, accepts=accepts)
     return _next_final(profile, objective, budget)
 
 

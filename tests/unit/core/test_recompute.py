@@ -72,8 +72,14 @@ def test_any_schedule_is_written_and_read(schedule):
 
 @pytest.mark.parametrize("text", ["", "()", "(0", "0)", "0 (1", "a", "0,1", "~", "-1", "0 ~(1)", "0 1x"])
 def test_what_is_no_schedule_is_refused(text):
-    with pytest.raises(UsageError, match="a schedule, as in"):
+    with pytest.raises(UsageError, match=r"plan\.recompute: .*a schedule, as in"):
         read_schedule(text)
+
+
+@pytest.mark.parametrize("text", ["0-99999999999", "(" * 5000 + "0" + ")" * 5000, "0" * 5000])
+def test_what_no_model_has_is_refused_before_it_is_counted(text):
+    with pytest.raises(UsageError, match="a schedule, as in"):
+        check_recompute(text, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_what_is_no_schedule_is_refused(text):
 def test_a_schedule_of_other_blocks_is_refused(text, why):
     with pytest.raises(UsageError, match=why):
         schedule_of(text, 3)
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match=rf"plan\.recompute: .*{why}"):
         check_recompute(text, 3)
 
 

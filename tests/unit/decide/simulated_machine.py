@@ -52,7 +52,7 @@ class Machine:
         speed: value of a setting -> how many times faster a step is ("bf16", "channels_last", "retain").
         split_s: seconds that each micro-batch after the first adds to a step of 1 s.
         fused_speed: how many times faster the optimizer's step alone is, fused; it is a tenth of the step.
-        head_speed: chunk -> how many times faster the loss head alone is; it is 0.3 of the step. head_saves: chunk ->
+        head_speed: chunk -> how many times faster the loss head is; it is 0.3 of the step. head_saves: chunk ->
             share of the peak.
         compiled_speed: how many times faster a step is compiled; compile_s: seconds that takes.
         fixed_bytes, row_bytes: the peak is fixed + row * micro-batch. weight: value of a setting -> factor on it.
@@ -95,8 +95,8 @@ class Machine:
         """Return the true seconds per step, or of a part of it alone."""
         optimizer_s = 0.1 / (self.fused_speed if candidate.fused_optimizer else 1.0)
         head_s = 0.3 / self.head_speed.get(candidate.loss_chunk or 0, 1.0)
-        if stage in ALONE:
-            return (optimizer_s if stage == "optimizer" else head_s) * self.unit
+        if stage == ALONE:
+            return optimizer_s * self.unit
         if self.step_of is not None:
             return self.step_of(stage, candidate) * self.unit
         seconds = 0.9

@@ -262,13 +262,14 @@ def test_a_chunked_head_is_chosen_for_its_speed_or_its_memory():
     fast = planned(Machine(head_speed={2048: 1.5, 1024: 1.2}), can_retain=False, **HEAD)
     assert (fast.loss_chunk.value, fast.changes) == (2048, ("loss_chunk",))
     assert fast.loss_chunk.mark is Mark.ROUNDING
-    assert fast.loss_chunk.reason.startswith("the loss head alone at 1.5x the speed")
+    assert fast.loss_chunk.reason.startswith("1.11x the speed")
+    assert fast.loss_chunk.reason.endswith(" of all logits at once")
     light = planned(Machine(head_saves={2048: 0.3, 1024: 0.5}), can_retain=False, **HEAD)
     assert light.loss_chunk.value == 1024
     assert light.measured.peak_bytes == 370 * MIB
     slow = planned(Machine(head_speed={2048: 0.5, 1024: 0.5}), can_retain=False, **HEAD)
     assert slow.changes == ()
-    assert "the loss head alone at 0.5x the speed" in reasons_against(slow, "loss_chunk")[1024]
+    assert "slower: 0.769x the speed" in reasons_against(slow, "loss_chunk")[1024]
 
 
 def test_a_tight_budget_takes_a_chunked_head_before_smaller_slices():
