@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ MARGIN = 0.02
 CONVOLUTIONS = 0.15
 # Of a candidate, all but its precision and layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
+# Stages of whole steps, each of which begins with a mode.
+_STAGES = ("modes", "head", "sizes", "compile")
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -68,7 +71,7 @@ class CostModel:
 
     def predict(self, candidate: Candidate) -> Predicted:
         """Return a candidate's cost."""
-        relative, unit_s = self._relative(candidate), self._unit_s()
+        relative, unit_s = self._relative(candidate), self._unit_s
         step_s = None if relative is None or unit_s is None else relative * unit_s
         if not self._profile.trials:
             step_s = self._by_roofline(candidate)
@@ -102,8 +105,16 @@ class CostModel:
             return bare
         return max(bare, traced.step.peak_bytes(candidate.micro_batch))
 
+    @functools.cached_property
     def _unit_s(self) -> float | None:
-        return None if self._unit is None else self._unit.step_s
+        """Return the seconds of the unit: a median, as a stage that was disturbed as a whole is one of several."""
+        if self._unit is None or not self._unit.step_s:
+            return None
+        firsts = [
+            t for name in _STAGES for t in self._profile.stage(name)[:1] if t.block_s and t.candidate in self._modes
+        ]
+        found = [(trial.step_s or 0.0) / self._modes[trial.candidate] for trial in firsts]
+        return statistics.median(found) if found else self._unit.step_s
 
     def _relative(self, candidate: Candidate) -> float | None:
         """Return a candidate's seconds in units of the first trial's."""
@@ -136,11 +147,13 @@ class CostModel:
         return self._saved.get((name, value), 0.0)
 
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
-        trials, unit_s = [t for t in self._profile.stage(stage) if not t.control and t.block_s], self._unit_s()
+        trials = [trial for trial in self._profile.stage(stage) if not trial.control and trial.block_s]
+        unit_s = self._unit_s
         if len(trials) < 2 or not unit_s:
             return {}
         first, *others = trials
-        own = (first.step_s or 0.0) / unit_s
+        in_units = (first.step_s or 0.0) / unit_s
+        own = self._modes.get(first.candidate, in_units) if first.is_whole else in_units
         return {(name, getattr(t.candidate, name)): own * (1 - 1 / speed_ratio(t, first).mean) for t in others}
 
     def _of_sizes(self) -> dict[int, float]:
