@@ -2,11 +2,11 @@
 
 `python benchmarks/prediction.py [--quick] [--json]` prints `prediction` rows: for each kind of model at two batch
 sizes, with each optimizer in turn, the loop is profiled as for a plan; and every step that its cost model then tells
-of, in each precision, in one micro-batch and in several, its loss head whole and in chunks, is run. Bytes are as they
-were traced, on fake tensors at two sizes of a micro-batch (`bare_error`: and without the scratch that operators take,
-as for a device that is not here), against those that were counted. Seconds are as the cost model has them of its trials
-(`tried`: of that very step, too), and by the device's peaks alone (`roofline_s`), against a step that was run in turn
-with the others.
+of, in each precision, in one micro-batch and in several, its loss head whole and in chunks, its blocks kept and
+computed again, is run. Bytes are as they were traced, on fake tensors at two sizes of a micro-batch (`bare_error`: and
+without the scratch that operators take, as for a device that is not here), against those that were counted. Seconds are
+as the cost model has them of its trials (`tried`: of that very step, too), and by the device's peaks alone
+(`roofline_s`), against a step that was run in turn with the others.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from prediction_models import KINDS, OPTIMIZERS, Kind
 import trimtab
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.core.recompute import EVERY_BLOCK
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.roofline import step_seconds
 from trimtab.measure.memory import peak_bytes
+from trimtab.measure.page_faults import time_settled
 from trimtab.measure.step_trace import trace_peaks
 from trimtab.measure.timing import time_call
+from trimtab.runtime.engine import Run
 from trimtab.runtime.precision import autocast
 
 CPU = torch.device("cpu")
-ROUNDS = 9
+ROUNDS, BLOCK_S = 9, 0.15
 PRECISIONS = ("fp32", "bf16")
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 4)
 
 
 def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any]]:
@@ -53,7 +56,8 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
     tried = {trial.candidate for trial in before if trial.is_whole and trial.step_s}
     for candidate in candidates:
         k = math.ceil(rows / candidate.micro_batch)
-        row = {"metric": "prediction", "model": name, "batch": rows, "optimizer": optimizer, "schedule": "none"}
+        row = {"metric": "prediction", "model": name, "batch": rows, "optimizer": optimizer}
+        row |= {"schedule": candidate.recompute or "none"}
         row |= {"precision": candidate.precision, "num_micro_batches": k, "loss_chunk": candidate.loss_chunk}
         predicted, measured = told.traced_bytes(candidate), _counted(subject, candidate)
         assert predicted is not None
@@ -61,7 +65,7 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
         predicted_s, measured_s = told.predict(candidate).step_s, seconds[candidate]
         row |= {"predicted_s": predicted_s, "measured_s": measured_s, "time_error": (predicted_s or 0) / measured_s - 1}
         row |= {"tried": candidate in tried}
-        if k == 1 and candidate.loss_chunk is None:
+        if k == 1 and candidate.loss_chunk is None and candidate.recompute is None:
             row |= _from_afar(kind, subject, found, candidate, measured, measured_s)
         yield row
 
@@ -72,7 +76,11 @@ def candidates_of(profile: Profile) -> Iterator[Candidate]:
     chunks = sorted({each.candidate.loss_chunk or 0 for each in profile.traces})
     splits = [k for k in SPLITS if 2 * k <= rows] if profile.check.splittable else [1]
     for precision, k, chunk in itertools.product(PRECISIONS, splits or [1], chunks):
-        yield replace(base, precision=precision, micro_batch=math.ceil(rows / k), loss_chunk=chunk or None)
+        plain = replace(base, precision=precision, micro_batch=math.ceil(rows / k), loss_chunk=chunk or None)
+        yield plain
+        found = profile.recomputable_of(plain)
+        if found is not None and found.refusal is None:
+            yield from (replace(plain, recompute=text) for text in (EVERY_BLOCK, f"~0-{len(found.blocks) - 1}"))
 
 
 def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
@@ -81,10 +89,21 @@ def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidat
     for turn in range(ROUNDS + 1):
         for candidate in candidates if turn % 2 else reversed(candidates):
             with subject.start(candidate) as run:
-                run.train_step(run.window(subject.batch), subject.loss_fn)
-                seconds = time_call(lambda run=run: run.train_step(run.window(subject.batch), subject.loss_fn), CPU)
+                seconds = _steady_s(run, subject, candidate)
             taken[candidate] += [seconds] if turn else []
     return {candidate: statistics.median(each) for candidate, each in taken.items()}
+
+
+def _steady_s(run: Run, subject: Subject, candidate: Candidate) -> float:
+    """Return the seconds of a step that is not the first, of a short one the median of some."""
+    timed = time_settled if candidate.allocator == "retain" else time_call
+
+    def step() -> None:
+        run.train_step(run.window(subject.batch), subject.loss_fn)
+
+    step()
+    first_s = timed(step, CPU)
+    return statistics.median([first_s, *(timed(step, CPU) for _ in range(min(8, int(BLOCK_S / first_s))))])
 
 
 def _counted(subject: Subject, candidate: Candidate) -> int:
@@ -129,6 +148,7 @@ def main() -> None:
 
 def _line(row: dict[str, Any]) -> str:
     chunk = "" if row["loss_chunk"] is None else f", chunks of {row['loss_chunk']}"
+    chunk += "" if row["schedule"] == "none" else f", recomputing {row['schedule']}"
     where = f"{row['model']:<9} {row['batch']:<4} {row['precision']} {row['optimizer']:<9} k={row['num_micro_batches']}"
     sizes = f"{row['measured_bytes'] / 2**20:8.1f} MiB, predicted {row['error']:+.2%}"
     times = f"{row['measured_s']:.3f} s, predicted {row['time_error']:+.1%}{' (tried)' if row['tried'] else ''}"

@@ -197,14 +197,14 @@ class Kind:
 
 KINDS = {
     "resnet18": Kind(lambda: ResNet(width=64), _images(32), over_classes, (4, 16)),
-    "resnet50": Kind(ResNet50, _images(96), over_classes, (2, 8)),
+    "resnet50": Kind(ResNet50, _images(96), over_classes, (4, 8)),
     "vit": Kind(ViT, _images(64), over_classes, (4, 16)),
-    "gpt": Kind(lambda: _gpt(tied=False), _tokens, over_tokens, (2, 8)),
-    "gpt_tied": Kind(lambda: _gpt(tied=True), _tokens, over_tokens, (2, 8)),
+    "gpt": Kind(lambda: _gpt(tied=False), _tokens, over_tokens, (4, 8)),
+    "gpt_tied": Kind(lambda: _gpt(tied=True), _tokens, over_tokens, (4, 8)),
     "gpt_head": Kind(lambda: _gpt(tied=False, words=LARGE_VOCABULARY), _text, next_token_loss, (4, 16)),
-    "bert": Kind(Bert, _tokens, over_tokens, (2, 8)),
-    "lstm": Kind(Lstm, _tokens, over_tokens, (2, 8)),
-    "unet": Kind(UNet, _maps, over_classes, (2, 8)),
+    "bert": Kind(Bert, _tokens, over_tokens, (4, 8)),
+    "lstm": Kind(Lstm, _tokens, over_tokens, (4, 8)),
+    "unet": Kind(UNet, _maps, over_classes, (4, 8)),
     "mlp": Kind(
         Mlp, lambda rows: (torch.randn(rows, 1024), torch.randint(0, CLASSES, (rows,))), over_classes, (16, 256)
     ),
