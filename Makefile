@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format figures gpu-check clean
+.PHONY: help install demo test soak check format figures gpu-check clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -50,12 +50,16 @@ test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
 		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
 
+soak: $(STAMP) ## Run the long matrices (half an hour and more on 2 cores)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)
+
 check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
 
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
+	@$(BIN)/python benchmarks/frontier_figures.py
 	@$(BIN)/python benchmarks/figures.py
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair

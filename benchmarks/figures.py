@@ -59,7 +59,10 @@ def pages(root: Path) -> dict[Path, str]:
     made = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": _sections(results)},
-        root / "docs" / "memory.md": {"figures": of("prediction")},
+        root / "docs" / "memory.md": {
+            "figures": of("prediction"),
+            "frontier": [*_drawn(root), *of("frontier", "frontier_walk")],
+        },
         root / "docs" / "planning.md": {"figures": of("exhaustive", "budget_sweep", "planning_time")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
     }
@@ -260,6 +263,7 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
     names = {
         "error": "peak, traced",
         "time_error": "seconds, by the cost model",
+        "ratio_error": "seconds over the loop's own",
         "bare_error": "peak, traced without operators' scratch",
         "roofline_error": "seconds, by the device's peaks alone",
     }
@@ -275,7 +279,8 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|" + "---|" * len(names)
     for row in rows:
         chunk = f", loss in chunks of {row['loss_chunk']}" if row.get("loss_chunk") else ""
-        step = f"{row['precision']}, {row['optimizer']}, k={row.get('num_micro_batches', 1)}{chunk}"
+        again = f", recomputing {row['schedule']}" if row.get("schedule", "none") != "none" else ""
+        step = f"{row['precision']}, {row['optimizer']}, k={row.get('num_micro_batches', 1)}{chunk}{again}"
         errors = " | ".join("" if row.get(key) is None else f"{row[key]:+.2%}" for key in names)
         seconds = f"{row['measured_s']:.3f}" if "measured_s" in row else ""
         took = f"{row['measured_bytes'] / 2**20:.1f} | {seconds}"
@@ -349,6 +354,32 @@ def _frontier(rows: list[Row]) -> Iterator[str]:
         yield ""
 
 
+def _drawn(root: Path) -> Iterator[str]:
+    """Yield the pictures that `frontier_figures.py` drew."""
+    for path in sorted((root / "docs" / "figures").glob("frontier-*.svg")):
+        yield f"![{path.stem.replace('-', ' ')}: time against peak memory](figures/{path.name})"
+    yield ""
+
+
+def _walk(rows: list[Row]) -> Iterator[str]:
+    """Yield how the limits of each model were met."""
+    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
+        of = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
+        met = [row["is_met"] for row in of if row["feasible"]]
+        yield f"**{model}, from {precision}**: {sum(met)} of {len(met)} limits met, {len(of) - len(met)} infeasible"
+        yield ""
+        yield "| limit, MiB | of the whole | peak run, MiB | met | seconds predicted | measured | changes |"
+        yield "|---|---|---|---|---|---|---|"
+        for row in of:
+            limit = f"| {row['budget_bytes'] / 2**20:.1f} | {row['share']:.0%} "
+            if not row["feasible"]:
+                yield limit + f"| | infeasible | | | {row['way_out']} |"
+                continue
+            peak = f"| {row['measured_bytes'] / 2**20:.1f} | {'yes' if row['is_met'] else '**no**'} "
+            yield limit + peak + f"| {row['predicted_s']:.3f} | {row['measured_s']:.3f} | {row['changes']} |"
+        yield ""
+
+
 def _savings() -> Iterator[str]:
     """Yield what the best k saves of k = 1 by the model of docs/math.md, section 4, up to k = 64."""
     scales = (1, 10, 100, 1000)
@@ -381,6 +412,7 @@ KINDS = {
     "exhaustive": _picks,
     "planning_time": _planning_times,
     "frontier": _frontier,
+    "frontier_walk": _walk,
 }
 
 

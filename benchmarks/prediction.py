@@ -6,7 +6,8 @@ of, in each precision, in one micro-batch and in several, its loss head whole an
 computed again, is run. Bytes are as they were traced, on fake tensors at two sizes of a micro-batch (`bare_error`: and
 without the scratch that operators take, as for a device that is not here), against those that were counted. Seconds are
 as the cost model has them of its trials (`tried`: of that very step, too), and by the device's peaks alone
-(`roofline_s`), against a step that was run in turn with the others.
+(`roofline_s`), against a step that was run in turn with the others. `ratio_error` is that of the step's seconds over
+those of the loop's own, which a machine that is slower while it is profiled than later does not move.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
     told = CostModel(replace(found, trials=before))
     candidates = [c for c in candidates_of(found) if told.predict(c).step_s and told.traced_bytes(c)]
     seconds = _seconds(subject, candidates)
+    own = candidates[0]
+    own_s, own_told_s = seconds[own], told.predict(own).step_s or math.nan
     tried = {trial.candidate for trial in before if trial.is_whole and trial.step_s}
     for candidate in candidates:
         k = math.ceil(rows / candidate.micro_batch)
@@ -64,6 +67,7 @@ def rows_of_loop(name: str, rows: int, optimizer: str) -> Iterator[dict[str, Any
         row |= {"predicted_bytes": predicted, "measured_bytes": measured, "error": predicted / measured - 1}
         predicted_s, measured_s = told.predict(candidate).step_s, seconds[candidate]
         row |= {"predicted_s": predicted_s, "measured_s": measured_s, "time_error": (predicted_s or 0) / measured_s - 1}
+        row |= {"ratio_error": (predicted_s or 0) / own_told_s / (measured_s / own_s) - 1 if candidate != own else None}
         row |= {"tried": candidate in tried}
         if k == 1 and candidate.loss_chunk is None and candidate.recompute is None:
             row |= _from_afar(kind, subject, found, candidate, measured, measured_s)
@@ -151,7 +155,8 @@ def _line(row: dict[str, Any]) -> str:
     chunk += "" if row["schedule"] == "none" else f", recomputing {row['schedule']}"
     where = f"{row['model']:<9} {row['batch']:<4} {row['precision']} {row['optimizer']:<9} k={row['num_micro_batches']}"
     sizes = f"{row['measured_bytes'] / 2**20:8.1f} MiB, predicted {row['error']:+.2%}"
-    times = f"{row['measured_s']:.3f} s, predicted {row['time_error']:+.1%}{' (tried)' if row['tried'] else ''}"
+    ratio = "" if row["ratio_error"] is None else f", as a ratio {row['ratio_error']:+.1%}"
+    times = f"{row['measured_s']:.3f} s, predicted {row['time_error']:+.1%}{ratio}{' (tried)' if row['tried'] else ''}"
     afar = f"; from afar {row['bare_error']:+.2%}, {row['roofline_error']:+.0%}" if row.get("roofline_error") else ""
     return f"{where}{chunk}  {sizes}; {times}{afar}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from two_ranks import run_ranks
+from ranks import run_ranks
 
 RANK = """
     import sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from two_ranks import run_ranks
+from ranks import run_ranks
 
 RANK = """
     import json, sys

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from two_ranks import run_ranks
+from ranks import run_ranks
 
 RANK = """
     import json, sys

@@ -23,6 +23,9 @@ from trimtab.measure.linked_blocks import Arguments, same_arguments
 from trimtab.runtime.recomputed import recomputed
 
 _PART = "_trimtab_part"
+# What DistributedDataParallel and torch.compile call what they wrap.
+_WRAPPED = ("module", "_orig_mod")
+_OF_THE_PLAN = "the model that the plan was made for"
 _AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
 
 
@@ -94,12 +97,7 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
     Raises:
         ModelError: the model has no blocks, or not so many, or not those; others as of `use_schedule`.
     """
-    known = {name for name, _ in model.named_modules()}
-    blocks = plan.recompute_blocks or find_blocks(model)
-    missing = next((name for name in blocks if name not in known), None)
-    if missing is not None or not blocks:
-        given = "a model without blocks" if missing is None else f"a model without {missing}"
-        raise ModelError("plan.recompute", given=given, expected="the model that the plan was made for")
+    model, blocks = _blocks_of(model, plan.recompute_blocks)
     try:
         schedule = schedule_of(str(plan.recompute.value), len(blocks))
     except ValueGivenError:
@@ -108,6 +106,27 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
     if plan.compiled.value and any(next(model.get_submodule(name).buffers(), None) is not None for name in blocks):
         raise _refused("a plan that compiles too, and blocks with buffers, which would move twice", "one of the two")
     return use_schedule(model, blocks, schedule)
+
+
+def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return the model that has all blocks that are named, itself or what it wraps, with their names; else its own."""
+    roots = list(_roots(model))
+    if not named:
+        if not (blocks := find_blocks(roots[-1])):
+            raise ModelError("plan.recompute", given="a model without blocks", expected=_OF_THE_PLAN)
+        return roots[-1], blocks
+    unknown = [next((name for name in named if name not in dict(root.named_modules())), None) for root in roots]
+    if None not in unknown:
+        raise ModelError("plan.recompute", given=f"a model without {unknown[0]}", expected=_OF_THE_PLAN)
+    return roots[unknown.index(None)], named
+
+
+def _roots(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model, then what it wraps: its plan may have been made before it was wrapped."""
+    yield model
+    inner = next((each for name in _WRAPPED if isinstance(each := getattr(model, name, None), nn.Module)), None)
+    if inner is not None:
+        yield from _roots(inner)
 
 
 def _refused(given: str, expected: str) -> ModelError:

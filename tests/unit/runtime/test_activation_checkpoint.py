@@ -289,6 +289,30 @@ def test_a_run_recomputes_as_its_plan_says_and_puts_all_back(text):
         assert torch.equal(ours, theirs)
 
 
+class Wrapped(nn.Module):
+    """As DistributedDataParallel, and as a compiled model, hold what they wrap."""
+
+    def __init__(self, model, name):
+        super().__init__()
+        self.add_module(name, model)
+
+    def forward(self, x):
+        (model,) = self.children()
+        return model(x)
+
+
+@pytest.mark.parametrize("blocks", [(), tuple(NAMES), tuple(f"module._orig_mod.{name}" for name in NAMES)])
+def test_a_plan_finds_its_blocks_in_a_model_that_was_wrapped_since(blocks):
+    model = net()
+    wrapped = Wrapped(Wrapped(model, "_orig_mod"), "module")
+    plan = trimtab.Plan.fixed(16).recomputing("(0) 1 (2) 3-5", blocks, "by hand")
+    with trimtab.start(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
+        swapped = [index for index, block in enumerate(model.blocks) if type(block) is not Block]
+        run.train_step(run.window(torch.randn(16, 8)), lambda m, x: m(x).square().mean())
+    assert swapped == [0, 2]
+    assert {type(block) for block in model.blocks} == {Block}
+
+
 class Ways(Net):
     """A model whose own code runs its blocks as it is told."""
 

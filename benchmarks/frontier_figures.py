@@ -1,0 +1,78 @@
+"""Draw docs/figures/frontier-<model>-<precision>.svg from the newest `frontier` results of each model and precision.
+
+    python benchmarks/frontier_figures.py
+
+Time over that of a step that keeps all, with its 95% interval, against its share of the peak: what everyone has, and
+the schedules of least recomputation, joined.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "figures"
+NAMES = {"none": "all kept", "every_block": "every block", "sqrt": "segments of √L", "selective": "selective"}
+MARKERS = {"none": "o", "every_block": "s", "sqrt": "^", "selective": "D"}
+INK, LINE, OTHERS = "#24292f", "#0969da", "#bc4c00"
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Draw what the results hold."""
+    FOLDER.mkdir(exist_ok=True)
+    for (model, precision), rows in newest().items():
+        path = FOLDER / f"frontier-{model}-{precision}.svg"
+        draw(path, f"{model}, {precision}: a step's time against its peak memory", rows)
+        print(path.relative_to(ROOT))
+
+
+def newest() -> dict[tuple[str, str], list[Row]]:
+    """Return the rows of each model and precision in the last file, by date, that has them."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("frontier-*.json"), key=lambda path: path.stem[-10:]):
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for key in {(row["model"], row["precision"]) for row in rows}:
+            found[key] = [row for row in rows if (row["model"], row["precision"]) == key]
+    return dict(sorted(found.items()))
+
+
+def draw(path: Path, title: str, rows: list[Row]) -> None:
+    """Write one figure."""
+    whole = next(row["peak_bytes"] for row in rows if row["schedule"] == "none")
+    style: Any = {"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.size": 10}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained", facecolor="white")
+        ax = figure.subplots()
+        best = sorted(
+            (row for row in rows if row["schedule"] in ("none", "optimal")), key=lambda row: row["peak_bytes"]
+        )
+        ax.errorbar(*_points(best, whole), color=LINE, marker=".", linewidth=1.5, label="least recomputation")
+        for name, marker in MARKERS.items():
+            of = [row for row in rows if row["schedule"] == name]
+            ax.errorbar(*_points(of, whole), color=OTHERS, marker=marker, linestyle="none", label=NAMES[name])
+        ax.axhline(1.0, color=INK, linewidth=0.6)
+        ax.set_xlabel("peak memory, % of what keeping all takes")
+        ax.set_ylabel("time over keeping all")
+        ax.set_title(title, fontsize=10, loc="left", color=INK)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(color="#d0d7de", linewidth=0.6)
+        ax.legend(frameon=False, fontsize=9)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def _points(rows: list[Row], whole: int) -> tuple[list[float], list[float], Any]:
+    """Return x, y, and how far the interval reaches below and above y."""
+    low = [row["over_none"] - row["low"] for row in rows]
+    high = [row["high"] - row["over_none"] for row in rows]
+    return [100 * row["peak_bytes"] / whole for row in rows], [row["over_none"] for row in rows], (low, high)
+
+
+if __name__ == "__main__":
+    main()
