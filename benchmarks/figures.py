@@ -358,7 +358,7 @@ def _drawn(root: Path) -> Iterator[str]:
     """Yield the pictures that `frontier_figures.py` drew."""
     for path in sorted((root / "docs" / "figures").glob("frontier-*.svg")):
         yield f"![{path.stem.replace('-', ' ')}: time against peak memory](figures/{path.name})"
-    yield ""
+        yield ""
 
 
 def _walk(rows: list[Row]) -> Iterator[str]:

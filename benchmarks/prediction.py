@@ -30,6 +30,7 @@ from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.recompute import EVERY_BLOCK
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.roofline import step_seconds
+from trimtab.decide.space import head_tokens
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.step_trace import trace_peaks
@@ -81,10 +82,14 @@ def candidates_of(profile: Profile) -> Iterator[Candidate]:
     splits = [k for k in SPLITS if 2 * k <= rows] if profile.check.splittable else [1]
     for precision, k, chunk in itertools.product(PRECISIONS, splits or [1], chunks):
         plain = replace(base, precision=precision, micro_batch=math.ceil(rows / k), loss_chunk=chunk or None)
-        yield plain
-        found = profile.recomputable_of(plain)
-        if found is not None and found.refusal is None:
-            yield from (replace(plain, recompute=text) for text in (EVERY_BLOCK, f"~0-{len(found.blocks) - 1}"))
+        if chunk < head_tokens(profile, plain) or not chunk:
+            yield plain
+    for found, k in itertools.product(profile.recomputables, splits or [1]):
+        if found.whole is not None:
+            sliced = replace(found.candidate, micro_batch=math.ceil(rows / k))
+            has_parts = all(stage.part is not None for stage in found.whole.many.stages[:-1])
+            schedules = (EVERY_BLOCK, f"~0-{len(found.blocks) - 1}") if has_parts else (EVERY_BLOCK,)
+            yield from (replace(sliced, recompute=text) for text in schedules)
 
 
 def _seconds(subject: Subject, candidates: Sequence[Candidate]) -> dict[Candidate, float]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-collect_ignore = ["soak"]  # hours of matrices: `make soak`
+collect_ignore = ["soak"]  # long matrices: `make soak`
 
 # Before any import of trimtab or torch, and inherited by every child process. One thread: the tests' models are tiny,
 # and on a busy machine a second thread waits longer than it works.

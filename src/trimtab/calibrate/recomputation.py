@@ -20,9 +20,11 @@ from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable
 from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, schedule_of
 from trimtab.decide.checkpoint_schedule import keep_all
+from trimtab.decide.optimal_schedule import by_shares
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.memory import storage_bytes
+from trimtab.measure.page_faults import time_settled
 from trimtab.measure.stages import trace_stages
 from trimtab.measure.step_trace import LossFn
 from trimtab.measure.timing import time_call
@@ -63,15 +65,18 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
             chains = [_unlinked(chain) for chain in chains]
-        repeats = max(1, min(_MOST, int(_MEASURING_S / time_call(step, subject.device))))
-        step_s = statistics.median(time_call(step, subject.device) for _ in range(repeats))
+        timed = time_settled if candidate.allocator == "retain" else time_call
+        repeats = max(1, min(_MOST, int(_MEASURING_S / timed(step, subject.device))))
+        step_s = statistics.median(timed(step, subject.device) for _ in range(repeats))
         longer = subject.rows / min(candidate.micro_batch, subject.rows)  # a forward of the whole batch
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=repeats)
         chains = [_with_seconds(chain, [longer * each for each in forward_s]) for chain in chains]
-        chains = _with_parts(chains, run.model, names, step, trace, repeats, autocast=run.autocast)
+        chains = _with_parts(
+            chains, run.model, names, lambda: timed(step, subject.device), trace, repeats, autocast=run.autocast
+        )
         held = _state_bytes(subject.optimizer)
     whole, sliced = (_holding(chain, held) for chain in chains)
-    return Recomputable(candidate, names, whole, sliced, step_s)
+    return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
 
 
 def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
@@ -121,7 +126,7 @@ def _with_parts(
     chains: list[ChainModel],
     model: nn.Module,
     names: tuple[str, ...],
-    step: Callable[[], None],
+    timed: Callable[[], float],
     trace: Callable[..., list[ChainModel]],
     turns: int,
     **how: Any,
@@ -131,7 +136,7 @@ def _with_parts(
     in_part = (*(Kept(index, in_part=True) for index in range(number)), Kept(number))
     try:
         traced = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
-        more_s = _longer_s(model, names, in_part, step, turns)
+        more_s = _longer_s(model, names, in_part, timed, turns)
     except (ModelError, RuntimeError):  # as where a block writes over what is kept
         return chains
     whole_s = sum(stage.forward_s for stage in chains[0].many.stages) or 1.0
@@ -153,14 +158,12 @@ def _with_part(model: ChainModel, traced: ChainModel, share: float) -> ChainMode
 
 
 def _longer_s(
-    model: nn.Module, names: tuple[str, ...], schedule: Schedule, step: Callable[[], None], turns: int
+    model: nn.Module, names: tuple[str, ...], schedule: Schedule, timed: Callable[[], float], turns: int
 ) -> float:
     """Return how much longer a step takes by a schedule than with all kept, in turns."""
-    device, difference_s = next(model.parameters()).device, []
+    difference_s = []
     for turn in range(turns + 1):
-        kept_s, taken_s = (
-            _with(model, names, each, lambda: time_call(step, device)) for each in (keep_all(len(names)), schedule)
-        )
+        kept_s, taken_s = (_with(model, names, each, timed) for each in (keep_all(len(names)), schedule))
         difference_s += [taken_s - kept_s] if turn else []
     return statistics.median(difference_s)
 

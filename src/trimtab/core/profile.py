@@ -117,6 +117,7 @@ class Recomputable:
         blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
             gradients are held from one to the next; None where it cannot be told. Seconds of the larger of their two
             sizes are those of the whole batch. step_s: of the step in which they were taken.
+        schedules: of least recomputation, for some shares of what the whole batch's step takes where all is kept.
         refusal: why it cannot be told, or "".
     """
 
@@ -125,6 +126,7 @@ class Recomputable:
     whole: ChainModel | None = None
     sliced: ChainModel | None = None
     step_s: float = 0.0
+    schedules: tuple[str, ...] = ()
     refusal: str = ""
 
 

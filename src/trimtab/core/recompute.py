@@ -37,7 +37,12 @@ class Segment:
     @property
     def stages(self) -> range:
         """Its stages, those of segments within it too."""
-        return range(stages_of(self.parts[0]).start, stages_of(self.parts[-1]).stop)
+        first, last = self.parts[0], self.parts[-1]
+        while isinstance(first, Segment):
+            first = first.parts[0]
+        while isinstance(last, Segment):
+            last = last.parts[-1]
+        return range(first.index, last.index + 1)
 
 
 Part = Kept | Segment
@@ -116,10 +121,12 @@ def _read(tokens: list[str], depth: int = 0) -> tuple[Schedule, list[str]]:
         found = re.fullmatch(r"(~?)(\d+)(?:-(\d+))?", token)
         if found is None:
             raise _no_schedule(token)
-        if len(found[3] or found[2]) >= len(str(_MOST_BLOCKS)):
+        numbers = found[2], found[3] or found[2]
+        if max(map(len, numbers)) >= len(str(_MOST_BLOCKS)) or int(numbers[0]) > int(numbers[1]):
             raise _no_schedule(token)
-        first, last = int(found[2]), int(found[3] or found[2])
-        parts += [Kept(index, in_part=bool(found[1])) for index in range(first, last + 1)]
+        parts += [Kept(index, in_part=bool(found[1])) for index in range(int(numbers[0]), int(numbers[1]) + 1)]
+        if len(parts) > _MOST_BLOCKS:
+            raise _no_schedule(" ".join(tokens))
     return tuple(parts), tokens
 
 

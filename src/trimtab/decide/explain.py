@@ -251,7 +251,7 @@ class Told:
 def _value(candidate: Candidate, name: str) -> str:
     value = getattr(candidate, name)
     if name == "loss_chunk":
-        return "all logits at once" if value is None else f"chunks of {value}"
+        return "the head as the loop has it" if value is None else f"chunks of {value}"
     if name == "compiled":
         return "the model compiled" if value else "the model as it is"
     return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

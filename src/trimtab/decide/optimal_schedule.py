@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.core.chain import Stage
-from trimtab.core.recompute import Kept, Part, Schedule, Segment, stages_of
+from trimtab.core.chain import Chain, Stage
+from trimtab.core.recompute import Kept, Part, Schedule, Segment, stages_of, written
 from trimtab.decide.checkpoint_schedule import backward_need, keep_all, kept_bytes, predict
 
 # A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
 # for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
 SLOTS = 250
 SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
+# Of what keeping all takes, where memory counts and no limit says how much it may be.
+SHARES = (0.85, 0.7, 0.55, 0.4)
 # Of longer chains the table would be of hundreds of megabytes.
 MOST_STAGES = 250
 
@@ -53,6 +55,13 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
         if schedule is not None and predict(chain, schedule).peak_bytes <= limit_bytes:
             return schedule
     return None
+
+
+def by_shares(chain: Chain) -> tuple[str, ...]:
+    """Return the schedules of a chain's blocks for some shares of what keeping all takes, as they are written."""
+    whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
+    found = (optimal(chain.stages, math.floor(share * whole) - chain.held_bytes) for share in SHARES)
+    return tuple(dict.fromkeys(written(schedule[:-1]) for schedule in found if schedule is not None))
 
 
 class _Table:

@@ -37,7 +37,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
     """
-    found = space.points(profile, objective, budget)
+    found = space.points(profile, budget)
     decision = _decide(profile, found, objective, budget)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Told(profile, found, winner, decision.outcome, budget)

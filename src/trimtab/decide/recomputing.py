@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 
 from trimtab.core.chain import Chain, ChainModel
-from trimtab.core.objective import Budget, Objective
+from trimtab.core.objective import Budget
 from trimtab.core.profile import Candidate, Profile, Recomputable
 from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, kept_in, schedule_of, written
 from trimtab.decide.checkpoint_schedule import keep_all, predict, sqrt_segments
-
-# Of what keeping all takes, where memory counts and no limit says how much it may be.
-SHARES = (0.85, 0.7, 0.55, 0.4)
 
 
 def chain_of(profile: Profile, candidate: Candidate) -> Chain | None:
@@ -46,35 +42,33 @@ def longer(profile: Profile, candidate: Candidate) -> float | None:
     return recompute_s * profile.loop.batch_rows / candidate.micro_batch / found.step_s
 
 
-def schedules(
-    profile: Profile, candidate: Candidate, objective: Objective, budget: Budget, margin: float
-) -> tuple[str, ...]:
+def schedules(profile: Profile, candidate: Candidate, budget: Budget, margin: float) -> tuple[str, ...]:
     """Return the schedules worth a look for a candidate that recomputes nothing, as they are written.
 
-    Those everyone has, and the one of least recomputation within the budget; of some sizes, where memory counts
-    without a limit.
+    Those everyone has, and those of least recomputation: for the budget, and of large micro-batches for some sizes, by
+    which memory weighs.
 
     Args:
         margin: by which a peak that is told is raised before it is held against a limit.
     """
-    chain = chain_of(profile, candidate)
-    if chain is None:
+    found, chain = profile.recomputable_of(candidate), chain_of(profile, candidate)
+    if found is None or chain is None:
         return ()
     limit = None if budget.memory_bytes is None else math.floor(budget.memory_bytes / (1 + margin))
-    if limit is None and 4 * candidate.micro_batch < profile.loop.batch_rows:
+    is_large = 4 * candidate.micro_batch >= profile.loop.batch_rows
+    if limit is None and not is_large:
         return ()
-    shares = SHARES if objective.memory > 0 else ()
-    return _schedules(chain, tuple(_of_whole(chain, shares)) if limit is None else (limit,))
+    return _schedules(chain, limit, found.schedules if is_large else ())
 
 
 @functools.lru_cache(maxsize=1024)
-def _schedules(chain: Chain, limits: tuple[int, ...]) -> tuple[str, ...]:
+def _schedules(chain: Chain, limit_bytes: int | None, known: tuple[str, ...]) -> tuple[str, ...]:
     stages, number = chain.stages, len(chain.stages) - 1
     found = [EVERY_BLOCK, written(sqrt_segments(number, [stage.is_linked for stage in stages[: number - 1]]))]
     if all(stage.part is not None for stage in stages[:-1]):
         found.append(written(tuple(Kept(index, in_part=True) for index in range(number))))
-    best = (_optimal(chain, limit) for limit in limits)
-    found += [written(schedule[:-1]) for schedule in best if schedule is not None]
+    best = None if limit_bytes is None else _optimal(chain, limit_bytes)
+    found += [*known] if best is None else [written(best[:-1]), *known]
     by_schedule = {schedule_of(each, number): each for each in reversed(found)}
     return tuple(text for schedule, text in by_schedule.items() if schedule != keep_all(number))
 
@@ -83,11 +77,6 @@ def _optimal(chain: Chain, limit_bytes: int) -> Schedule | None:
     from trimtab.decide.optimal_schedule import optimal
 
     return optimal(chain.stages, limit_bytes - chain.held_bytes)
-
-
-def _of_whole(chain: Chain, shares: tuple[float, ...]) -> Iterator[int]:
-    whole = chain.held_bytes + predict(chain.stages, keep_all(len(chain.stages))).peak_bytes
-    return (math.floor(share * whole) for share in shares)
 
 
 def _whole(chain: Chain, candidate: Candidate) -> Schedule:

@@ -116,7 +116,7 @@ def next_recomputables(
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
     if not is_asked or (stage is not None and not stage.name.startswith(FINAL)):
         return ()
-    known = points(profile, objective, budget)
+    known = points(profile, budget)
     found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]
     fitting = [point for point in found if point.refusal is None]
     if not found or (profile.hurried and fitting):

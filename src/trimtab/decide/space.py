@@ -50,11 +50,11 @@ def head_tokens(profile: Profile, candidate: Candidate) -> int:
     return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
 
 
-def points(profile: Profile, objective: Objective, budget: Budget) -> tuple[Point, ...]:
+def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     """Return every candidate whose time can be told."""
     model, reference = CostModel(profile), profile.reference_candidate
     tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
-    candidates = dict.fromkeys((reference, *tried, *_combined(profile, model, objective, budget)))
+    candidates = dict.fromkeys((reference, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
     return tuple(
         Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
@@ -63,7 +63,7 @@ def points(profile: Profile, objective: Objective, budget: Budget) -> tuple[Poin
     )
 
 
-def _combined(profile: Profile, model: CostModel, objective: Objective, budget: Budget) -> Iterator[Candidate]:
+def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Candidate]:
     chunks = {trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s}
     fused = {profile.reference_candidate.fused_optimizer} if not fuses(profile) else {True}
     if not profile.trials:  # nothing was tried: by what was traced
@@ -76,10 +76,10 @@ def _combined(profile: Profile, model: CostModel, objective: Objective, budget: 
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
                     part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
-                    if chunk is not None and chunk >= head_tokens(profile, part):  # as without
-                        continue
+                    if chunk is not None and chunk >= head_tokens(profile, part):
+                        continue  # all at once, of which no trace of chunks tells
                     yield part
-                    for schedule in recomputing.schedules(profile, part, objective, budget, model.chain_margin):
+                    for schedule in recomputing.schedules(profile, part, budget, model.chain_margin):
                         yield replace(part, recompute=schedule)
 
 
@@ -131,7 +131,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
 
     Nobody where nothing is predicted to be better; the nearest of all where nothing meets the budget.
     """
-    found = points(profile, objective, budget)
+    found = points(profile, budget)
     reference = next((p for p in found if p.candidate == profile.reference_candidate), None)
     fitting = [point for point in found if point.refusal is None]
     if not fitting:

@@ -29,7 +29,7 @@ class Decided:
         return "\n\n".join((str(self.plan), self._considered(), self._measured()))
 
     def _considered(self) -> str:
-        found = space.points(self.profile, self.objective, self.budget)
+        found = space.points(self.profile, self.budget)
         reference = next((p for p in found if p.candidate == self.profile.reference_candidate), found[0])
         scores = {point: space.score(point, self.objective, reference) for point in found}
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))

@@ -121,23 +121,20 @@ class PartialNorms:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = parameters
-        self.is_on = False
         self.spent = Spent()
 
     def on(self) -> None:
         """Begin a window."""
-        self.is_on, self.spent = True, Spent()
+        self.spent = Spent()
 
     def at_once(self) -> None:
         """Nothing is kept."""
 
     def off(self) -> None:
         """The window is over."""
-        self.is_on = False
 
     def close(self) -> None:
         """The last one is."""
-        self.is_on = False
 
     def forget(self) -> None:
         """Nothing is seen before it is taken."""

@@ -24,7 +24,7 @@ from trimtab.runtime.recomputed import recomputed
 
 _PART = "_trimtab_part"
 # What DistributedDataParallel and torch.compile call what they wrap.
-_WRAPPED = ("module", "_orig_mod")
+_WRAPPED = {"module", "_orig_mod"}
 _OF_THE_PLAN = "the model that the plan was made for"
 _AT_ONCE = "the blocks of a segment one after another, each handed what the one before returned and nothing else anew"
 
@@ -110,11 +110,11 @@ def use_plan(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model that has all blocks that are named, itself or what it wraps, with their names; else its own."""
-    roots = list(_roots(model))
     if not named:
-        if not (blocks := find_blocks(roots[-1])):
+        if not (blocks := find_blocks(model)):
             raise ModelError("plan.recompute", given="a model without blocks", expected=_OF_THE_PLAN)
-        return roots[-1], blocks
+        return model, blocks
+    roots = list(_roots(model))
     unknown = [next((name for name in named if name not in dict(root.named_modules())), None) for root in roots]
     if None not in unknown:
         raise ModelError("plan.recompute", given=f"a model without {unknown[0]}", expected=_OF_THE_PLAN)
@@ -124,8 +124,8 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model, then what it wraps: its plan may have been made before it was wrapped."""
     yield model
-    inner = next((each for name in _WRAPPED if isinstance(each := getattr(model, name, None), nn.Module)), None)
-    if inner is not None:
+    children = dict(model.named_children())
+    if len(children) == 1 and (inner := next(map(children.get, _WRAPPED & children.keys()), None)) is not None:
         yield from _roots(inner)
 
 

@@ -20,6 +20,8 @@ from trimtab.runtime.noise_monitor import NUM_FIGURES, Figures, NoiseMonitor
 class WindowWatch:
     """Watches the windows it is told to. What the others take is known too, by the host's clock.
 
+    Of a window that is not watched nobody calls `begun`, `backward_begins`, `backward_done` or `stepping`.
+
     Attributes:
         seen_apart: ranks whose micro-batches show one by one.
 

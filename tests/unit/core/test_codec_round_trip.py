@@ -79,7 +79,14 @@ stages = st.builds(Stage, floats, *[counts] * 8, st.booleans(), optional(parts))
 chains = st.builds(Chain, st.tuples(stages, stages), counts)
 chain_models = st.builds(ChainModel, chains, chains, st.just((2, 4)))
 recomputables = st.builds(
-    Recomputable, candidates, tuples_of(text), optional(chain_models), optional(chain_models), floats, text
+    Recomputable,
+    candidates,
+    tuples_of(text),
+    optional(chain_models),
+    optional(chain_models),
+    floats,
+    tuples_of(text),
+    text,
 )
 trials = st.builds(
     Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans(), optional(floats)

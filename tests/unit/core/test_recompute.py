@@ -76,10 +76,20 @@ def test_what_is_no_schedule_is_refused(text):
         read_schedule(text)
 
 
-@pytest.mark.parametrize("text", ["0-99999999999", "(" * 5000 + "0" + ")" * 5000, "0" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["0-99999999999", "(" * 5000 + "0" + ")" * 5000, "0" * 5000, "9" * 5000 + "-1", "0 5-3 1", "0-9999 " * 1000],
+)
 def test_what_no_model_has_is_refused_before_it_is_counted(text):
     with pytest.raises(UsageError, match="a schedule, as in"):
         check_recompute(text, 0)
+
+
+@pytest.mark.parametrize("depth", [40, 299])
+def test_a_block_in_many_segments_is_one_block(depth):
+    schedule = schedule_of("(" * depth + "0" + ")" * depth, 1)
+    assert schedule[0].stages == range(1)
+    check_recompute(written(schedule), 0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
 from trimtab.core.recompute import Kept, Schedule, schedule_of
 from trimtab.decide.checkpoint_schedule import predict
+from trimtab.decide.optimal_schedule import by_shares
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
 from trimtab.decide.search import Stage as Trials
@@ -138,7 +139,8 @@ class Machine:
         few, whole = (self._chain(candidate, rows) for rows in (self.rows // 2, self.rows))
         few, whole = (_scaled(chain, self.chain_told) for chain in (few, whole))
         model = ChainModel(few, whole, (self.rows // 2, self.rows))
-        return Recomputable(candidate, BLOCKS, model, model, self.step_s("sizes", candidate) / self.unit)
+        step_s = self.step_s("sizes", candidate) / self.unit
+        return Recomputable(candidate, BLOCKS, model, model, step_s, by_shares(whole))
 
     def run(self, stage: Trials) -> tuple[Trial, ...]:
         """Return a stage's trials, as `calibrate.trials.run_stage` does."""

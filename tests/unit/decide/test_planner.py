@@ -263,7 +263,7 @@ def test_a_chunked_head_is_chosen_for_its_speed_or_its_memory():
     assert (fast.loss_chunk.value, fast.changes) == (2048, ("loss_chunk",))
     assert fast.loss_chunk.mark is Mark.ROUNDING
     assert fast.loss_chunk.reason.startswith("1.11x the speed")
-    assert fast.loss_chunk.reason.endswith(" of all logits at once")
+    assert fast.loss_chunk.reason.endswith(" of the head as the loop has it")
     light = planned(Machine(head_saves={2048: 0.3, 1024: 0.5}), can_retain=False, **HEAD)
     assert light.loss_chunk.value == 1024
     assert light.measured.peak_bytes == 370 * MIB

@@ -126,7 +126,7 @@ def test_a_dominated_plan_is_never_chosen(machine, facts, limit, memory):
         return Cost(machine.step_s("", candidate), machine.peak_bytes(candidate))
 
     ours, unit = cost(candidate_of(plan)), cost(profile.reference_candidate)
-    for candidate in (point.candidate for point in points(profile, objective, budget) if point.refusal is None):
+    for candidate in (point.candidate for point in points(profile, budget) if point.refusal is None):
         found = cost(candidate)
         if found.time_s <= ours.time_s and found.memory_bytes <= ours.memory_bytes:
             assert objective.score(found, unit) >= WORTH_A_RUN**2 * objective.score(ours, unit), candidate.describe()

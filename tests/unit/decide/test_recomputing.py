@@ -123,11 +123,32 @@ def test_weights_on_memory_weigh_recomputing_too():
     assert plan.recompute.changed
 
 
+def test_a_limit_that_binds_nothing_leaves_what_memory_weighs():
+    objective = Objective(time=0.2, memory=0.8)
+    profile = measured(machine(), objective=objective, always=True)
+    free, loose = (choose(profile, objective, budget) for budget in (Budget(), Budget(memory=2**60)))
+    assert free.recompute.changed
+    assert loose.recompute.value == free.recompute.value
+
+
+def test_schedules_that_win_where_memory_weighs_are_looked_at_where_it_does_not():
+    """Else the weights between which a choice stands would hold some at which it does not."""
+    profile = measured(machine(), always=True, can_retain=False)
+    timed, weighed = (choose(profile, Objective(time=1, memory=weight), Budget()) for weight in (0.0, 1e-6))
+    assert not timed.recompute.changed
+    assert timed.stands_between == weighed.stands_between
+    assert timed.front == weighed.front
+    _, high = timed.stands_between
+    assert 0 < high < 1
+    told = {point.settings for point in timed.front if "recomputing" in point.settings}
+    assert any(schedule in text for text in told for schedule in profile.recomputables[0].schedules)
+
+
 def test_a_compiled_model_is_left_whole():
     profile = measured(machine(), always=True)
     candidate = profile.reference_candidate
-    assert schedules(profile, candidate, Objective(), Budget(), 0.02)
-    assert schedules(profile, replace(candidate, compiled=True), Objective(), Budget(), 0.02) == ()
+    assert schedules(profile, candidate, Budget(), 0.02)
+    assert schedules(profile, replace(candidate, compiled=True), Budget(), 0.02) == ()
 
 
 @pytest.mark.parametrize("told", [0.8, 0.9, 1.1])

@@ -17,7 +17,7 @@ from trimtab.core.chain import DearPart, Stage
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute import Kept, Segment, schedule_of
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
-from trimtab.runtime.activation_checkpoint import use_schedule
+from trimtab.runtime.activation_checkpoint import use_plan, use_schedule
 
 L = 6
 NESTED = (Kept(0), Segment((Segment((Kept(1),)), Kept(2), Kept(3))), Kept(4), Kept(5))
@@ -311,6 +311,31 @@ def test_a_plan_finds_its_blocks_in_a_model_that_was_wrapped_since(blocks):
         run.train_step(run.window(torch.randn(16, 8)), lambda m, x: m(x).square().mean())
     assert swapped == [0, 2]
     assert {type(block) for block in model.blocks} == {Block}
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_plan_finds_its_blocks_in_a_compiled_model_that_wraps_another(prefix):
+    """What torch compiles hands on the attributes of what it wraps, so that its name comes before any other."""
+    model = net()
+    compiled = torch.compile(Wrapped(model, "module"), backend="eager")
+    plan = trimtab.Plan.fixed(16).recomputing("(0) 1-5", tuple(prefix + name for name in NAMES), "by hand")
+    undo = use_plan(compiled, plan)
+    assert [type(block) is not Block for block in model.blocks] == [True, *[False] * 5]
+    undo()
+
+
+class Beside(Net):
+    """A model of blocks, and a part that is called as a wrapper calls what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(3, 3)
+
+
+def test_a_part_called_module_is_no_wrapped_model():
+    model = Beside()
+    use_plan(model, trimtab.Plan.fixed(16, recompute="every_block"))
+    assert all(type(block) is not Block for block in model.blocks)
 
 
 class Ways(Net):
