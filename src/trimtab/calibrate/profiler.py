@@ -32,6 +32,7 @@ from trimtab.runtime.batches import iterate, tensors_in
 from trimtab.runtime.layout import channels_last_hazard
 from trimtab.runtime.loss_head import watched
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.window_start import bytes_to_begin_anew
 
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
@@ -56,6 +57,7 @@ def profile_loop(
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
         check = check_splitting(subject, reference.precision)
+        subject = replace(subject, start_bytes=bytes_to_begin_anew(subject.model) if check.splittable else 0)
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}

@@ -74,7 +74,7 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         chains = _with_parts(
             chains, run.model, names, lambda: timed(step, subject.device), trace, repeats, autocast=run.autocast
         )
-        held = _state_bytes(subject.optimizer)
+        held = _state_bytes(subject.optimizer) + subject.start_bytes
     whole, sliced = (_holding(chain, held) for chain in chains)
     return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
 

@@ -29,6 +29,7 @@ class Subject:
     """What is measured. `batch` is one optimizer step's data; `clip_norm` is what the user's loop applies.
 
     `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
+    `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
@@ -41,6 +42,7 @@ class Subject:
     batch: Any
     clip_norm: float | None = None
     frees_batch: bool = False
+    start_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ def trace_candidates(
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
             how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
             traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, **how)
-            found += [Traced(candidate, *each) for each in traced]
+            found += [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
     return tuple(found)
+
+
+def _beside(traced: Traced, held_bytes: int) -> Traced:
+    """Return a trace with what is held besides."""
+    whole, sliced, step = (m and m.beside(held_bytes) for m in (traced.whole, traced.sliced, traced.step))
+    return replace(traced, whole=whole or traced.whole, sliced=sliced, step=step)
 
 
 def trace_elsewhere(

@@ -214,7 +214,8 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             _require_finite(run)
             if measure_memory:
                 subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
-                arm.peak_bytes = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
+                counted = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
+                arm.peak_bytes = None if counted is None else counted + subject.start_bytes
                 arm.unused_bytes = unused_bytes(subject.device)
     except _Unusable as error:
         arm.error = str(error)

@@ -38,6 +38,10 @@ class PeakModel:
             raise ValueGivenError("moments", given=given, expected="the same operators at both sizes") from None
         return cls(_envelope(found))
 
+    def beside(self, held_bytes: int) -> PeakModel:
+        """Return the model of the same step where so much more is held throughout."""
+        return PeakModel(tuple((base + held_bytes, slope) for base, slope in self.lines))
+
     def peak_bytes(self, rows: int) -> int:
         """Return the peak of a micro-batch of so many rows."""
         return math.ceil(max(base + rows * slope for base, slope in self.lines))

@@ -239,6 +239,11 @@ class Profile:
         return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
 
     @property
+    def finals(self) -> tuple[str, ...]:
+        """The names of the finals that were run, in order."""
+        return tuple(dict.fromkeys(trial.stage for trial in self.trials if trial.stage.startswith(FINAL)))
+
+    @property
     def reference_candidate(self) -> Candidate:
         """The user's loop as a candidate."""
         return Candidate(self.reference.precision, "keep", self.loop.is_fused, self.loop.batch_rows)

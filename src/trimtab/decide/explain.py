@@ -177,7 +177,7 @@ class Told:
 
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of other values of a setting, those first that differ from the winner in least else."""
-        stages = [*search.STAGES[:-1], *search.final_rounds(self.profile)]
+        stages = [*search.STAGES[:-1], *self.profile.finals]
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         is_fusing = name == "fused_optimizer"

@@ -14,7 +14,6 @@ from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.search import final_rounds
 from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
@@ -67,7 +66,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
         stands_between=space.stands_between(found, winner, reference),
-        front=tuple(_front_point(point) for point in space.pareto(found)),
+        front=tuple(_front_point(point) for point in space.front(found)),
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
     )
@@ -101,7 +100,7 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
 
 
 def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget) -> _Decision:
-    rounds = final_rounds(profile)
+    rounds = profile.finals
     outcome, judged = _outcome(profile, rounds, objective, budget)
     was_asked = (objective, budget) == (profile.objective, profile.budget)
     if outcome is not None and was_asked:
@@ -136,7 +135,7 @@ def _outcome(
 
 
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
-    near, rounds = space.nearest(found, budget), final_rounds(profile)
+    near, rounds = space.nearest(found, budget), profile.finals
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         given = f"a loop that did not run ({reasons})"
@@ -152,7 +151,7 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
         given=f"{why}: {near.refusal}",
         expected="a budget that some settings meet",
         way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
-        f"and {format_seconds(cost.step_s)} per step.",
+        f"and is predicted to take {format_seconds(cost.step_s)} per step.",
     )
 
 
@@ -178,10 +177,14 @@ def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
 
 
 def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
-    """Return what was expected of a candidate before it was run against the loop."""
-    before = tuple(trial for trial in profile.trials if trial.stage not in final_rounds(profile))
-    cost = CostModel(replace(profile, trials=before)).predict(candidate)
-    return None if cost.step_s is None else Measured(cost.step_s, cost.peak_bytes)
+    """Return what was expected of a candidate before it was run against the loop: bytes as traced, where they were.
+
+    Of a device that is not here with their margin, which the plan states.
+    """
+    before = tuple(trial for trial in profile.trials if trial.stage not in profile.finals)
+    model = CostModel(replace(profile, trials=before))
+    cost, told = model.predict(candidate), model.traced_bytes(candidate) if before else None
+    return None if cost.step_s is None else Measured(cost.step_s, told or cost.peak_bytes)
 
 
 def _front_point(point: Point) -> FrontPoint:

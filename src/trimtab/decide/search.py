@@ -31,7 +31,7 @@ from trimtab.core.profile import ALONE, FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
-from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, points, put_first
+from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, lightest, points, put_first
 
 # Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
@@ -134,19 +134,16 @@ def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
     return next((replace(mode, loss_chunk=candidate.loss_chunk) for mode in alike), candidate)
 
 
-def final_rounds(profile: Profile) -> tuple[str, ...]:
-    """Return the names of the finals that were run, in order."""
-    return tuple(dict.fromkeys(trial.stage for trial in profile.trials if trial.stage.startswith(FINAL)))
-
-
 def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
-    rounds = final_rounds(profile)
+    rounds = profile.finals
     last = [trial for trial in profile.stage(rounds[-1]) if not trial.control] if rounds else []
     if any(unfit(trial, budget) is None for trial in last):
         return None
     reference = profile.reference_candidate
     failed = {t.candidate for name in rounds for t in profile.stage(name) if unfit(t, budget)}
     found = [c for c in put_first(profile, objective, budget) if c not in failed]
+    if found and len(rounds) == MOST_FINALS - 1:  # before it is said that nothing fits
+        found = list(dict.fromkeys((*found, *lightest(profile, budget))))
     if len(rounds) == MOST_FINALS or (rounds and not found):
         return None
     if not found and any(trial.candidate == reference for trial in profile.trials):

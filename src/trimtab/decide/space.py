@@ -148,6 +148,13 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
 
+def lightest(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    """Return who is predicted to need least memory of all that may fit; nobody where none may."""
+    fitting = [point for point in points(profile, budget) if point.refusal is None]
+    light = min(fitting, key=lambda point: point.cost.peak_bytes or math.inf, default=None)
+    return () if light is None else (light.candidate,)
+
+
 def _without_recomputing(
     fitting: Sequence[Point], scores: Mapping[Candidate, float], chosen: Sequence[Point]
 ) -> list[Point]:
@@ -179,11 +186,24 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
     return min(alive, key=excess, default=None)
 
 
-def pareto(found: Sequence[Point]) -> tuple[Point, ...]:
-    """Return those that nobody beats in both time and memory, the fastest first."""
+def front(found: Sequence[Point]) -> tuple[Point, ...]:
+    """Return those that nobody beats in both time and memory, the fastest first.
+
+    Of those that can be chosen; and, with why they cannot, of all that ran or may run.
+    """
+    fitting = _unbeaten([point for point in found if point.refusal is None])
+    refused = [point for point in _unbeaten([p for p in found if not p.has_failed]) if point.refusal is not None]
+    return tuple(sorted((*fitting, *refused), key=_by_time))
+
+
+def _by_time(point: Point) -> tuple[float, int]:
+    return point.cost.step_s or 0.0, point.cost.peak_bytes or 0
+
+
+def _unbeaten(found: Sequence[Point]) -> tuple[Point, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
     front: list[Point] = []
-    for point in sorted(known, key=lambda p: (p.cost.step_s or 0.0, p.cost.peak_bytes or 0)):
+    for point in sorted(known, key=_by_time):
         if not front or (point.cost.peak_bytes or 0) < (front[-1].cost.peak_bytes or 0):
             front.append(point)
     return tuple(front)

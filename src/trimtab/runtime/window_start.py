@@ -58,6 +58,13 @@ class WindowStart:
         self._always, self._watched = ([torch.empty_like(each) for each in always], always), watched
         self._buffers = buffers
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the copies that are made before every window, on any device."""
+        copies, _ = self._always
+        states = [state for state in self._generators or () if state is not None]
+        return sum(each.nbytes for each in (*copies, *states))
+
     def restore(self) -> None:
         """Put buffers and generators back."""
         self.restore_buffers()
@@ -80,6 +87,13 @@ class WindowStart:
                 buffer.copy_(copy)
             for each in self._watched:
                 each.restore()
+
+
+def bytes_to_begin_anew(model: nn.Module) -> int:
+    """Return what a run of the model keeps to begin a window anew, as it does where splitting keeps the maths."""
+    start = WindowStart(model)
+    start.note()
+    return start.kept_bytes
 
 
 class _Watched:

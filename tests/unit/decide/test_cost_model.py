@@ -60,6 +60,17 @@ def test_a_machine_whose_speed_drifts_moves_no_ratio(drift):
         assert model.predict(replace(REFERENCE, micro_batch=8)).step_s / base == pytest.approx(1 + 7 * 0.2)
 
 
+@pytest.mark.parametrize("disturbed", ["modes", "head", "sizes"])
+def test_a_stage_that_was_disturbed_as_a_whole_moves_no_seconds(disturbed):
+    """Each stage has the fastest mode in it; of three, two tell what it takes."""
+
+    def step_s(stage, candidate):
+        return (3.0 if stage == disturbed else 1.0) * (0.5 if candidate.precision == "bf16" else 1.0)
+
+    model = CostModel(measured(Machine(step_of=step_s), can_retain=False, **HEAD))
+    assert model.predict(REFERENCE).step_s == pytest.approx(1.0)
+
+
 def test_what_was_never_tried_has_no_cost():
     model = CostModel(measured(Machine()))
     found = model.predict(replace(REFERENCE, precision="fp16"))

@@ -167,7 +167,7 @@ def test_an_impossible_memory_budget_names_the_nearest():
         planned(Machine(split_s=0.01), budget=Budget(memory=105 * MIB), can_retain=False)
     text = str(caught.value)
     assert "over the budget of 105 MiB" in text
-    assert "The nearest that runs: fp32, micro-batch 1 needs 110 MiB and 1.63 s per step." in text
+    assert "The nearest that runs: fp32, micro-batch 1 needs 110 MiB and is predicted to take 1.63 s per step." in text
 
 
 def test_an_impossible_time_budget_names_the_fastest():
@@ -175,7 +175,7 @@ def test_an_impossible_time_budget_names_the_fastest():
         planned(Machine(speed={"bf16": 2.0}, split_s=0.2), budget=Budget(time=0.3), can_retain=False)
     text = str(caught.value)
     assert "550 ms per step is over the budget of 300 ms" in text
-    assert "The nearest that runs: bf16, micro-batch 64 needs 740 MiB and 550 ms per step." in text
+    assert "The nearest that runs: bf16, micro-batch 64 needs 740 MiB and is predicted to take 550 ms per step." in text
 
 
 def test_a_time_budget_may_need_two_settings_together():
@@ -311,6 +311,24 @@ def test_the_front_holds_whoever_nobody_beats():
     assert peaks == sorted(peaks, reverse=True)
     assert all("bf16" in point.settings for point in plan.front)
     assert all(point.refusal == "" for point in plan.front)
+
+
+def test_nobody_is_kept_off_the_front_by_what_did_not_run():
+    """What failed is not on it; what breaks a limit is, and hides nobody who does not."""
+    machine = Machine(split_s=0.1, fails=lambda stage, c: "torn" if stage == "final" and c.micro_batch == 64 else None)
+    plan = planned(machine, budget=Budget(memory=500 * MIB), can_retain=False, has_convolutions=False)
+    settings = [point.settings for point in plan.front if not point.refusal]
+    assert any("micro-batch 32" in text for text in settings)
+    assert not any("torn" in point.refusal for point in plan.front)
+
+
+def test_the_last_final_has_the_lightest_of_all_in_it():
+    """Before it is said that nothing fits: the fastest three in a row may fail, and the smallest run."""
+    machine = Machine(fails=lambda stage, c: "torn" if stage.startswith("final") and c.micro_batch > 2 else None)
+    plan = planned(machine, budget=Budget(memory=500 * MIB), can_retain=False, has_convolutions=False)
+    finals = [stage for stage in machine.stages if stage.name.startswith("final")]
+    assert len(finals) == 3
+    assert plan.micro_batch.value == 1
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.2, 0.5, 0.8])

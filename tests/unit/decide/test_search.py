@@ -16,7 +16,6 @@ from trimtab.decide.search import (
     STAGES,
     Stage,
     chunking_refusal,
-    final_rounds,
     is_hurried,
     next_stage,
     next_traces,
@@ -279,7 +278,7 @@ def test_a_final_that_finds_its_limit_broken_has_learned_for_another():
     machine = Machine(step_of=step)
     budget = Budget(time=0.75)
     profile = measured(machine, budget=budget, can_retain=False, supports_fused=False, check=REFUSED)
-    assert final_rounds(profile) == ("final", "final 2", "final 3")
+    assert profile.finals == ("final", "final 2", "final 3")
     plan = choose(profile, Objective(), budget)
     assert (plan.precision.value, plan.memory_layout.value) == ("fp32", "channels_last")
     assert plan.measured.step_s == pytest.approx(0.72)
@@ -289,7 +288,7 @@ def test_what_a_trace_missed_is_known_before_the_final():
     """Steps take a tenth more than is traced: the miss of those that ran becomes the margin of those that did not."""
     machine = Machine(traced=0.9, split_s=0.01)
     profile = measured(machine, budget=Budget(memory=255 * MIB), can_retain=False)  # 16 rows take 260, traced 234
-    assert final_rounds(profile) == ("final",)
+    assert profile.finals == ("final",)
     plan = choose(profile, Objective(), Budget(memory=255 * MIB))
     assert plan.micro_batch.value == 8
 
