@@ -3,7 +3,8 @@
 `python benchmarks/budget_sweep.py [--quick] [--json] [--tasks NAME ...]` prints `budget` rows, from 100% to 30% of the
 peak of the plan without a budget: what was predicted of each plan, and what it took when it was run (`time_error`: the
 one over the other). `recorded_s` is what the profile of the plan without a budget predicts of the plan it makes under
-this one: never less than under a looser one (`is_monotone`), but for the hundredth that is given for less memory.
+this one: never less than under a looser one (`is_monotone`; None where it makes none), but for the hundredth that is
+given for less memory. `plans_monotone` is the same of the plans that are run, each predicted by a profile of its own.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     model, optimizer = made(task)
     recorded = trimtab.profile(model, optimizer, task.loss_fn, batch, reference=task.reference, traces=True)
     peak, _ = run(Subject(*made(task), task.loss_fn, batch), choose(recorded, trimtab.Objective(), trimtab.Budget()))
-    longest = 0.0
+    longest, longest_plan = 0.0, 0.0
     for share in shares:
         row = {"metric": "budget", "model": name, "share": share, "budget_bytes": int(share * peak)}
         recorded_s = predicted_s(recorded, row["budget_bytes"])
-        row |= {"recorded_s": recorded_s, "is_monotone": recorded_s is None or recorded_s >= FREE_SPEED * longest}
+        row |= {"recorded_s": recorded_s, "is_monotone": recorded_s and recorded_s >= FREE_SPEED * longest}
         longest = max(longest, recorded_s or 0.0)
         print(f"{name}: {100 * share:.0f}% of {peak / 2**20:.0f} MiB", file=sys.stderr, flush=True)
         try:
@@ -99,6 +100,8 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         if predicted is not None:
             row |= {"predicted_s": predicted.step_s, "predicted_bytes": predicted.peak_bytes}
             row |= {"time_error": predicted.step_s / row["measured_s"] - 1}
+            row |= {"plans_monotone": predicted.step_s >= FREE_SPEED * longest_plan}
+            longest_plan = max(longest_plan, predicted.step_s)
         yield row | {"changes": plan.changes_in_words or "nothing", "planning_s": plan.planning_s}
 
 
@@ -118,7 +121,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"{limit}  infeasible: {row['way_out']}"
     met = "met" if row["is_met"] else "BROKEN"
     took = f"{row['measured_bytes'] / 2**20:8.1f} MiB {met}, {row['measured_s']:.3f} s"
-    recorded = "" if row["is_monotone"] else "; LESS than under a looser limit, by one profile"
+    recorded = "" if row["is_monotone"] is not False else "; LESS than under a looser limit, by one profile"
     return f"{limit}  {took} (predicted {row.get('time_error', math.nan):+.1%}{recorded})  {row['changes']}"
 
 

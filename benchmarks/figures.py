@@ -296,9 +296,11 @@ def _errors(errors: list[float]) -> str:
 
 def _budgets(rows: list[Row]) -> Iterator[str]:
     met = [row["is_met"] for row in rows if row["feasible"]]
-    rising = sum(row["is_monotone"] for row in rows)
+    told = [row["is_monotone"] for row in rows if row.get("recorded_s") is not None]
     yield f"- {sum(met)} of {len(met)} feasible budgets were met; of {len(rows)}, {len(rows) - len(met)} are infeasible"
-    yield f"- predicted by one profile, {rising} of {len(rows)} take no less time than under a looser budget"
+    yield f"- predicted by one profile, {sum(told)} of {len(told)} take no less time than under a looser budget"
+    if own := [row["plans_monotone"] for row in rows if "plans_monotone" in row]:
+        yield f"- predicted each by its own profile, {sum(own)} of {len(own)}"
     yield ""
     yield "| task | limit, MiB | share | peak run, MiB | met | seconds predicted | measured (95%) | error | changes |"
     yield "|---|---|---|---|---|---|---|---|---|"

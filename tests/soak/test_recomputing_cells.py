@@ -80,6 +80,13 @@ RANK = """
         plan = trimtab.Plan.fixed(rows, micro_batch, precision=precision, compiled=compiled)
         return trimtab.start(model, optimizer, plan.recomputing(text, names, "a cell") if text else plan)
 
+    def check_swapped(model, text):
+        """A schedule that is not applied would pass all that follows."""
+        inner = model.module if how == "ddp" else model
+        swapped = [index for index, each in enumerate(inner.blocks) if "_trimtab_part" in vars(each)]
+        recomputing = [] if text is None else [0, 1] if text == "((0) 1) 2 3" else list(range(L))
+        assert swapped == recomputing, (swapped, text)
+
     def trained(text):
         torch.manual_seed(0)
         model = wrapped(Net({"batch_norm": Normed, "dropout": Dropping}[block], nn.Linear(WIDTH, 2)).train())
@@ -87,6 +94,7 @@ RANK = """
         torch.manual_seed(1 + rank)
         found = []
         with started(model, optimizer, ROWS, ROWS // 2, text) as run:
+            check_swapped(model, text)
             for _ in range(STEPS):
                 run.train_step(run.window(torch.randn(ROWS, WIDTH)), lambda m, x: m(x).square().mean())
                 found.append(run.loss.clone())
@@ -109,6 +117,7 @@ RANK = """
             return made[-1].float().sum()
 
         with started(model, optimizer, ROWS, ROWS, text) as run:
+            check_swapped(model, text)
             for _ in range(STEPS):
                 before = [full(p) for p in weights]
                 steps = run.applied_steps
