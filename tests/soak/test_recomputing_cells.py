@@ -81,7 +81,7 @@ RANK = """
         return trimtab.start(model, optimizer, plan.recomputing(text, names, "a cell") if text else plan)
 
     def check_swapped(model, text):
-        """A schedule that is not applied would pass all that follows."""
+        # A schedule that is not applied would pass all that follows.
         inner = model.module if how == "ddp" else model
         swapped = [index for index, each in enumerate(inner.blocks) if "_trimtab_part" in vars(each)]
         recomputing = [] if text is None else [0, 1] if text == "((0) 1) 2 3" else list(range(L))
