@@ -149,7 +149,9 @@ def _with_part(model: ChainModel, traced: ChainModel, share: float) -> ChainMode
     def part_of(chain: Chain, parts: Chain) -> Chain:
         *blocks, last = chain.stages
         found = (
-            replace(stage, part=DearPart(part.saved_bytes, part.backward_bytes, share * stage.forward_s))
+            replace(
+                stage, part=DearPart(part.saved_bytes, part.backward_bytes, share * stage.forward_s, part.passing_bytes)
+            )
             for stage, part in zip(blocks, parts.stages, strict=False)
         )
         return replace(chain, stages=(*found, last))

@@ -15,12 +15,13 @@ class DearPart:
 
     Args:
         saved_bytes: held from forward to backward. backward_bytes: the most in its backward beyond these and the
-            output's gradient. recompute_s: what computing the rest takes.
+            output's gradient. recompute_s: what computing the rest takes. passing_bytes: as of a `Stage`.
     """
 
     saved_bytes: int
     backward_bytes: int
     recompute_s: float
+    passing_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Stage:
             from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
             backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
             it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
-            and the output's gradient. gradient_bytes: of its parameters, left when it is over.
+            and the output's gradient. gradient_bytes: of its parameters, left when it is over, and of others that stay
+            for a stage further on; less those of these that it ends, so that it may be below zero.
+        passing_bytes: left by its forward until the whole forward is over, and not saved: what autocast has cached, of
+            the weights in its dtype. cached_bytes: the same where nothing is kept.
         beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
         is_linked: whether what it hands on goes to the next stage alone, so that a segment may go on past it.
         part: where the dear part alone may be kept.
@@ -47,6 +51,8 @@ class Stage:
     gradient_bytes: int = 0
     spare_bytes: int = 0
     beside_bytes: int = 0
+    passing_bytes: int = 0
+    cached_bytes: int = 0
     is_linked: bool = True
     part: DearPart | None = None
 
@@ -92,18 +98,22 @@ class ChainModel:
 
     def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
         sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
+        sizes["gradient_bytes"] = self._line(few.gradient_bytes, many.gradient_bytes, rows)
         part, longer = None, rows / self.rows[1]
         if few.part is not None and many.part is not None:
-            saved, backward = (
+            saved, backward, passing = (
                 self._bytes(getattr(few.part, name), getattr(many.part, name), rows)
-                for name in ("saved_bytes", "backward_bytes")
+                for name in ("saved_bytes", "backward_bytes", "passing_bytes")
             )
-            part = DearPart(saved, backward, longer * many.part.recompute_s)
+            part = DearPart(saved, backward, longer * many.part.recompute_s, passing)
         return replace(many, forward_s=longer * many.forward_s, part=part, **sizes)
 
     def _bytes(self, few: int, many: int, rows: int) -> int:
+        return max(0, self._line(few, many, rows))
+
+    def _line(self, few: int, many: int, rows: int) -> int:
         fewer, more = self.rows
-        return max(0, math.ceil(few + (many - few) * (rows - fewer) / (more - fewer)))
+        return math.ceil(few + (many - few) * (rows - fewer) / (more - fewer))
 
 
 _BYTES = tuple(each.name for each in fields(Stage) if each.name.endswith("_bytes"))

@@ -84,7 +84,7 @@ class _Step:
 
     def __init__(self, chain: Sequence[Stage]) -> None:
         self._chain = chain
-        self._held = self._gradients = self.peak = 0
+        self._held = self._gradients = self._cached = self.peak = 0
         self.recompute_s = 0.0
         self.runs = [0] * len(chain)
 
@@ -93,9 +93,18 @@ class _Step:
         for part in schedule:
             self.forward((part,), 0)
             self._held += self._beside(part)
+            self._cached += self._passing(part)
+        self._cached = 0
         for part in reversed(schedule):
             self._held -= self._beside(part)
             self.backward((part,))
+
+    def _passing(self, part: Part) -> int:
+        """Return what a part leaves that is held until the whole forward is over."""
+        if isinstance(part, Segment):
+            return sum(self._chain[index].cached_bytes for index in part.stages)
+        stage = self._chain[part.index]
+        return stage.part.passing_bytes if part.in_part and stage.part else stage.passing_bytes
 
     def _beside(self, part: Part) -> int:
         return sum(self._chain[index].beside_bytes for index in stages_of(part))
@@ -138,7 +147,7 @@ class _Step:
         self.recompute_s += stage.part.recompute_s if part.in_part and stage.part else 0.0
 
     def _note(self, more: int) -> None:
-        self.peak = max(self.peak, self._held + self._gradients + more)
+        self.peak = max(self.peak, self._held + self._gradients + self._cached + more)
 
 
 def kept_bytes(stage: Stage, kept: Kept) -> int:

@@ -16,9 +16,10 @@ from trimtab.core.recompute import Kept, Part, Schedule, Segment, stages_of, wri
 from trimtab.decide.checkpoint_schedule import backward_need, keep_all, kept_bytes, predict
 
 # A limit is cut into so many slots of bytes, in which sizes are rounded up; the table is of so many times the limit,
-# for rounded up sizes ask for more than there is, and a schedule is judged by its bytes.
+# for rounded up sizes ask for more than there is, and a schedule is judged by its bytes; or of less than one, for what
+# autocast has cached is in no table.
 SLOTS = 250
-SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0)
+SLACKS = (1.15, 1.1, 1.06, 1.03, 1.0, 0.97, 0.94, 0.9)
 # Of what keeping all takes, where memory counts and no limit says how much it may be.
 SHARES = (0.85, 0.7, 0.55, 0.4)
 # Of longer chains the table would be of hundreds of megabytes.
@@ -48,7 +49,7 @@ def optimal(chain: Sequence[Stage], limit_bytes: int, slots: int = SLOTS) -> Sch
         return plain
     if limit_bytes <= 0 or len(chain) > MOST_STAGES:
         return None
-    slacks = SLACKS if limit_bytes > slots else (1.0,)
+    slacks = SLACKS if limit_bytes > slots else tuple(slack for slack in SLACKS if slack <= 1.0)
     table = _Table(chain, slacks[0] * limit_bytes, slots)
     for slack in slacks:
         schedule = table.schedule(slack * limit_bytes)

@@ -83,22 +83,24 @@ def trace_stages(
 
 
 def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
-    dropped = (span.most for span in dropping.forwards())
+    dropped = list(dropping.forwards())
     links = [*blocks.links, False, False]  # the last block's result goes to what is no block
     stages = (
         Stage(
             forward_s=0.0,
             output_bytes=span.output_bytes,
-            saved_bytes=span.left,
+            saved_bytes=span.left - span.passing,
+            passing_bytes=span.passing,
             forward_bytes=span.most,
-            dropping_bytes=most,
+            dropping_bytes=drop.most,
             backward_bytes=after.most,
             gradient_bytes=after.left,
             spare_bytes=after.output_bytes,
             beside_bytes=span.beside,
+            cached_bytes=max(0, drop.left - drop.output_bytes),
             is_linked=is_linked,
         )
-        for span, after, most, is_linked in zip(keeping.forwards(), keeping.backwards(), dropped, links, strict=True)
+        for span, after, drop, is_linked in zip(keeping.forwards(), keeping.backwards(), dropped, links, strict=True)
     )
     return Chain(tuple(stages), held_bytes + keeping.before)
 
@@ -118,13 +120,14 @@ class _Span:
     """The most held beyond what was at its begin, and what of it is left: at its end, or of a backward in the end.
 
     `output_bytes`: what a forward returns; of that, what is gone before a backward. `beside`: what is held, from behind
-    a forward, when the next one begins.
+    a forward, when the next one begins. `passing`: of what a forward leaves, gone when the whole forward is over.
     """
 
     most: int
     left: int
     output_bytes: int = 0
     beside: int = 0
+    passing: int = 0
 
 
 class _Pass:
@@ -144,8 +147,9 @@ class _Pass:
 
     def backward(self, loss: Tensor) -> None:
         """Run it."""
+        seed = torch.ones_like(loss)  # else held by it until the end, as a gradient is
         self._marks[-1].backward = self._now
-        loss.backward()
+        loss.backward(seed)
 
     @property
     def before(self) -> int:
@@ -196,7 +200,7 @@ class _Pass:
 
     def forwards(self) -> list[_Span]:
         """Return each stage's forward; what the model does before it, behind the one before, is in the most of it."""
-        held, most, spans = self._held(), self._most(), []
+        held, most, passing, spans = self._held(), self._most(), self._passing(), []
         for index, mark in enumerate(self._marks):
             since = self._marks[index - 1].end if index else mark.begin
             following = self._marks[index + 1].begin if index + 1 < len(self._marks) else mark.end
@@ -206,26 +210,51 @@ class _Pass:
                     held[mark.end] - held[mark.begin],
                     self._size(mark.outputs),
                     max(0, held[following] - held[mark.end]),
+                    self._size(n for n, born in passing.items() if mark.begin <= born < mark.end),
                 )
             )
         return spans
 
+    def _passing(self) -> dict[int, int]:
+        """Return where each storage was born that is gone between the forward's end and the backward's begin."""
+        end, backward, died = self._marks[-1].end, self._marks[-1].backward or 0, self._indices(-1)
+        return {n: born for n, born in self._indices(1).items() if end <= died.get(n, -1) < backward}
+
     def backwards(self) -> list[_Span]:
         """Return each stage's backward, which is over where that of the one before it begins."""
-        held, most, events = self._held(), self._most(), self._seen.events
-        died = {number: index for index, (number, sign) in enumerate(events) if sign < 0}
-        spans, end = [], len(events)
-        for mark in self._marks:  # each backward is over where that of the one before begins, if that has one
+        held, most, died, count = self._held(), self._most(), self._indices(-1), len(self._seen.events)
+        spans, end = [], count
+        for mark, left in zip(self._marks, self._left(), strict=True):
             begin = end if mark.backward is None else mark.backward
-            spans.append(
-                _Span(
-                    max(most[begin : end + 1]) - held[begin],
-                    self._size(n for n, sign in events[begin:end] if sign > 0 and n not in died),
-                    self._size(n for n in mark.outputs if died.get(n, len(events)) < begin),
-                )
-            )
+            gone = self._size(n for n in mark.outputs if died.get(n, count) < begin)
+            spans.append(_Span(max(most[begin : end + 1]) - held[begin], left, gone))
             end = begin
         return spans
+
+    def _left(self) -> list[int]:
+        """Return what each backward leaves: what is still there when the next is over, less what it ends of that."""
+        born, died, count = self._indices(1), self._indices(-1), len(self._seen.events)
+        ends = [count]
+        for mark in self._marks:
+            ends.append(ends[-1] if mark.backward is None else mark.backward)
+        overs = [count, *ends]  # of each stage, where the backward of the one before it is over
+        left = [0] * len(self._marks)
+
+        def stage_at(event: int) -> int | None:
+            return next((i for i, (end, begin) in enumerate(itertools.pairwise(ends)) if begin <= event < end), None)
+
+        for number, index in born.items():
+            stage, death = stage_at(index), died.get(number, count)
+            if stage is not None and death >= overs[stage]:
+                left[stage] += self._storages.sizes[number]
+                last = stage_at(death)
+                if last is not None:
+                    left[last] -= self._storages.sizes[number]
+        return left
+
+    def _indices(self, wanted: int) -> dict[int, int]:
+        """Return where each storage was born (1), or died (-1)."""
+        return {number: index for index, (number, sign) in enumerate(self._seen.events) if sign == wanted}
 
     def _size(self, numbers: Iterable[int]) -> int:
         return sum(self._storages.sizes[number] for number in numbers)

@@ -114,6 +114,65 @@ def test_what_lies_between_blocks_is_in_it(name):
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+class Tied(nn.Module):
+    """Its head's weight is its embedding's, whose gradient waits, whole, for what the embedding adds in the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return (x[:, -1:] @ self.embedding.weight.T).square().mean()
+
+
+class Wide(nn.Module):
+    """Its weights are far larger than what passes between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)) for _ in range(4)
+        )
+        self.head = nn.Linear(512, 4096)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return torch.sigmoid(self.head(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "autocast"),
+    [
+        (Tied, torch.randint(0, 4096, (4, 256)), False),
+        (Wide, torch.randn(256, 512), True),
+        (Wide, torch.randn(256, 512), False),
+    ],
+)
+@pytest.mark.parametrize("name", ["none", "every_block", "mixed"])
+def test_what_waits_for_another_stage_is_in_it(make, batch, autocast, name):
+    """A tied weight's gradient for the other one, and weights that autocast has cached for the forward's end."""
+    torch.manual_seed(0)
+    model, context = make(), functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+
+    def loss_fn(model, batch):
+        with context():
+            return model(batch[0])
+
+    traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=context).first
+    number = len(traced.stages)
+    mixed = (Segment((Kept(0),)), Kept(1), Segment((Kept(2),)), Kept(3), Kept(4))
+    schedule = {"none": keep_all(number), "every_block": every_block(number), "mixed": mixed}[name]
+    undo = use_schedule(model, [f"blocks.{index}" for index in range(4)], schedule)
+    measured = counted(model, loss_fn, (batch,))
+    undo()
+    assert traced.held_bytes + predict(traced.stages, schedule).peak_bytes == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.parametrize("make", [gpt, resnet])
 @pytest.mark.parametrize("name", ["none", "every_block", "nested", "sqrt", "optimal 0.9", "optimal 0.8", "optimal 0.7"])
 def test_the_peak_of_any_schedule_is_told_from_one_trace(make, name):
