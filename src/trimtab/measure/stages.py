@@ -6,6 +6,7 @@ throughout.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -238,10 +239,11 @@ class _Pass:
         for mark in self._marks:
             ends.append(ends[-1] if mark.backward is None else mark.backward)
         overs = [count, *ends]  # of each stage, where the backward of the one before it is over
-        left = [0] * len(self._marks)
+        left, rising = [0] * len(self._marks), ends[::-1]
 
         def stage_at(event: int) -> int | None:
-            return next((i for i, (end, begin) in enumerate(itertools.pairwise(ends)) if begin <= event < end), None)
+            place = bisect.bisect_right(rising, event)
+            return len(ends) - 1 - place if 0 < place < len(ends) else None
 
         for number, index in born.items():
             stage, death = stage_at(index), died.get(number, count)
