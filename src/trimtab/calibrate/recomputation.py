@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS, two_sizes
-from trimtab.calibrate.trials import step_until_applied
+from trimtab.calibrate.trials import step_until_applied, timer
 from trimtab.core.chain import Chain, ChainModel, DearPart
 from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable
@@ -24,10 +24,8 @@ from trimtab.decide.optimal_schedule import by_shares
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.memory import storage_bytes
-from trimtab.measure.page_faults import time_settled
 from trimtab.measure.stages import trace_stages
 from trimtab.measure.step_trace import LossFn
-from trimtab.measure.timing import time_call
 from trimtab.runtime.activation_checkpoint import use_schedule
 
 T = TypeVar("T")
@@ -65,15 +63,13 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
             chains = [_unlinked(chain) for chain in chains]
-        timed = time_settled if candidate.allocator == "retain" else time_call
-        repeats = max(1, min(_MOST, int(_MEASURING_S / timed(step, subject.device))))
-        step_s = statistics.median(timed(step, subject.device) for _ in range(repeats))
+        timed = functools.partial(timer(candidate), step, subject.device)
+        repeats = max(1, min(_MOST, int(_MEASURING_S / timed())))
+        step_s = statistics.median(timed() for _ in range(repeats))
         longer = subject.rows / min(candidate.micro_batch, subject.rows)  # a forward of the whole batch
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=repeats)
         chains = [_with_seconds(chain, [longer * each for each in forward_s]) for chain in chains]
-        chains = _with_parts(
-            chains, run.model, names, lambda: timed(step, subject.device), trace, repeats, autocast=run.autocast
-        )
+        chains = _with_parts(chains, run.model, names, timed, trace, repeats, autocast=run.autocast)
         held = _state_bytes(subject.optimizer) + subject.start_bytes
     whole, sliced = (_holding(chain, held) for chain in chains)
     return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))

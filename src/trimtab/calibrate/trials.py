@@ -209,7 +209,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             step_until_applied(run, subject)
             compiled, once_s = arm.candidate.compiled, arm.first_s
             if subject.device.type == "cuda" or once_s < _SLOW_S or once_s > slowest or compiled:
-                arm.first_s = _timer(arm.candidate)(lambda: _step(run, subject), subject.device)
+                arm.first_s = timer(arm.candidate)(lambda: _step(run, subject), subject.device)
             arm.compile_s = max(0.0, once_s - arm.first_s) if compiled else None
             _require_finite(run)
             if measure_memory:
@@ -310,10 +310,10 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
 
         if subject.device.type == "cuda":  # a synchronisation after every step would be counted into it
             return time_call(step, subject.device, steps)
-        return statistics.median(_timer(candidate)(step, subject.device) for _ in range(steps))
+        return statistics.median(timer(candidate)(step, subject.device) for _ in range(steps))
 
 
-def _timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
+def timer(candidate: Candidate) -> Callable[[Callable[[], object], torch.device], float]:
     """Return what times a step: of one that retains its memory, not one in which its heap grew."""
     return time_settled if candidate.allocator == "retain" else time_call
 

@@ -74,7 +74,7 @@ def _schedules(chain: Chain, limit_bytes: int | None, known: tuple[str, ...]) ->
 
 
 def _optimal(chain: Chain, limit_bytes: int) -> Schedule | None:
-    from trimtab.decide.optimal_schedule import optimal
+    from trimtab.decide.optimal_schedule import optimal  # and numpy, which no plan without a limit needs
 
     return optimal(chain.stages, limit_bytes - chain.held_bytes)
 

@@ -114,11 +114,13 @@ def _blocks_of(model: nn.Module, named: tuple[str, ...]) -> tuple[nn.Module, tup
         if not (blocks := find_blocks(model)):
             raise ModelError("plan.recompute", given="a model without blocks", expected=_OF_THE_PLAN)
         return model, blocks
-    roots = list(_roots(model))
-    unknown = [next((name for name in named if name not in dict(root.named_modules())), None) for root in roots]
-    if None not in unknown:
-        raise ModelError("plan.recompute", given=f"a model without {unknown[0]}", expected=_OF_THE_PLAN)
-    return roots[unknown.index(None)], named
+    for root in _roots(model):
+        known = {name for name, _ in root.named_modules()}
+        if known.issuperset(named):
+            return root, named
+    known = {name for name, _ in model.named_modules()}
+    missing = next(name for name in named if name not in known)
+    raise ModelError("plan.recompute", given=f"a model without {missing}", expected=_OF_THE_PLAN)
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
