@@ -56,7 +56,9 @@ class Told:
             found |= {p: reason for p, reason in refusals if reason is not None and p not in found}
         before: Scalar = getattr(self.profile.reference_candidate, name)
         if before != chosen:
-            found.setdefault(before, "the reference; slower, or over the budget, by what is predicted")
+            untold = name == "fused_optimizer" and not self.profile.trials
+            why = "not traced" if untold else "the reference; slower, or over the budget, by what is predicted"
+            found.setdefault(before, why)
         if name == "micro_batch":
             found |= {rows: why for rows, why in self._refused_sizes() if rows not in found}
         return tuple(Rejected(value, reason) for value, reason in found.items() if value != chosen)
@@ -64,6 +66,8 @@ class Told:
     def _predicted(self, name: str) -> str:
         """Return why, of a device where nothing was tried."""
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
+            if name == "fused_optimizer":
+                return "as it was traced: what the loop's own step takes there no trace tells"
             must = self._refusal_of_reference() if name in ("micro_batch", "loss_chunk") else None
             return f"put first by its trace and the peaks of {self.profile.device.name}" + (f"; {must}" if must else "")
         if name == "micro_batch" and not self.profile.check.splittable:

@@ -54,13 +54,20 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     """Return every candidate whose time can be told."""
     model, reference = CostModel(profile), profile.reference_candidate
     tried = (trial.candidate for trial in profile.trials if trial.candidate.recompute is not None)
-    candidates = dict.fromkeys((reference, *tried, *_combined(profile, model, budget)))
+    own = (reference,) if _is_told(profile, reference) else ()
+    candidates = dict.fromkeys((*own, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
     return tuple(
         Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
         for c, cost in costs.items()
         if cost.step_s
     )
+
+
+def _is_told(profile: Profile, reference: Candidate) -> bool:
+    """Return whether the loop's own optimizer's step is known: where nothing was tried, it is if it was traced."""
+    traced = {each.candidate.fused_optimizer for each in profile.traces}
+    return bool(profile.trials) or reference.fused_optimizer in traced
 
 
 def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Candidate]:

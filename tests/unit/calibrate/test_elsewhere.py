@@ -48,6 +48,14 @@ def test_each_precision_of_the_device_is_traced_and_the_fastest_in_chunks():
     assert all(each.candidate.fused_optimizer for each in profile.traces)
 
 
+def test_a_fused_step_is_planned_where_it_was_what_was_traced():
+    """Else a plan's peak and time would be those of an optimizer that it leaves as it is."""
+    plan = trimtab.plan_elsewhere(*loop(), H100, reference=trimtab.Reference("bf16"))
+    assert plan.fused_optimizer.value
+    assert plan.fused_optimizer.reason.startswith("as it was traced")
+    assert [(loser.value, loser.reason) for loser in plan.fused_optimizer.losers] == [(False, "not traced")]
+
+
 @pytest.mark.parametrize("device", [H100, replace(H100, peak_flops={"fp32": 15e12, "fp16": 112e12})])
 def test_a_recorded_profile_has_the_traces_that_would_be_made(device):
     """Of a device that has fp16 and no bf16 too: its operators are those that bf16 has."""
