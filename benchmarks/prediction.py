@@ -87,6 +87,8 @@ def candidates_of(profile: Profile) -> Iterator[Candidate]:
     for found, k in itertools.product(profile.recomputables, splits or [1]):
         if found.whole is not None:
             sliced = replace(found.candidate, micro_batch=math.ceil(rows / k))
+            if (sliced.loss_chunk or 0) >= (head_tokens(profile, sliced) or math.inf):
+                continue
             has_parts = all(stage.part is not None for stage in found.whole.many.stages[:-1])
             schedules = (EVERY_BLOCK, f"~0-{len(found.blocks) - 1}") if has_parts else (EVERY_BLOCK,)
             yield from (replace(sliced, recompute=text) for text in schedules)

@@ -47,6 +47,10 @@ def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable
 def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
     if not subject.blocks.names:
         return Recomputable(candidate, refusal="the model has no blocks that run once in a forward")
+    recurrent = next((module for module in subject.model.modules() if isinstance(module, nn.RNNBase)), None)
+    if recurrent is not None:
+        given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
+        return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")
     if subject.rows < MIN_ROWS:
         return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
     with subject.start(candidate) as run:

@@ -20,6 +20,28 @@ from trimtab.decide.optimal_schedule import optimal
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_recurrent_layers_whose_memory_no_tensor_shows_recompute_nothing():
+    """A chain of them was told 30% too little."""
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    subject = Subject(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4, 8))
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 8))
+    assert "LSTM keeps more" in found.refusal
+    assert found.whole is None
+
+
 L = 5
 
 
