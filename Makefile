@@ -50,7 +50,7 @@ test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
 		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
 
-soak: $(STAMP) ## Run the long matrices (half an hour and more on 2 cores)
+soak: $(STAMP) ## Run the long matrices
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Check format, lint and types; changes nothing

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.tracing import MIN_ROWS, two_sizes
+from trimtab.calibrate.tracing import MIN_ROWS, recurrent_layer, two_sizes
 from trimtab.calibrate.trials import step_until_applied, timer
 from trimtab.core.chain import Chain, ChainModel, DearPart
 from trimtab.core.errors import ModelError
@@ -47,7 +47,7 @@ def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable
 def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
     if not subject.blocks.names:
         return Recomputable(candidate, refusal="the model has no blocks that run once in a forward")
-    recurrent = next((module for module in subject.model.modules() if isinstance(module, nn.RNNBase)), None)
+    recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
         given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
         return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")

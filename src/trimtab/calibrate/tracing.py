@@ -61,7 +61,7 @@ def trace_elsewhere(
     Raises:
         ModelError: the step cannot be traced, or holds recurrent layers, most of whose memory no tensor shows.
     """
-    recurrent = next((m for m in model.modules() if isinstance(m, nn.RNNBase)), None)
+    recurrent = recurrent_layer(model)
     if recurrent is not None:
         raise ModelError(
             "model",
@@ -73,6 +73,11 @@ def trace_elsewhere(
     with _applied(model, optimizer, candidates[0]), AsCuda():
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards)
     return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
+
+
+def recurrent_layer(model: nn.Module) -> nn.RNNBase | None:
+    """Return a layer whose operators take, and keep for the backward, more than their tensors show; None without one."""
+    return next((module for module in model.modules() if isinstance(module, nn.RNNBase)), None)
 
 
 def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str], None]) -> tuple[Traced, ...]:
