@@ -76,7 +76,7 @@ def trace_elsewhere(
 
 
 def recurrent_layer(model: nn.Module) -> nn.RNNBase | None:
-    """Return a layer whose operators take, and keep for the backward, more than their tensors show; None without one."""
+    """Return a layer whose operators take, and keep for the backward, more than tensors show; None without one."""
     return next((module for module in model.modules() if isinstance(module, nn.RNNBase)), None)
 
 
