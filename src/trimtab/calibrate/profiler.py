@@ -102,10 +102,9 @@ def _search(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
         ):
             progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
-            profile = replace(
-                profile,
-                recomputables=profile.recomputables + tuple(measure_recomputable(subject, each) for each in blocks),
-            )
+            splits = profile.check.splittable
+            measured = tuple(measure_recomputable(subject, each, splits=splits) for each in blocks)
+            profile = replace(profile, recomputables=profile.recomputables + measured)
         elif stage is None:
             return profile
         else:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.recompute_seconds import Line, measure_seconds, with_schedule
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS, recurrent_layer, two_sizes
-from trimtab.calibrate.trials import step_until_applied, timer
+from trimtab.calibrate.trials import step_until_applied
 from trimtab.core.chain import Chain, ChainModel, DearPart
 from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable
 from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, schedule_of
-from trimtab.decide.checkpoint_schedule import keep_all
 from trimtab.decide.optimal_schedule import by_shares
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
@@ -28,24 +27,26 @@ from trimtab.measure.stages import trace_stages
 from trimtab.measure.step_trace import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
 
-T = TypeVar("T")
-_MEASURING_S = 1.5  # of a step's repetitions, where more than the fewest fit
-_MOST = 6
+_FORWARDS = 3  # steps in which blocks are timed against each other
 
 
-def measure_recomputable(subject: Subject, candidate: Candidate) -> Recomputable:
+def measure_recomputable(subject: Subject, candidate: Candidate, *, splits: bool = True) -> Recomputable:
     """Return what recomputing the blocks of a candidate's model takes and saves, or why it cannot be told.
 
     Trains: the caller puts back what was before.
+
+    Args:
+        splits: whether the batch may be split into more micro-batches than the candidate's.
     """
     try:
-        return _measured(subject, candidate)
+        return _measured(subject, candidate, splits=splits)
     except Exception as error:  # whatever the model does with its blocks, as writing over what goes into one
         return Recomputable(candidate, refusal=describe(error))
 
 
-def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
-    if not subject.blocks.names:
+def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomputable:
+    names = subject.blocks.names
+    if not names:
         return Recomputable(candidate, refusal="the model has no blocks that run once in a forward")
     recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
@@ -53,6 +54,23 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")
     if subject.rows < MIN_ROWS:
         return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
+    chains, parts, shares = _traced(subject, candidate)
+    schedules = [schedule_of(EVERY_BLOCK, len(names)), *([_in_part(len(names))] if parts else [])]
+    step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits)
+    chains = [_with_seconds(chain, shares, lines[0]) for chain in chains]
+    if parts:
+        chains = [_with_parts(chain, part, shares, lines[1]) for chain, part in zip(chains, parts, strict=True)]
+    held = _state_bytes(subject.optimizer) + subject.start_bytes
+    whole, sliced = (_holding(chain, held) for chain in chains)
+    return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
+
+
+def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], list[ChainModel], list[float]]:
+    """Return the chains, those of blocks kept in part or none where they cannot be, and each block's share of forwards.
+
+    Of a first micro-batch, and of a later one.
+    """
+    names = subject.blocks.names
     with subject.start(candidate) as run:
 
         def step() -> None:
@@ -62,21 +80,23 @@ def _measured(subject: Subject, candidate: Candidate) -> Recomputable:
         how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
         trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
         chains = trace(**how)
-        names = subject.blocks.names
         step_until_applied(run, subject)
-        _with(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
+        with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
             chains = [_unlinked(chain) for chain in chains]
-        timed = functools.partial(timer(candidate), step, subject.device)
-        repeats = max(1, min(_MOST, int(_MEASURING_S / timed())))
-        step_s = statistics.median(timed() for _ in range(repeats))
-        longer = subject.rows / min(candidate.micro_batch, subject.rows)  # a forward of the whole batch
-        forward_s = forward_seconds(step, run.model, names, subject.device, steps=repeats)
-        chains = [_with_seconds(chain, [longer * each for each in forward_s]) for chain in chains]
-        chains = _with_parts(chains, run.model, names, timed, trace, repeats, autocast=run.autocast)
-        held = _state_bytes(subject.optimizer) + subject.start_bytes
-    whole, sliced = (_holding(chain, held) for chain in chains)
-    return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
+        try:
+            in_part = _in_part(len(names))
+            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
+            with_schedule(run.model, names, in_part, step)
+        except (ModelError, RuntimeError):  # as where a block writes over what is kept
+            parts = []
+        forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
+    total_s = sum(forward_s)
+    return chains, parts, [each / total_s if total_s > 0 else 1 / len(names) for each in forward_s]
+
+
+def _in_part(number: int) -> Schedule:
+    return tuple(Kept(index, in_part=True) for index in range(number))
 
 
 def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
@@ -87,7 +107,9 @@ def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[],
         return True
     kept = [Kept(index) for index in range(len(blocks.names))]
     try:
-        _with(model, blocks.names, (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :]), step)
+        with_schedule(
+            model, blocks.names, (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :]), step
+        )
     except ModelError:
         return False
     return True
@@ -116,66 +138,30 @@ def trace_chain(
     return [ChainModel(*pair, rows) for pair in zip(few, many, strict=True)]
 
 
-def _with_seconds(model: ChainModel, forward_s: Sequence[float]) -> ChainModel:
-    seconds = (*forward_s, 0.0)
-    stages = (replace(stage, forward_s=each) for stage, each in zip(model.many.stages, seconds, strict=True))
-    return replace(model, many=replace(model.many, stages=tuple(stages)))
+def _with_seconds(model: ChainModel, shares: Sequence[float], line: Line) -> ChainModel:
+    """Return the chain with each block's share of what computing all of them again takes."""
 
-
-def _with_parts(
-    chains: list[ChainModel],
-    model: nn.Module,
-    names: tuple[str, ...],
-    timed: Callable[[], float],
-    trace: Callable[..., list[ChainModel]],
-    turns: int,
-    **how: Any,
-) -> list[ChainModel]:
-    """Add what keeping the dear part of each block takes; where blocks cannot be kept in part, leave it out."""
-    number = len(names)
-    in_part = (*(Kept(index, in_part=True) for index in range(number)), Kept(number))
-    try:
-        traced = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
-        more_s = _longer_s(model, names, in_part, timed, turns)
-    except (ModelError, RuntimeError):  # as where a block writes over what is kept
-        return chains
-    whole_s = sum(stage.forward_s for stage in chains[0].many.stages) or 1.0
-    return [_with_part(chain, parts, max(0.0, more_s) / whole_s) for chain, parts in zip(chains, traced, strict=True)]
-
-
-def _with_part(model: ChainModel, traced: ChainModel, share: float) -> ChainModel:
-    """Return the chain with the dear parts as they were traced; each takes this share of its forward again."""
-
-    def part_of(chain: Chain, parts: Chain) -> Chain:
+    def seconds_of(chain: Chain, rows: int) -> Chain:
         *blocks, last = chain.stages
-        found = (
-            replace(
-                stage, part=DearPart(part.saved_bytes, part.backward_bytes, share * stage.forward_s, part.passing_bytes)
-            )
-            for stage, part in zip(blocks, parts.stages, strict=False)
-        )
+        found = (replace(stage, forward_s=share * line.at(rows)) for stage, share in zip(blocks, shares, strict=True))
         return replace(chain, stages=(*found, last))
 
-    return replace(model, few=part_of(model.few, traced.few), many=part_of(model.many, traced.many))
+    fewer, more = model.rows
+    return replace(model, few=seconds_of(model.few, fewer), many=seconds_of(model.many, more))
 
 
-def _longer_s(
-    model: nn.Module, names: tuple[str, ...], schedule: Schedule, timed: Callable[[], float], turns: int
-) -> float:
-    """Return how much longer a step takes by a schedule than with all kept, in turns."""
-    difference_s = []
-    for turn in range(turns + 1):
-        kept_s, taken_s = (_with(model, names, each, timed) for each in (keep_all(len(names)), schedule))
-        difference_s += [taken_s - kept_s] if turn else []
-    return statistics.median(difference_s)
+def _with_parts(model: ChainModel, traced: ChainModel, shares: Sequence[float], line: Line) -> ChainModel:
+    """Return the chain with the dear parts as they were traced, and their share of what keeping only these takes."""
 
+    def parts_of(chain: Chain, parts: Chain, rows: int) -> Chain:
+        *blocks, last = chain.stages
+        kept = [DearPart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages[: len(blocks)]]
+        seconds = (replace(part, recompute_s=share * line.at(rows)) for part, share in zip(kept, shares, strict=True))
+        found = (replace(stage, part=part) for stage, part in zip(blocks, seconds, strict=True))
+        return replace(chain, stages=(*found, last))
 
-def _with(model: nn.Module, names: tuple[str, ...], schedule: Schedule, call: Callable[[], T]) -> T:
-    undo = use_schedule(model, names, schedule)
-    try:
-        return call()
-    finally:
-        undo()
+    fewer, more = model.rows
+    return replace(model, few=parts_of(model.few, traced.few, fewer), many=parts_of(model.many, traced.many, more))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

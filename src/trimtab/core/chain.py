@@ -29,12 +29,12 @@ class Stage:
     """One stage of a chain, in seconds and in bytes beyond what goes into it.
 
     Args:
-        forward_s: what its forward takes. output_bytes: of what it hands on, and of its gradient. saved_bytes: held
-            from forward to backward where it is kept whole, the output among them; spare_bytes: of these, gone when its
-            backward begins, as an output that the next one alone needs. forward_bytes: the most in its forward, where
-            it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward beyond what is left
-            and the output's gradient. gradient_bytes: of its parameters, left when it is over, and of others that stay
-            for a stage further on; less those of these that it ends, so that it may be below zero.
+        forward_s: what running its forward again takes. output_bytes: of what it hands on, and of its gradient.
+            saved_bytes: held from forward to backward where it is kept whole, the output among them; spare_bytes: of
+            these, gone when its backward begins, as an output that the next one alone needs. forward_bytes: the most in
+            its forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward
+            beyond what is left and the output's gradient. gradient_bytes: of its parameters, left when it is over, and
+            of others that stay for a stage further on; less those of these that it ends, so that it may be below zero.
         passing_bytes: left by its forward until the whole forward is over, and not saved: what autocast has cached, of
             the weights in its dtype. cached_bytes: the same where nothing is kept.
         beside_bytes: held until its backward of what the model does between it and the next, which is not run again.
@@ -71,7 +71,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainModel:
-    """A chain as a function of a micro-batch's rows, by those of two: bytes lie on a line, and seconds go by rows.
+    """A chain as a function of a micro-batch's rows, by those of two: bytes and seconds lie on lines.
 
     Args:
         rows: of the two, the smaller one first.
@@ -99,14 +99,18 @@ class ChainModel:
     def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
         sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}
         sizes["gradient_bytes"] = self._line(few.gradient_bytes, many.gradient_bytes, rows)
-        part, longer = None, rows / self.rows[1]
+        part = None
         if few.part is not None and many.part is not None:
             saved, backward, passing = (
                 self._bytes(getattr(few.part, name), getattr(many.part, name), rows)
                 for name in ("saved_bytes", "backward_bytes", "passing_bytes")
             )
-            part = DearPart(saved, backward, longer * many.part.recompute_s, passing)
-        return replace(many, forward_s=longer * many.forward_s, part=part, **sizes)
+            part = DearPart(saved, backward, self._seconds(few.part.recompute_s, many.part.recompute_s, rows), passing)
+        return replace(many, forward_s=self._seconds(few.forward_s, many.forward_s, rows), part=part, **sizes)
+
+    def _seconds(self, few: float, many: float, rows: int) -> float:
+        fewer, more = self.rows
+        return max(0.0, few + (many - few) * (rows - fewer) / (more - fewer))
 
     def _bytes(self, few: int, many: int, rows: int) -> int:
         return max(0, self._line(few, many, rows))

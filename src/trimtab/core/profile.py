@@ -13,7 +13,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import StepWork
 
-PROFILE_SCHEMA = 8
+PROFILE_SCHEMA = 9
 # The stage that times a part of a step alone.
 ALONE = "optimizer"
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -115,8 +115,8 @@ class Recomputable:
     Args:
         candidate: with which seconds were taken; bytes are those of any micro-batch, allocator and fused step.
         blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
-            gradients are held from one to the next; None where it cannot be told. Seconds of the larger of their two
-            sizes are those of the whole batch. step_s: of the step in which they were taken.
+            gradients are held from one to the next; None where it cannot be told. step_s: of the step beyond which
+            the chains' seconds were taken, all of it.
         schedules: of least recomputation, for some shares of what the whole batch's step takes where all is kept.
         refusal: why it cannot be told, or "".
     """

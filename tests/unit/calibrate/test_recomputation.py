@@ -97,15 +97,18 @@ def test_peaks_are_those_that_are_counted(micro_batch):
         assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.parametrize("micro_batch", [512, 256])
-def test_seconds_are_those_of_the_whole_batch(micro_batch):
-    """Each block waits in every forward: in two micro-batches it does so twice."""
-    _, found = measured(micro_batch, wait_s=0.02)
-    forwards = 512 // micro_batch
-    for stage in found.whole.many.stages[:-1]:
-        assert 0.02 * forwards <= stage.forward_s < 0.2
-    assert found.whole.many.stages[-1].forward_s == 0.0
-    assert found.step_s >= L * 0.02 * forwards
+@pytest.mark.parametrize(("micro_batch", "splits"), [(512, True), (256, True), (512, False)])
+def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(micro_batch, splits):
+    """Each block waits as long in every forward: where sizes are tried, less so it is not taken to wait less."""
+    subject = subject_of(wait_s=0.02)
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch), splits=splits)
+    for rows in (512, 256, 64):
+        chain, waited_s = found.whole.at(rows), 0.02 if splits else 0.02 * rows / 512
+        for stage in chain.stages[:-1]:
+            assert 0.9 * waited_s <= stage.forward_s < 2 * waited_s + 0.01
+            assert stage.part.recompute_s >= 0.9 * waited_s
+        assert chain.stages[-1].forward_s == 0.0
+    assert found.step_s >= L * 0.02 * (512 // micro_batch)
 
 
 def test_keeping_the_dear_part_alone_holds_less_where_it_can_be():

@@ -9,14 +9,13 @@ from trimtab.core.errors import ValueGivenError
 
 
 def chain(rows):
-    """Return one whose bytes are 3 and 2 a row, with 7 that rows do not change."""
-    stage = Stage(
-        0.1 * rows, 2 * rows, 7 + 3 * rows, 9 + 3 * rows, 2 * rows, rows, 50, part=DearPart(rows, rows, 0.2 * rows)
-    )
+    """Return one whose bytes are 3 and 2 a row, with 7 that rows do not change; and 0.5 s besides those of rows."""
+    part = DearPart(rows, rows, 0.3 + 0.2 * rows)
+    stage = Stage(0.5 + 0.1 * rows, 2 * rows, 7 + 3 * rows, 9 + 3 * rows, 2 * rows, rows, 50, part=part)
     return Chain((stage, Stage(0.0, 0, 4, 4, 4, 4, is_linked=False)), 1000 + rows)
 
 
-def test_bytes_lie_on_a_line_and_seconds_go_by_rows():
+def test_bytes_and_seconds_lie_on_lines():
     model = ChainModel(chain(4), chain(8), (4, 8))
     for rows in (1, 4, 6, 8, 32):
         found, expected = model.at(rows), chain(rows)
@@ -28,13 +27,15 @@ def test_bytes_lie_on_a_line_and_seconds_go_by_rows():
             assert ours.gradient_bytes == theirs.gradient_bytes
             assert ours.is_linked == theirs.is_linked
         assert found.stages[0].part.saved_bytes == rows
-        assert found.stages[0].part.recompute_s == pytest.approx(0.2 * rows)
+        assert found.stages[0].part.recompute_s == pytest.approx(0.3 + 0.2 * rows)
         assert found.stages[1].part is None
 
 
-def test_bytes_are_never_less_than_none():
-    few, many = Stage(1.0, 0, 10, 10, 10, 10), Stage(1.0, 0, 30, 30, 30, 30)
-    assert ChainModel(Chain((few,), 0), Chain((many,), 0), (4, 8)).at(1).stages[0].saved_bytes == 0
+def test_nothing_is_less_than_none():
+    few, many = Stage(1.0, 0, 10, 10, 10, 10), Stage(3.0, 0, 30, 30, 30, 30)
+    (found,) = ChainModel(Chain((few,), 0), Chain((many,), 0), (4, 8)).at(1).stages
+    assert found.saved_bytes == 0
+    assert found.forward_s == 0
 
 
 @pytest.mark.parametrize("rows", [(4, 4), (8, 4), (0, 4)])
