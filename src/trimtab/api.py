@@ -54,6 +54,7 @@ def profile(
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
     frees_batch: bool = False,
+    blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
     progress: Callable[[str], None] = silent,
@@ -74,7 +75,9 @@ def profile(
             whether compiling the model can pay.
         frees_batch: whether windows may span several batches, as with `adapt="batch"`. Their gradients are then held
             beside a forward, and peaks are of windows of two batches.
-        num_blocks: interleaved blocks per candidate, at least 3. A gain is accepted from 5 blocks on.
+        blocks: names of the modules that may compute their activations again in the backward, where those found in the
+            model's tree are not the ones. Each runs once in a forward, and none lies in another.
+        num_blocks: interleaved blocks of steps per candidate, at least 3. A gain is accepted from 5 blocks on.
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
         progress: called with a line of text as work goes on.
@@ -88,10 +91,11 @@ def profile(
     objective = _typed("objective", objective, Objective, Objective())
     _refuse_unmeasurable(objective, budget)
     batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
-    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch)
-    blocks = checks.integer("num_blocks", num_blocks, low=3)
+    named = checks.names("blocks", blocks)
+    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named)
+    times = checks.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else checks.integer("total_steps", total_steps)
-    given = {"data": data, "total_steps": steps, "num_blocks": blocks, "traces": traces, "progress": progress}
+    given = {"data": data, "total_steps": steps, "num_blocks": times, "traces": traces, "progress": progress}
     return profile_loop(subject, reference, objective, budget, **given)
 
 
@@ -166,6 +170,7 @@ def plan(
     batch_rule: BatchRule | None = None,
     data: Iterable[Any] | None = None,
     total_steps: int | None = None,
+    blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
@@ -201,6 +206,7 @@ def plan(
         longest_batch=longest_batch,
         data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
         total_steps=total_steps,
+        blocks=blocks,
         frees_batch=rule is not None and rule.spans_batches,
         num_blocks=num_blocks,
         progress=progress,

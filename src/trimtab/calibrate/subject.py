@@ -30,6 +30,7 @@ class Subject:
 
     `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
     `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
+    `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
@@ -43,6 +44,7 @@ class Subject:
     clip_norm: float | None = None
     frees_batch: bool = False
     start_bytes: int = 0
+    named_blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)
@@ -51,6 +53,9 @@ class Subject:
         if not callable(self.loss_fn):
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         count_rows(self.batch)
+        if self.named_blocks:
+            find_blocks(self.model, self.named_blocks)
+            _check_run_once(self.named_blocks, self.blocks.names)
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +74,7 @@ class Subject:
         Raises:
             ModelError: the forward cannot be traced.
         """
-        return find_linked_blocks(self.model, self.loss_fn, self.batch, find_blocks(self.model))
+        return find_linked_blocks(self.model, self.loss_fn, self.batch, find_blocks(self.model, self.named_blocks))
 
     def start(self, candidate: Candidate) -> Run:
         """Return a run of the candidate's settings."""
@@ -113,6 +118,16 @@ class Subject:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from tensors_in(self.batch)
+
+
+def _check_run_once(named: tuple[str, ...], run_once: tuple[str, ...]) -> None:
+    others = [name for name in named if name not in run_once]
+    if others:
+        raise ValueGivenError(
+            "blocks",
+            given=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
+            expected="modules that each run once in a forward",
+        )
 
 
 def _check_measured(device: torch.device) -> None:

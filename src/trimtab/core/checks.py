@@ -48,6 +48,15 @@ def one_of(field: str, value: object, allowed: Iterable[str]) -> str:
     return value
 
 
+def names(field: str, value: object) -> tuple[str, ...]:
+    """Return some strings as a tuple; a string alone, which is one of characters, is refused."""
+    found = value if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None
+    given = None if found is None else tuple(found)
+    if given is None or not all(isinstance(each, str) for each in given):
+        raise ValueGivenError(field, given=f"{value!r:.80}", expected="names, as a list of strings")
+    return given
+
+
 def _finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)

@@ -101,6 +101,11 @@ class Budget:
         limits = [limit for limit in (self.memory_bytes, memory_bytes) if limit is not None]
         return replace(self, memory=min(limits, default=None))
 
+    def is_within(self, other: Budget) -> bool:
+        """Return whether whatever meets this budget meets another one."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("memory", "time", "energy"))
+        return all(theirs is None or (ours is not None and ours <= theirs) for ours, theirs in pairs)
+
     @property
     def memory_bytes(self) -> int | None:
         """The memory limit in bytes."""

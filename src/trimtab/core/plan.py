@@ -19,7 +19,7 @@ from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.recompute import check_recompute
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 6
+PLAN_SCHEMA = 7
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -139,6 +139,7 @@ class Plan:
         check: the equivalence proof, or None when it was not run.
         reference, baseline: the loop measured against, and its cost. elsewhere: the device that is not here, for which
             all is predicted; "" where it was measured. peak_margin: by what its traced peaks are raised; or None.
+            seconds_margin: and its seconds, where they are held against a limit.
         predicted: cost of the chosen settings, before they were run against the loop. measured: in that run, or None.
         verified: 95% interval of their speed against the reference, from the last trials of both; None: not tried.
         stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
@@ -168,6 +169,7 @@ class Plan:
     baseline: Measured | None = None
     elsewhere: str = ""
     peak_margin: float | None = None
+    seconds_margin: float | None = None
     predicted: Measured | None = None
     measured: Measured | None = None
     verified: tuple[float, float] | None = None
@@ -309,6 +311,10 @@ def _explain(plan: Plan) -> str:
     if plan.peak_margin is not None:
         lines.append(
             f"peaks: traced, with {100 * plan.peak_margin:.2g}% on top for what no trace tells; not calibrated"
+        )
+    if plan.seconds_margin is not None:
+        lines.append(
+            f"seconds: by its data sheet, with {100 * plan.seconds_margin:.2g}% on top against a limit; not calibrated"
         )
     lines.append("")
     for name, choice in plan.choices():

@@ -24,8 +24,9 @@ from trimtab.decide.roofline import step_seconds
 
 # A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
 MARGIN = 0.02
-# And where nothing was tried, of a loop with convolutions, whose workspaces no tensor shows.
-CONVOLUTIONS = 0.15
+# And where nothing was tried: of a loop with convolutions, whose workspaces no tensor shows; on a GPU, whose allocator
+# holds more than tensors take; and on top of seconds by a data sheet that are held against a limit.
+CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 0.25
 # Of a candidate, all but its precision and layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 # Stages of whole steps, each of which begins with a mode.
@@ -216,10 +217,17 @@ class CostModel:
     def margin(self) -> float:
         """What a traced peak is raised by: the worst that a trial took beyond its trace, and no less than `MARGIN`.
 
-        Where nothing was tried, no less than what is not known of convolutions.
+        Where nothing was tried, no less than what is not known of convolutions and a GPU's allocator.
         """
-        untold = self._profile.loop.has_workspaces and not self._profile.trials
-        return max([MARGIN, *self._misses(), *([CONVOLUTIONS] if untold else [])])
+        if self._profile.trials:
+            return max([MARGIN, *self._misses()])
+        untold = ALLOCATOR if self._profile.device.kind == "cuda" else MARGIN
+        return max(untold, CONVOLUTIONS) if self._profile.loop.has_workspaces else untold
+
+    @property
+    def seconds_margin(self) -> float:
+        """What predicted seconds are raised by before they are held against a limit."""
+        return 0.0 if self._profile.trials else ROOFLINE
 
     @functools.cached_property
     def chain_margin(self) -> float:

@@ -30,8 +30,9 @@ class _Decision:
 def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     """Return the tier-S plan a profile supports: what is chosen, or "change nothing".
 
-    A profile that was recorded for this objective and budget is decided by its final. Under others its final's winner
-    stays where the cost model sees nothing better; else the plan was never run against the loop, and says so.
+    A profile that was recorded for this objective and budget is decided by its final, and so it is under tighter limits
+    that who won meets. Under others its final's winner stays where the cost model sees nothing better; else the plan
+    was never run against the loop, and says so.
 
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
@@ -62,6 +63,7 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
         baseline=_measured(profile, reference) if profile.trials else _predicted(profile, reference),
         elsewhere="" if profile.trials else profile.device.name,
         peak_margin=None if profile.trials else CostModel(profile).margin,
+        seconds_margin=None if profile.trials else CostModel(profile).seconds_margin,
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
@@ -103,7 +105,7 @@ def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budg
     rounds = profile.finals
     outcome, judged = _outcome(profile, rounds, objective, budget)
     was_asked = (objective, budget) == (profile.objective, profile.budget)
-    if outcome is not None and was_asked:
+    if outcome is not None and (was_asked or _still_wins(profile, rounds, outcome, objective, budget)):
         return _Decision(outcome.winner.candidate, outcome)
     winner = None if outcome is None else outcome.winner.candidate
     lost = judged - {winner, profile.reference_candidate}
@@ -118,6 +120,19 @@ def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budg
     if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
         return _Decision(winner, outcome)
     return _Decision(best, None)
+
+
+def _still_wins(
+    profile: Profile, rounds: Sequence[str], outcome: finals.Outcome, objective: Objective, budget: Budget
+) -> bool:
+    """Return whether limits are only tighter than those recorded for, and leave the final to who won it under those.
+
+    Whoever meets them could be chosen before, and was not put first.
+    """
+    if objective != profile.objective or not budget.is_within(profile.budget):
+        return False
+    before, _ = _outcome(profile, rounds, profile.objective, profile.budget)
+    return before is not None and before.winner.candidate == outcome.winner.candidate
 
 
 def _outcome(

@@ -192,12 +192,15 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode, then in chunks; of the whole batch where a small micro-batch has no more than one.
 
-    With chunks the whole batch may fit a limit that makes micro-batches of it small without.
+    With chunks the whole batch may fit a limit that makes micro-batches of it small without. What the device itself has
+    no memory for is not run to find out.
     """
-    first = _fastest(profile)
+    first, memory = _fastest(profile), profile.device.memory_bytes
     if chunks := chunk_candidates(profile, first):
         return first, *chunks
     whole = replace(first, micro_batch=profile.loop.batch_rows)
+    if memory is not None and not CostModel(profile).may_fit(whole, memory):
+        return (first,)
     return whole, *chunk_candidates(profile, whole)
 
 

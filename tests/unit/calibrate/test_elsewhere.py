@@ -89,7 +89,16 @@ def test_layers_most_of_whose_memory_no_trace_tells_are_refused():
 
 def test_peaks_are_said_to_be_traced_and_by_how_much_they_are_raised():
     plan = trimtab.plan_elsewhere(*loop(), H100)
-    assert "peaks: traced, with 2% on top for what no trace tells; not calibrated" in str(plan)
+    assert "peaks: traced, with 5% on top for what no trace tells; not calibrated" in str(plan)
+    assert "seconds: by its data sheet, with 25% on top against a limit; not calibrated" in str(plan)
+
+
+def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
+    step_s = trimtab.plan_elsewhere(*loop(), H100).predicted.step_s
+    roomy = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.3 * step_s))
+    assert roomy.predicted.step_s == step_s
+    with pytest.raises(InfeasibleError, match="predicted, with 25% on top of seconds"):
+        trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.2 * step_s))
 
 
 def test_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():

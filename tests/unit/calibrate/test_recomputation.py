@@ -12,6 +12,7 @@ import trimtab
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, written
@@ -175,3 +176,45 @@ def test_a_plan_meets_a_limit_by_recomputing_where_the_batch_cannot_be_split():
     with trimtab.start(model, optimizer, from_json(Plan, to_json(plan))) as run:
         run.train_step(run.window(batch), loss_fn)
         assert run.applied_steps == 1
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ends = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.middle, self.unused = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.ends[1](self.middle(self.middle(self.ends[0](x))))
+
+
+def profile_of(blocks):
+    torch.manual_seed(0)
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objective = trimtab.Objective(time=1, memory=1)
+    batch = torch.randn(16, 8)
+    return trimtab.profile(
+        model, optimizer, lambda m, x: m(x).square().mean(), batch, objective=objective, blocks=blocks, num_blocks=3
+    )
+
+
+def test_blocks_may_be_named():
+    assert {each.blocks for each in profile_of(()).recomputables} == {("ends.0", "ends.1")}
+    assert {each.blocks for each in profile_of(["ends.1"]).recomputables} == {("ends.1",)}
+    assert {each.blocks for each in profile_of(["ends.1", "ends.0.0"]).recomputables} == {("ends.0.0", "ends.1")}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        (["ends.7"], "'ends.7'"),
+        (["ends.0", "ends.0.1"], "'ends.0.1' inside another"),
+        (["middle"], "'middle', which a forward runs several times, or never"),
+        (["unused", "ends.1"], "'unused', which a forward runs several times, or never"),
+        ("ends.0", "names, as a list of strings"),
+    ],
+)
+def test_named_blocks_that_cannot_be_are_refused_at_the_door(blocks, said):
+    with pytest.raises(ValueGivenError, match=said):
+        profile_of(blocks)

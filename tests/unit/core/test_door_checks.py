@@ -70,3 +70,14 @@ def test_a_name_outside_the_list_is_refused_and_the_list_named(value):
     assert checks.one_of("x", "b", ("a", "b")) == "b"
     with pytest.raises(ValueGivenError, match=r"x: .*expected one of a, b"):
         checks.one_of("x", value, iter("ab"))
+
+
+@pytest.mark.parametrize("value", [["a", "b"], ("a", "b"), iter(["a", "b"]), {"a": 1, "b": 2}])
+def test_names_pass_as_a_tuple(value):
+    assert checks.names("x", value) == ("a", "b")
+
+
+@pytest.mark.parametrize("value", ["ab", b"ab", 3, None, ["a", 1]])
+def test_what_are_no_names_is_refused(value):
+    with pytest.raises(ValueGivenError, match=r"x: given .*names, as a list of strings"):
+        checks.names("x", value)

@@ -138,3 +138,23 @@ def test_a_reference_says_whether_it_was_declared():
 def test_a_reference_that_is_no_loop_is_refused(values):
     with pytest.raises(ValueGivenError, match=r"reference\."):
         Reference(**values)
+
+
+limits = st.none() | st.integers(1, 100)
+
+
+@given(limits, limits, limits, limits)
+def test_a_budget_is_within_another_where_whatever_meets_it_meets_both(memory, time, other_memory, other_time):
+    ours, theirs = Budget(memory=memory, time=time), Budget(memory=other_memory, time=other_time)
+
+    def meets(budget: Budget, size: int, seconds: int) -> bool:
+        return size <= (budget.memory or math.inf) and seconds <= (budget.time or math.inf)
+
+    costs = [(size, seconds) for size in (*range(1, 101, 9), 1000) for seconds in (1, 50, 100, 1000)]
+    costs += [(memory or 1000, time or 1000)]
+    assert ours.is_within(theirs) == all(meets(theirs, *cost) for cost in costs if meets(ours, *cost))
+
+
+def test_energy_is_a_limit_of_a_budget_too():
+    assert Budget(energy=1.0).is_within(Budget(energy=2.0))
+    assert not Budget().is_within(Budget(energy=2.0))

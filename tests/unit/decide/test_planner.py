@@ -371,6 +371,22 @@ def test_a_recorded_profile_can_be_decided_under_another_budget():
         choose(recorded, Objective(), Budget(memory=100 * MIB))
 
 
+@pytest.mark.parametrize("limit", [2**60, 750 * MIB])
+def test_who_won_the_final_stays_under_tighter_limits_that_it_meets(limit):
+    """In the final bf16 is slower than it was before; in half a batch, of which there was no final, it would be too."""
+
+    def step(stage: str, candidate: Candidate) -> float:
+        told = 0.8 if stage.startswith("final") else 1.5
+        return 1 / told if candidate.precision == "bf16" else 1.0
+
+    asked = Budget(memory=2**61)
+    recorded = measured(Machine(step_of=step), budget=asked, can_retain=False, has_convolutions=False)
+    assert recorded.stage("final")
+    assert choose(recorded, Objective(), asked).changes == ()
+    assert choose(recorded, Objective(), Budget(memory=limit)).changes == ()
+    assert choose(recorded, Objective(), Budget(memory=500 * MIB)).precision.value == "bf16"
+
+
 class Surprising(Machine):
     """In the first final half a batch takes more than before."""
 

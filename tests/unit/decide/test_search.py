@@ -223,6 +223,15 @@ def test_a_limit_that_makes_micro_batches_small_leaves_the_whole_head_to_chunks(
     assert (plan.micro_batch.value, plan.loss_chunk.value) == (64, 2048)
 
 
+@pytest.mark.parametrize(("memory", "is_run"), [(700 * MIB, False), (800 * MIB, True), (None, True)])
+def test_a_whole_head_that_the_device_has_no_memory_for_is_not_run(memory, is_run):
+    """It takes 748 MiB, as it is traced."""
+    machine = Machine(head_saves={2048: 0.5, 1024: 0.5}, fixed_bytes=300 * MIB, row_bytes=7 * MIB)
+    facts = {"head_tokens": 64 * 128, "head_words": 10**6, "budget": Budget(memory=400 * MIB)}
+    measured(machine, device=replace(CPU, memory_bytes=memory), **facts)
+    assert ("head" in names(machine)) == is_run
+
+
 def test_modes_are_tried_at_the_largest_size_that_is_traced_to_fit():
     machine = Machine(weight={"bf16": 0.5})
     measured(machine, budget=Budget(memory=300 * MIB))  # fp32 takes 100 MiB + 10 a row
