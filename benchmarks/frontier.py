@@ -5,11 +5,14 @@ turns with one that keeps all (`over_none`, with its interval), and its counted 
 are. `selective` keeps what matrix products and attention make of every block; `optimal` is the schedule of least
 recomputation for a share of the peak that keeping all takes, selective ones among them. Freed memory is retained: else
 a step that holds less has fewer page faults to pay, which is the allocator's gain.
+`--compiled` prints rows of torch's own way instead, `torch_memory_budget`: the model compiled, and the compiler told
+to keep no more than a `share` of what it would (which bounds no peak); its 1 is the model compiled, and nothing else.
 `--walk` prints `budget` rows instead: one profile is planned under 20 limits from that peak down, and each plan is run.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from typing import Any
 
 import command
 import torch
+import torch._functorch.config
 from budget_sweep import run
 from prediction_models import KINDS, Kind
 from torch import nn
@@ -41,11 +45,12 @@ from trimtab.runtime.precision import autocast
 
 MODELS = ("gpt_tied", "resnet50", "unet", "vit")
 SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 TURNS, QUICK_TURNS, LIMITS, WALK_STEPS = 15, 3, 20, 3
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loop:
     """A model's step, as it is timed and weighed."""
 
@@ -53,13 +58,23 @@ class Loop:
     kind: Kind
     batch: Any
     precision: str
+    called: nn.Module | None = None
 
     def step(self) -> None:
         """Run forward and backward."""
         self.model.zero_grad(set_to_none=True)
         with autocast(self.precision, CPU):
-            result = self.kind.loss_fn(self.model, self.batch)
+            result = self.kind.loss_fn(self.called or self.model, self.batch)
         (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+
+    def switch(self, called: nn.Module) -> Callable[[], None]:
+        """Call another module in the model's place; returns what undoes it."""
+        self.called = called
+
+        def undo() -> None:
+            self.called = None
+
+        return undo
 
     def live(self) -> list[torch.Tensor]:
         """Return what is there before a step."""
@@ -94,38 +109,58 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     found, blocks = measured.whole.at(subject.rows), measured.blocks
     none_s = None
     for schedule_name, share, schedule in schedules_of(found):
-        ratios, seconds = _in_turns(loop, blocks, schedule, turns)
-        expected = predict(found.stages, schedule)
-        none_s = none_s or seconds
-        undo = use_schedule(loop.model, blocks, schedule)
-        loop.model.zero_grad(set_to_none=True)
-        peak = peak_bytes(loop.step, CPU, loop.live)
-        undo()
-        over = ratio_interval(ratios)
         row = {"metric": "frontier", "model": name, "precision": precision, "schedule": schedule_name, "share": share}
-        row |= {"peak_bytes": peak, "time_s": seconds, "over_none": over.mean, "low": over.low, "high": over.high}
-        row |= {"predicted_bytes": found.held_bytes + expected.peak_bytes, "n": turns}
+        row |= _measured(loop, functools.partial(use_schedule, loop.model, blocks, schedule), turns)
+        expected = predict(found.stages, schedule)
+        none_s = none_s or row["time_s"]
+        row |= {"predicted_bytes": found.held_bytes + expected.peak_bytes}
         row |= {"predicted_over_none": 1 + expected.recompute_s / none_s, "runs": list(expected.runs)}
         print(_line(row), file=sys.stderr, flush=True)
         yield row
 
 
-def _in_turns(loop: Loop, blocks: tuple[str, ...], schedule: Schedule, turns: int) -> tuple[list[float], float]:
-    """Return the ratios of a step's seconds to those of one that keeps all, and its median seconds."""
+def compiled_rows(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
+    """Measure a model that torch compiles under each of its budgets, against it as it is."""
+    torch.manual_seed(0)
+    kind = KINDS[name]
+    loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
+    for budget in BUDGETS:
+        torch.compiler.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            compiled = torch.compile(loop.model)
+            undo = loop.switch(compiled)
+            loop.step()  # which compiles it
+            undo()
+            row = {"metric": "frontier", "model": name, "precision": precision, "schedule": "torch_memory_budget"}
+            row |= {"share": budget, **_measured(loop, functools.partial(loop.switch, compiled), turns)}
+        print(_line(row), file=sys.stderr, flush=True)
+        yield row
+
+
+def _measured(loop: Loop, use: Callable[[], Callable[[], None]], turns: int) -> dict[str, Any]:
+    """Return the peak of a step as it is used, its seconds, and these over those of one that keeps all, in turns.
+
+    Args:
+        use: makes a step what is measured, and returns what makes it the other one again.
+    """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(turns + 1):
         for kept in (True, False) if turn % 2 else (False, True):
-            how = keep_all(len(blocks) + 1) if kept else schedule
-            taken = _timed(loop.step, use_schedule(loop.model, blocks, how))
+            undo = _nothing if kept else use()
+            taken = time_settled(loop.step, CPU)
+            undo()
             seconds[kept] += [taken] if turn else []
-    ratios = [ours / theirs for ours, theirs in zip(seconds[False], seconds[True], strict=True)]
-    return ratios, sorted(seconds[False])[turns // 2]
-
-
-def _timed(step: Callable[[], None], undo: Callable[[], None]) -> float:
-    taken = time_settled(step, CPU)
+    over = ratio_interval([ours / theirs for ours, theirs in zip(seconds[False], seconds[True], strict=True)])
+    undo = use()
+    loop.model.zero_grad(set_to_none=True)
+    peak = peak_bytes(loop.step, CPU, loop.live)
     undo()
-    return taken
+    row = {"peak_bytes": peak, "time_s": sorted(seconds[False])[turns // 2]}
+    return row | {"over_none": over.mean, "low": over.low, "high": over.high, "n": turns}
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
@@ -160,6 +195,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(MODELS))
     parser.add_argument("--walk", action="store_true", help="plan under 20 limits, and run each plan")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--compiled", action="store_true", help="torch's own way: compiled, under its memory budgets")
     options = parser.parse_args()
     turns = QUICK_TURNS if options.quick else TURNS
     names = options.models[:1] if options.quick else options.models
@@ -169,9 +205,10 @@ def main() -> None:
         command.show("frontier_walk", walked, _walked, as_json=options.json)
         return
     let_go = retained_memory.hold()
-    rows = [row for name in names for row in rows_of(name, options.precision, turns)]
+    measure = compiled_rows if options.compiled else rows_of
+    rows = [row for name in names for row in measure(name, options.precision, turns)]
     let_go()
-    command.show("frontier", rows, _line, as_json=options.json)
+    command.show("frontier_compiled" if options.compiled else "frontier", rows, _line, as_json=options.json)
 
 
 def _walked(row: dict[str, Any]) -> str:
@@ -183,11 +220,14 @@ def _walked(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = row["schedule"] + (f" {row['share']:g}" if row["share"] else "")
-    memory = f"{row['peak_bytes'] / 2**20:8.1f} MiB ({row['predicted_bytes'] / row['peak_bytes'] - 1:+.1%} predicted)"
-    seconds = f"{row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of none's {row['time_s']:.3f} s"
-    where = f"{row['model']:<9} {row['precision']} {name:<13}"
-    return f"{where} {memory}  {seconds}, predicted {row['predicted_over_none']:.3f}"
+    name = row["schedule"] + ("" if row["share"] is None else f" {row['share']:g}")
+    memory = f"{row['peak_bytes'] / 2**20:8.1f} MiB"
+    seconds = f"{row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of none's, {row['time_s']:.3f} s"
+    where = f"{row['model']:<9} {row['precision']} {name:<13} {memory}  {seconds}"
+    if "predicted_bytes" not in row:
+        return where
+    told = f"{row['predicted_bytes'] / row['peak_bytes'] - 1:+.1%}, {row['predicted_over_none']:.3f}"
+    return f"{where}; predicted {told}"
 
 
 if __name__ == "__main__":

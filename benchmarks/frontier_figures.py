@@ -2,8 +2,8 @@
 
     python benchmarks/frontier_figures.py
 
-Time over that of a step that keeps all, with its 95% interval, against its share of the peak: what everyone has, and
-the schedules of least recomputation, joined.
+Time over that of a step that keeps all, with its 95% interval, against its share of the peak: what everyone has, the
+schedules of least recomputation, joined; and apart from them the model compiled under torch's memory budgets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "figures"
 NAMES = {"none": "all kept", "every_block": "every block", "sqrt": "segments of √L", "selective": "selective"}
 MARKERS = {"none": "o", "every_block": "s", "sqrt": "^", "selective": "D"}
-INK, LINE, OTHERS = "#24292f", "#0969da", "#bc4c00"
+INK, LINE, OTHERS, COMPILED = "#24292f", "#0969da", "#bc4c00", "#8250df"
 
 Row = dict[str, Any]
 
@@ -27,16 +27,18 @@ Row = dict[str, Any]
 def main() -> None:
     """Draw what the results hold."""
     FOLDER.mkdir(exist_ok=True)
-    for (model, precision), rows in newest().items():
+    compiled = newest("frontier_compiled")
+    for (model, precision), rows in newest("frontier").items():
         path = FOLDER / f"frontier-{model}-{precision}.svg"
-        draw(path, f"{model}, {precision}: a step's time against its peak memory", rows)
+        title = f"{model}, {precision}: a step's time against its peak memory"
+        draw(path, title, rows + compiled.get((model, precision), []))
         print(path.relative_to(ROOT))
 
 
-def newest() -> dict[tuple[str, str], list[Row]]:
-    """Return the rows of each model and precision in the last file, by date, that has them."""
+def newest(name: str) -> dict[tuple[str, str], list[Row]]:
+    """Return the rows of each model and precision in the last file of a benchmark, by date, that has them."""
     found: dict[tuple[str, str], list[Row]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("frontier-*.json"), key=lambda path: path.stem[-10:]):
+    for path in sorted((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for key in {(row["model"], row["precision"]) for row in rows}:
             found[key] = [row for row in rows if (row["model"], row["precision"]) == key]
@@ -57,6 +59,9 @@ def draw(path: Path, title: str, rows: list[Row]) -> None:
         for name, marker in MARKERS.items():
             of = [row for row in rows if row["schedule"] == name]
             ax.errorbar(*_points(of, whole), color=OTHERS, marker=marker, linestyle="none", label=NAMES[name])
+        if budgets := [row for row in rows if row["schedule"] == "torch_memory_budget"]:
+            look = {"marker": "x", "linestyle": ":", "linewidth": 1, "label": "compiled, by torch's budgets"}
+            ax.errorbar(*_points(budgets, whole), color=COMPILED, **look)
         ax.axhline(1.0, color=INK, linewidth=0.6)
         ax.set_xlabel("peak memory, % of what keeping all takes")
         ax.set_ylabel("time over keeping all")

@@ -109,6 +109,7 @@ def plan_elsewhere(
     budget: Budget | None = None,
     objective: Objective | None = None,
     reference: Reference | None = None,
+    blocks: Iterable[str] = (),
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Plan for a device that is not here, from traces and its data sheet: nothing is run, every figure is predicted.
@@ -122,7 +123,7 @@ def plan_elsewhere(
     Raises:
         UsageError: the device is not known, or a step cannot be traced. InfeasibleError: no settings meet the budget.
     """
-    asked = {"budget": budget, "objective": objective, "reference": reference, "progress": progress}
+    asked = {"budget": budget, "objective": objective, "reference": reference, "blocks": blocks, "progress": progress}
     return choose_there(profile_there(model, optimizer, loss_fn, example_batch, device, **asked))
 
 
@@ -136,6 +137,7 @@ def profile_there(
     budget: Budget | None = None,
     objective: Objective | None = None,
     reference: Reference | None = None,
+    blocks: Iterable[str] = (),
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Return what `plan_elsewhere` decides by; arguments and errors as there."""
@@ -152,6 +154,7 @@ def profile_there(
         reference=_typed("reference", reference, Reference, ASSUMED_REFERENCE),
         objective=weights,
         budget=limits,
+        named_blocks=checks.names("blocks", blocks),
         progress=progress,
     )
 

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.calibrate.blocks_elsewhere import trace_blocks
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.tracing import MIN_ROWS, trace_elsewhere
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, TracedBlocks
 from trimtab.core.progress import silent
-from trimtab.decide.elsewhere import traced_for
+from trimtab.decide.elsewhere import traced_for, with_blocks
+from trimtab.measure.blocks import find_blocks
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.machine import environment
 from trimtab.measure.step_trace import cannot_trace
@@ -41,9 +43,10 @@ def profile_elsewhere(
     reference: Reference,
     objective: Objective,
     budget: Budget,
+    named_blocks: tuple[str, ...] = (),
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Trace the loop in each precision that the device has; where memory counts, the fastest with its head in chunks.
+    """Trace the loop in each precision that the device has; where memory counts, its head in chunks and its blocks too.
 
     Args:
         model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
@@ -56,6 +59,8 @@ def profile_elsewhere(
     start = time.perf_counter()
     check_ownership(model, optimizer)
     _check_traceable(model, batch, device)
+    if named_blocks:
+        find_blocks(model, named_blocks)
     facts = _facts(model, optimizer, loss_fn, batch)
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
@@ -65,6 +70,12 @@ def profile_elsewhere(
         return trace_elsewhere(model, optimizer, loss_fn, batch, candidates)
 
     profile = traced_for(profile, trace)
+
+    def blocks(candidate: Candidate) -> TracedBlocks | None:
+        progress(f"tracing blocks: {candidate.describe()}")
+        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks)
+
+    profile = with_blocks(profile, blocks)
     return replace(profile, profiling_s=time.perf_counter() - start)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
@@ -20,7 +21,7 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import BLOCK_STEPS, is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
@@ -71,6 +72,7 @@ def profile_loop(
         profile = _with_padding(subject, profile)
         if traces:
             profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
+            profile = replace(profile, elsewhere_blocks=trace_blocks_for_others(subject, profile, progress))
     if drawn.seconds is not None and phases:
         phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
@@ -90,7 +92,8 @@ def _search(
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
     while True:
-        profile = replace(profile, hurried=profile.hurried or is_hurried(profile, time.perf_counter() - start))
+        spent_s = time.perf_counter() - start
+        profile = replace(profile, hurried=profile.hurried or is_hurried(profile, spent_s))
         wanted = [each for each in next_traces(profile, objective, budget, always=traces) if each not in asked]
         if wanted:
             asked.update(wanted)
@@ -101,6 +104,9 @@ def _search(
         elif blocks := next_recomputables(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
         ):
+            if not profile.hurried and is_hurried(profile, spent_s, steps=BLOCK_STEPS * len(blocks)):
+                profile = replace(profile, hurried=True)
+                continue
             progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
             splits = profile.check.splittable
             measured = tuple(measure_recomputable(subject, each, splits=splits) for each in blocks)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.calibrate.failures import describe
-from trimtab.calibrate.recompute_seconds import Line, measure_seconds, with_schedule
+from trimtab.calibrate.recompute_seconds import measure_seconds, with_schedule
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS, recurrent_layer, two_sizes
 from trimtab.calibrate.trials import step_until_applied
-from trimtab.core.chain import Chain, ChainModel, DearPart
+from trimtab.core.chain import ChainModel
 from trimtab.core.errors import ModelError
 from trimtab.core.profile import Candidate, Recomputable
 from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, schedule_of
@@ -23,7 +23,7 @@ from trimtab.decide.optimal_schedule import by_shares
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.memory import storage_bytes
-from trimtab.measure.stages import trace_stages
+from trimtab.measure.stages import chains_through, trace_stages
 from trimtab.measure.step_trace import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
 
@@ -57,11 +57,12 @@ def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomp
     chains, parts, shares = _traced(subject, candidate)
     schedules = [schedule_of(EVERY_BLOCK, len(names)), *([_in_part(len(names))] if parts else [])]
     step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits)
-    chains = [_with_seconds(chain, shares, lines[0]) for chain in chains]
     if parts:
-        chains = [_with_parts(chain, part, shares, lines[1]) for chain, part in zip(chains, parts, strict=True)]
+        chains = [chain.with_parts(part) for chain, part in zip(chains, parts, strict=True)]
+    again, in_part = (lambda index, rows, line=line: shares[index] * line.at(rows) for line in (lines[0], lines[-1]))
+    chains = [chain.with_seconds(again, in_part) for chain in chains]
     held = _state_bytes(subject.optimizer) + subject.start_bytes
-    whole, sliced = (_holding(chain, held) for chain in chains)
+    whole, sliced = (chain.holding(held) for chain in chains)
     return Recomputable(candidate, names, whole, sliced, step_s, by_shares(whole.at(subject.rows)))
 
 
@@ -135,40 +136,9 @@ def trace_chain(
         ModelError: the step cannot be traced.
     """
     few, many = (trace_stages(model, loss_fn, batch, blocks, **how) for batch in batches)
-    return [ChainModel(*pair, rows) for pair in zip(few, many, strict=True)]
-
-
-def _with_seconds(model: ChainModel, shares: Sequence[float], line: Line) -> ChainModel:
-    """Return the chain with each block's share of what computing all of them again takes."""
-
-    def seconds_of(chain: Chain, rows: int) -> Chain:
-        *blocks, last = chain.stages
-        found = (replace(stage, forward_s=share * line.at(rows)) for stage, share in zip(blocks, shares, strict=True))
-        return replace(chain, stages=(*found, last))
-
-    fewer, more = model.rows
-    return replace(model, few=seconds_of(model.few, fewer), many=seconds_of(model.many, more))
-
-
-def _with_parts(model: ChainModel, traced: ChainModel, shares: Sequence[float], line: Line) -> ChainModel:
-    """Return the chain with the dear parts as they were traced, and their share of what keeping only these takes."""
-
-    def parts_of(chain: Chain, parts: Chain, rows: int) -> Chain:
-        *blocks, last = chain.stages
-        kept = [DearPart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages[: len(blocks)]]
-        seconds = (replace(part, recompute_s=share * line.at(rows)) for part, share in zip(kept, shares, strict=True))
-        found = (replace(stage, part=part) for stage, part in zip(blocks, seconds, strict=True))
-        return replace(chain, stages=(*found, last))
-
-    fewer, more = model.rows
-    return replace(model, few=parts_of(model.few, traced.few, fewer), many=parts_of(model.many, traced.many, more))
+    return chains_through(few, many, rows)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = (value for state in optimizer.state.values() for value in state.values())
     return storage_bytes(value for value in values if isinstance(value, Tensor))
-
-
-def _holding(model: ChainModel, more_bytes: int) -> ChainModel:
-    few, many = (replace(each, held_bytes=each.held_bytes + more_bytes) for each in (model.few, model.many))
-    return replace(model, few=few, many=many)

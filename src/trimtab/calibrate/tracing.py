@@ -23,7 +23,7 @@ from trimtab.runtime.engine import LossFn
 from trimtab.runtime.precision import autocast
 
 MIN_ROWS = 3  # of a batch: of two sizes the smaller one has two rows, as operators treat one in their own way
-_HERE = torch.device("cpu")
+HERE = torch.device("cpu")
 
 
 def trace_candidates(
@@ -69,8 +69,8 @@ def trace_elsewhere(
             expected="layers whose memory a trace tells",
             way_out="trimtab.plan, where it will run, measures it.",
         )
-    forwards = [functools.partial(autocast, candidate.precision, _HERE) for candidate in candidates]
-    with _applied(model, optimizer, candidates[0]), AsCuda():
+    forwards = [functools.partial(autocast, candidate.precision, HERE) for candidate in candidates]
+    with applied(model, optimizer, candidates[0]), AsCuda():
         found = _trace(model, optimizer, loss_fn, batch, autocasts=forwards)
     return tuple(Traced(candidate, *traced) for candidate, traced in zip(candidates, found, strict=bool(found)))
 
@@ -93,7 +93,8 @@ def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str
 
 
 @contextlib.contextmanager
-def _applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
+def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
+    """Have a candidate's loss head and optimizer's step while this is open."""
     with contextlib.ExitStack() as undo:
         if candidate.loss_chunk is not None:
             undo.callback(loss_head.use_chunks(model, candidate.loss_chunk))

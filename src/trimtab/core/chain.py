@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trimtab.core.errors import ValueGivenError
+
+Seconds = Callable[[int, int], float]  # of a stage's index, and rows
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,39 @@ class ChainModel:
             self._stage(ours, theirs, rows) for ours, theirs in zip(self.few.stages, self.many.stages, strict=True)
         )
         return Chain(stages, self._bytes(self.few.held_bytes, self.many.held_bytes, rows))
+
+    def holding(self, more_bytes: int) -> ChainModel:
+        """Return the chain with so many more bytes held before it begins."""
+        few, many = (replace(each, held_bytes=each.held_bytes + more_bytes) for each in (self.few, self.many))
+        return replace(self, few=few, many=many)
+
+    def with_parts(self, traced: ChainModel) -> ChainModel:
+        """Return the chain with the dear parts of its stages but the last, by what a trace that keeps them holds."""
+
+        def parted(chain: Chain, parts: Chain) -> Chain:
+            *stages, last = chain.stages
+            found = (DearPart(p.saved_bytes, p.backward_bytes, 0.0, p.passing_bytes) for p in parts.stages)
+            kept = (replace(stage, part=part) for stage, part in zip(stages, found, strict=False))
+            return replace(chain, stages=(*kept, last))
+
+        return replace(self, few=parted(self.few, traced.few), many=parted(self.many, traced.many))
+
+    def with_seconds(self, forward_s: Seconds, part_s: Seconds) -> ChainModel:
+        """Return the chain with what running the forward of each stage but the last again takes, and of its part."""
+
+        def timed(chain: Chain, rows: int) -> Chain:
+            *stages, last = chain.stages
+            found = (replace(stage, forward_s=forward_s(index, rows)) for index, stage in enumerate(stages))
+            parted = (
+                stage
+                if stage.part is None
+                else replace(stage, part=replace(stage.part, recompute_s=part_s(index, rows)))
+                for index, stage in enumerate(found)
+            )
+            return replace(chain, stages=(*parted, last))
+
+        fewer, more = self.rows
+        return replace(self, few=timed(self.few, fewer), many=timed(self.many, more))
 
     def _stage(self, few: Stage, many: Stage, rows: int) -> Stage:
         sizes: dict[str, Any] = {name: self._bytes(getattr(few, name), getattr(many, name), rows) for name in _BYTES}

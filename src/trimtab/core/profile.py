@@ -11,7 +11,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
-from trimtab.core.work import StepWork
+from trimtab.core.work import Operation, StepWork
 
 PROFILE_SCHEMA = 9
 # The stage that times a part of a step alone.
@@ -131,6 +131,25 @@ class Recomputable:
 
 
 @dataclass(frozen=True)
+class TracedBlocks:
+    """The blocks of a candidate's model, traced for devices that are not here.
+
+    Args:
+        candidate: its micro-batch means nothing here. blocks, whole, sliced: as of `Recomputable`, without seconds.
+        forwards: operators of each block's forward. kept: of a micro-batch, all of it, whose blocks are kept;
+            in_part: of one whose blocks keep their dear parts, or none where they cannot.
+    """
+
+    candidate: Candidate
+    blocks: tuple[str, ...]
+    whole: ChainModel
+    sliced: ChainModel
+    forwards: tuple[tuple[Operation, ...], ...]
+    kept: tuple[Operation, ...]
+    in_part: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True)
 class LoopFacts:
     """The loop as it was found.
 
@@ -190,7 +209,7 @@ class Profile:
         objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
         frees_batch: whether windows may span several batches; peaks are then of those that do, the reference's too.
         hurried: whether measuring had taken what it may before the search was over, which was then cut short.
-        traces: of this device's operators. elsewhere_traces: of CUDA's, for devices that are not here.
+        traces: of this device's operators. elsewhere_traces and elsewhere_blocks: of CUDA's, for devices not here.
         recomputables: blocks that were measured, where memory asks for less of it.
     """
 
@@ -206,6 +225,7 @@ class Profile:
     budget: Budget = field(default_factory=Budget)
     traces: tuple[Traced, ...] = ()
     elsewhere_traces: tuple[Traced, ...] = ()
+    elsewhere_blocks: tuple[TracedBlocks, ...] = ()
     recomputables: tuple[Recomputable, ...] = ()
     total_steps: int | None = None
     frees_batch: bool = False

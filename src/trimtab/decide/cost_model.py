@@ -200,6 +200,10 @@ class CostModel:
 
     def _by_roofline(self, candidate: Candidate) -> float | None:
         """Return seconds on a device where nothing was tried."""
+        if candidate.recompute is not None:
+            found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
+            plain = self._by_roofline(replace(candidate, recompute=None))
+            return None if found is None or plain is None or longer is None else plain + longer * found.step_s
         traced = self._trace_of(candidate)
         if traced is None or traced.work is None:
             return None

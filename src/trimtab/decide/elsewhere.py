@@ -1,4 +1,7 @@
-"""Which candidates are traced for a device that is not here, be it now or by a profile that was recorded."""
+"""Which candidates are traced for a device that is not here, be it now or by a profile that was recorded.
+
+And their blocks, where memory asks for less of it: what computing them again takes there is told from their operators.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from trimtab.core.profile import Candidate, Profile, Traced
+from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, TracedBlocks
+from trimtab.core.work import Operation
 from trimtab.decide.cost_model import CostModel
-from trimtab.decide.search import chunk_candidates, mode_candidates
+from trimtab.decide.roofline import seconds_of
+from trimtab.decide.search import chunk_candidates, mode_candidates, next_recomputables
 
 Trace = Callable[[Sequence[Candidate]], Sequence[Traced]]
+TraceBlocks = Callable[[Candidate], TracedBlocks | None]
 
 # Precisions whose operators are another's, in other kernels, and hold as many bytes.
 _TWINS = {"tf32": "fp32", "fp16": "bf16"}
@@ -36,6 +42,40 @@ def traced_for(profile: Profile, trace: Trace) -> Profile:
     for candidate in chunks(profile):
         profile = traced(profile, [candidate])
     return profile
+
+
+def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
+    """Return the profile with the blocks of those whose memory is too much, or weighed.
+
+    Args:
+        trace: returns the blocks of a candidate's model; None where they cannot be traced.
+    """
+    wanted = next_recomputables(profile, None, profile.objective, profile.budget)
+    found = tuple(_recomputable(profile, candidate, trace(candidate)) for candidate in wanted)
+    return replace(profile, recomputables=(*profile.recomputables, *found))
+
+
+def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | None) -> Recomputable:
+    from trimtab.decide.optimal_schedule import by_shares  # and numpy, which no plan without a limit needs
+
+    step_s = CostModel(profile).predict(candidate).step_s
+    if traced is None or not step_s:
+        return Recomputable(candidate, refusal="its blocks cannot be traced")
+
+    def seconds(operations: tuple[Operation, ...], rows: int) -> float:
+        return seconds_of(operations, profile.device, candidate.precision, rows) or 0.0
+
+    def forward_s(index: int, rows: int) -> float:
+        return seconds(traced.forwards[index], rows)
+
+    def part_s(index: int, rows: int) -> float:
+        whole_s = sum(forward_s(block, rows) for block in range(len(traced.blocks)))
+        more_s = max(0.0, seconds(traced.in_part, rows) - seconds(traced.kept, rows))
+        return more_s * forward_s(index, rows) / whole_s if whole_s else 0.0
+
+    whole, sliced = (chain.with_seconds(forward_s, part_s) for chain in (traced.whole, traced.sliced))
+    schedules = by_shares(whole.at(profile.loop.batch_rows))
+    return Recomputable(candidate, traced.blocks, whole, sliced, step_s, schedules)
 
 
 def modes(profile: Profile) -> list[Candidate]:
@@ -78,6 +118,18 @@ def recorded(profile: Profile) -> Trace:
         has = {each.candidate: each for each in profile.elsewhere_traces}
         found = [(c, has.get(c) or has.get(_twin(c))) for c in candidates]
         return [replace(each, candidate=c) for c, each in found if each is not None]
+
+    return trace
+
+
+def recorded_blocks(profile: Profile) -> TraceBlocks:
+    """Return what looks blocks up that a profile has traced as on CUDA."""
+
+    def trace(candidate: Candidate) -> TracedBlocks | None:
+        ignored = ("micro_batch", "allocator", "fused_optimizer")
+        both = (candidate, _twin(candidate))
+        found = (each for c in both for each in profile.elsewhere_blocks if each.candidate.alike(c, *ignored))
+        return next(found, None)
 
     return trace
 

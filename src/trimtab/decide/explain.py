@@ -65,6 +65,8 @@ class Told:
 
     def _predicted(self, name: str) -> str:
         """Return why, of a device where nothing was tried."""
+        if name == "recompute":
+            return self._recomputed() if self.winner.recompute else f"as the loop has it: {self._not_recomputed()}"
         if getattr(self.winner, name) != getattr(self.profile.reference_candidate, name):
             if name == "fused_optimizer":
                 return "as it was traced: what the loop's own step takes there no trace tells"
@@ -76,7 +78,7 @@ class Told:
             return (
                 search.chunking_refusal(self.profile) or "as the loop has it: not traced in chunks, as memory is ample"
             )
-        if name in ("memory_layout", "allocator", "compiled", "recompute"):
+        if name in ("memory_layout", "allocator", "compiled"):
             return "as the loop has it: no data sheet tells what another is worth"
         return "as the loop has it: nothing traced is predicted to be better"
 

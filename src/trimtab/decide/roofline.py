@@ -23,12 +23,13 @@ def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, 
         precision: of matrix products; operators say their own, but for tf32, which is fp32 to them.
         rows: of a micro-batch.
     """
-    micro_batch = _seconds(work.micro_batch, device, precision, rows)
-    step = _seconds(work.step, device, precision, rows)
+    micro_batch = seconds_of(work.micro_batch, device, precision, rows)
+    step = seconds_of(work.step, device, precision, rows)
     return None if micro_batch is None or step is None else num_micro_batches * micro_batch + step
 
 
-def _seconds(operations: Iterable[Operation], device: DeviceSpec, precision: str, rows: int) -> float | None:
+def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: str, rows: int) -> float | None:
+    """Return seconds of some operators of a micro-batch; arguments as of `step_seconds`."""
     if not device.bandwidth_bytes_s:
         return None
     total = 0.0

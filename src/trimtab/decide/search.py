@@ -44,6 +44,8 @@ MOST_FINALS = 3
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
 # Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
 _FINAL_STEPS = 14
+# And that measuring the blocks of a candidate does.
+BLOCK_STEPS = 30
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -75,11 +77,11 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
     return _next_final(profile, objective, budget)
 
 
-def is_hurried(profile: Profile, spent_s: float) -> bool:
-    """Return whether measuring that took so long has no time left beside its final."""
+def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0) -> bool:
+    """Return whether measuring that took so long has no time left beside its final and some more steps of the loop."""
     if profile.run_s is None:
         return False
-    final_s = _FINAL_STEPS * profile.run_s / (profile.total_steps or 1)
+    final_s = (_FINAL_STEPS + steps) * profile.run_s / (profile.total_steps or 1)
     return spent_s + final_s > max(MEASURING_S, MEASURING * profile.run_s)
 
 
@@ -110,8 +112,8 @@ def next_recomputables(
 
     Before a final, or the end of the search, when all else is known.
 
-    The fastest of all, and the fastest that fits: where memory counts or is to be decided about under other limits
-    (`always`), or where the limit is broken by the fastest.
+    The fastest of all, and the fastest that fits, or the lightest where none does: where memory counts or is to be
+    decided about under other limits (`always`), or where the limit is broken by the fastest.
     """
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
     if not is_asked or (stage is not None and not stage.name.startswith(FINAL)):
@@ -124,7 +126,8 @@ def next_recomputables(
     fastest, *fit = (min(each, key=lambda p: p.cost.step_s or math.inf) for each in (found, fitting) if each)
     if fit and fit[0] == fastest and objective.memory == 0 and not always:
         return ()
-    wanted = dict.fromkeys(_to_measure(profile, point.candidate) for point in (fastest, *fit))
+    light = [] if fit else [min(found, key=lambda p: (p.cost.peak_bytes or math.inf, p.cost.step_s))]
+    wanted = dict.fromkeys(_to_measure(profile, point.candidate) for point in (fastest, *fit, *light))
     return tuple(candidate for candidate in wanted if profile.recomputable_of(candidate) is None)
 
 

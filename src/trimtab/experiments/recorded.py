@@ -10,7 +10,7 @@ from trimtab.core.hardware import absent_device
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Profile
 from trimtab.decide.elsewhere import recorded as recorded_traces
-from trimtab.decide.elsewhere import traced_for
+from trimtab.decide.elsewhere import recorded_blocks, traced_for, with_blocks
 
 
 def recorded_profile(path: str, budget: Budget, objective: Objective, device: str | None) -> Profile:
@@ -31,4 +31,4 @@ def recorded_profile(path: str, budget: Budget, objective: Objective, device: st
             way_out="Record it with `trimtab profile TASK -o FILE.json` on a CPU, of a task whose steps can be traced.",
         )
     there = replace(recorded.elsewhere(spec), objective=objective, budget=budget.within(spec.memory_bytes))
-    return traced_for(there, recorded_traces(recorded))
+    return with_blocks(traced_for(there, recorded_traces(recorded)), recorded_blocks(recorded))

@@ -42,6 +42,9 @@ class AsCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # computes forwards again that checkpointing has dropped, as they were computed
+            with self:
+                return _backward(*args, **kwargs)
         if func is _attend:
             return _attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # calls the others itself, where this mode does not see them
@@ -54,6 +57,13 @@ class AsCuda(TorchFunctionMode):
             elif func in _TO_FP32 and args and _is_half(args[0]) and kwargs.get("dtype") is None:
                 kwargs = kwargs | {"dtype": torch.float32}
         return func(*args, **kwargs)
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
+    """Run backward by torch's engine itself: what is public leaves the mode before it runs."""
+    seed = torch.ones_like(tensor) if gradient is None else gradient
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:

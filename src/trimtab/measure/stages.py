@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from trimtab.core.chain import Chain, Stage
+from trimtab.core.chain import Chain, ChainModel, Stage
+from trimtab.core.work import Seen
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.scratch import Call, Taken, measured
@@ -30,10 +31,18 @@ class Stages(NamedTuple):
 
     Attributes:
         first: of a first micro-batch. later: of one whose gradients are added to those of another before it.
+        forwards: operators of each stage's forward, in the first. work: of all of its forward and backward.
     """
 
     first: Chain
     later: Chain
+    forwards: list[list[Seen]]
+    work: list[Seen]
+
+
+def chains_through(few: Stages, many: Stages, rows: tuple[int, int]) -> list[ChainModel]:
+    """Return the chains of a first micro-batch and of a later one through two of these rows, the smaller one first."""
+    return [ChainModel(*pair, rows) for pair in ((few.first, many.first), (few.later, many.later))]
 
 
 def trace_stages(
@@ -46,7 +55,7 @@ def trace_stages(
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
 ) -> Stages:
-    """Return the bytes of each block, and of what comes behind the last one.
+    """Return the bytes and operators of each block, and of what comes behind the last one.
 
     Args:
         model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
@@ -61,6 +70,7 @@ def trace_stages(
         model, batch = fakes.copy((model, batch))
         prepare(model)
         with fakes, storages:
+            storages.counts_work = True
             known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
             with torch.no_grad(), autocast():
                 dropping = _Pass(storages)
@@ -80,7 +90,7 @@ def trace_stages(
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
-    return Stages(first, _chain(dropping, passes[1], blocks, held))
+    return Stages(first, _chain(dropping, passes[1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
 
 
 def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:
@@ -108,12 +118,16 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: in
 
 @dataclass
 class _Mark:
-    """How many events came before a stage's forward, before its end, and before its backward; storages it returned."""
+    """How many events came before a stage's forward, before its end, and before its backward; storages it returned.
+
+    And how many operators came before its forward, and its end.
+    """
 
     begin: int
     end: int = 0
     backward: int | None = None
     outputs: frozenset[int] = frozenset()
+    work: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,8 @@ class _Pass:
         with self._hooked(model, blocks):
             result = loss_fn(model, batch)
             loss: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
-        self._marks.append(_Mark(self._marks[-1].end if self._marks else 0, self._now))
+        end, begin_work = (self._marks[-1].end, self._marks[-1].work[1]) if self._marks else (0, 0)
+        self._marks.append(_Mark(end, self._now, work=(begin_work, len(self.work))))
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -151,6 +166,15 @@ class _Pass:
         seed = torch.ones_like(loss)  # else held by it until the end, as a gradient is
         self._marks[-1].backward = self._now
         loss.backward(seed)
+
+    @property
+    def work(self) -> list[Seen]:
+        """Operators that ran."""
+        return self._seen.work
+
+    def work_of_forwards(self) -> list[list[Seen]]:
+        """Return the operators of each stage's forward."""
+        return [self.work[slice(*mark.work)] for mark in self._marks]
 
     @property
     def before(self) -> int:
@@ -164,11 +188,12 @@ class _Pass:
     @contextlib.contextmanager
     def _hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         def enter(*_: Any) -> None:
-            self._marks.append(_Mark(self._now))
+            self._marks.append(_Mark(self._now, work=(len(self.work), 0)))
 
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
             mark.end, mark.outputs = self._now, frozenset(self._storages.numbers_of(tensors))
+            mark.work = mark.work[0], len(self.work)
             for tensor in [each for each in tensors if each.requires_grad][:1]:
                 tensor.register_hook(lambda _: setattr(mark, "backward", self._now))
 

@@ -181,6 +181,23 @@ def _step(optimizer: Optimizer, storages: Storages) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def trace_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Return the bytes of the state that an optimizer makes.
+
+    Raises:
+        ModelError: its step cannot be traced.
+    """
+    fakes, storages = Fakes(), Storages()
+    try:
+        _, optimizer = fakes.copy((model, optimizer))
+        with fakes, storages:
+            _make_state(optimizer, storages)
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            return sum(storages.sizes[number] for number in storages.numbers_of(values))
+    except Exception as error:
+        raise cannot_trace(error) from error
+
+
 def cannot_trace(error: Exception) -> ModelError:
     """Return the error of a step that does not run on fakes, with torch's own reason."""
     return ModelError(

@@ -32,8 +32,9 @@ from trimtab.core.plan import (
     Plan,
     Rejected,
 )
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, Trial
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
+from trimtab.core.work import Operation
 
 text = st.text(max_size=12)
 counts = st.integers(0, 2**62)
@@ -78,6 +79,11 @@ parts = st.builds(DearPart, counts, counts, floats)
 stages = st.builds(Stage, floats, *[counts] * 10, st.booleans(), optional(parts))
 chains = st.builds(Chain, st.tuples(stages, stages), counts)
 chain_models = st.builds(ChainModel, chains, chains, st.just((2, 4)))
+lines = st.tuples(floats, floats)
+works = tuples_of(st.builds(Operation, st.sampled_from(["fp32", "bf16"]), lines, lines, counts))
+traced_blocks = st.builds(
+    TracedBlocks, candidates, tuples_of(text), chain_models, chain_models, tuples_of(works), works, works
+)
 recomputables = st.builds(
     Recomputable,
     candidates,
@@ -157,6 +163,7 @@ profiles = st.builds(
     budgets,
     tuples_of(traces),
     tuples_of(traces),
+    tuples_of(traced_blocks),
     tuples_of(recomputables),
     optional(counts),
     st.booleans(),

@@ -94,6 +94,15 @@ def test_blocks_are_measured_where_memory_is_asked_for_alone(budget, objective, 
     assert bool(made.measured_blocks) is is_asked
 
 
+def test_the_lightest_is_measured_too_where_nothing_fits():
+    """The fastest does not fit whatever it computes again; a slower precision does."""
+    made = machine(speed={"bf16": 0.95}, weight={"bf16": 0.6})
+    facts = {"check": REFUSED, "can_retain": False, "has_convolutions": False}
+    plan = choose(measured(made, budget=limit(0.4), **facts), Objective(), limit(0.4))
+    assert [each.precision for each in made.measured_blocks] == ["fp32", "bf16"]
+    assert (plan.precision.value, plan.recompute.changed) == ("bf16", True)
+
+
 @pytest.mark.parametrize(("check", "is_asked"), [(Check(True, "same"), False), (REFUSED, True)])
 def test_a_hurried_search_measures_blocks_only_where_nothing_else_fits(check, is_asked):
     made = machine()

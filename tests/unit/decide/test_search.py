@@ -119,6 +119,7 @@ def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, s
     """A step takes a second, and a final fourteen of them."""
     profile = replace(measured(Machine()), total_steps=total_steps)
     assert is_hurried(profile, spent_s) is hurries
+    assert is_hurried(profile, spent_s - 30, steps=30) is hurries
 
 
 FAULTS = 1_000_000  # a step takes a second: each microsecond of a fault is that share of it
