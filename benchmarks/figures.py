@@ -196,13 +196,14 @@ def _overhead(rows: list[Row]) -> Iterator[str]:
 
 
 def _no_harm(rows: list[Row]) -> Iterator[str]:
-    yield "| task | the plan's throughput over the strong recipe's (95%) | n | A/A control | at least 0.97 | changes |"
-    yield "|---|---|---|---|---|---|"
+    yield "| task | throughput over the strong recipe's (95%) | n | A/A control | at least 0.97 | peak | changes |"
+    yield "|---|---|---|---|---|---|---|"
     for row in rows:
         ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
         control = f"{row['control_low']:.3f} to {row['control_high']:.3f}"
         shown = "yes" if row["low"] >= 0.97 else "not shown" if row["high"] >= 0.97 else "no"
-        yield f"| {row['task']} | {ratio} | {row['n']} | {control} | {shown} | {row['changes']} |"
+        peak = f"{row['peak_ratio']:.2f}x" if row.get("peak_ratio") else ""
+        yield f"| {row['task']} | {ratio} | {row['n']} | {control} | {shown} | {peak} | {row['changes']} |"
 
 
 def _planted(rows: list[Row]) -> Iterator[str]:
@@ -332,7 +333,8 @@ def _planning_times(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         took = f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
         step = f"{1000 * row['predicted_s']:.0f} ms, {row['predicted_bytes'] / 2**30:.1f} GiB"
-        where = f"| {row['model']} | {row['device']} | {took} | {row['n']} "
+        limit = f", {row['budget_bytes'] / 2**30:g} GiB" if row.get("budget_bytes") else ""
+        where = f"| {row['model']} | {row['device']}{limit} | {took} | {row['n']} "
         yield where + f"| {row['grown_bytes'] / 2**20:.0f} | {step} | {row['changes']} |"
 
 

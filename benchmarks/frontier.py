@@ -64,7 +64,7 @@ class Loop:
         """Run forward and backward."""
         self.model.zero_grad(set_to_none=True)
         with autocast(self.precision, CPU):
-            result = self.kind.loss_fn(self.called or self.model, self.batch)
+            result = self.kind.loss_fn(self.model if self.called is None else self.called, self.batch)
         (result[0] / result[1] if isinstance(result, tuple) else result).backward()
 
     def switch(self, called: nn.Module) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """How long a plan takes for a device that is not here: GPT-2 Small and ResNet-50, no weights allocated.
 
 `python benchmarks/planning_time.py [--quick] [--json]` prints `planning_s` rows: seconds of `trimtab.plan_elsewhere`
-for an H100, the model made on fake tensors, each time in a process of its own; and by how much that process grew.
+for an H100, the model made on fake tensors, each time in a process of its own; and by how much that process grew. Each
+also under a limit of half the memory or so (`budget_bytes`), for which blocks and loss heads are traced too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from trimtab.tasks.models.gpt import GPT, GPTShape
 DEVICE = "H100 SXM"
 GPT2_SMALL = GPTShape(50257, 1024, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True)
 MODELS = {"gpt2_small": 32, "resnet50": 128}  # rows of a batch
+LIMITS = {"gpt2_small": 16 * 2**30, "resnet50": 4 * 2**30}
 RUNS = 8
 
 
@@ -43,12 +45,12 @@ def loop(name: str) -> tuple[Any, ...]:
         return model, torch.optim.AdamW(model.parameters()), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch
 
 
-def once(name: str) -> dict[str, Any]:
+def once(name: str, limit: int | None) -> dict[str, Any]:
     """Plan one model."""
     given = loop(name)
     before = _most_held()
     start = time.perf_counter()
-    plan = trimtab.plan_elsewhere(*given, DEVICE)
+    plan = trimtab.plan_elsewhere(*given, DEVICE, budget=trimtab.Budget(memory=limit))
     seconds = time.perf_counter() - start
     found = {"planning_s": seconds, "grown_bytes": _most_held() - before, "changes": plan.changes_in_words}
     return found | {"predicted_s": plan.predicted.step_s, "predicted_bytes": plan.predicted.peak_bytes}
@@ -58,15 +60,16 @@ def _most_held() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def row_of(name: str, runs: int) -> dict[str, Any]:
+def row_of(name: str, limit: int | None, runs: int) -> dict[str, Any]:
     """Plan a model in some fresh processes."""
-    found = []
+    found, given = [], [] if limit is None else ["--limit", str(limit)]
     for _ in range(runs):
-        done = subprocess.run([sys.executable, __file__, "--once", name], capture_output=True, text=True, check=True)
+        command_line = [sys.executable, __file__, "--once", name, *given]
+        done = subprocess.run(command_line, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout))
         print(f"{name}: {found[-1]['planning_s']:.2f} s", file=sys.stderr, flush=True)
     interval = mean_interval([each["planning_s"] for each in found])
-    row = {"metric": "planning_s", "model": name, "device": DEVICE, "mean": interval.mean}
+    row = {"metric": "planning_s", "model": name, "device": DEVICE, "budget_bytes": limit, "mean": interval.mean}
     row |= {"low": interval.low, "high": interval.high, "n": interval.n}
     return row | {key: found[-1][key] for key in ("grown_bytes", "changes", "predicted_s", "predicted_bytes")}
 
@@ -75,17 +78,20 @@ def main() -> None:
     """Plan, and print how long it took."""
     parser = command.parser(__doc__)
     parser.add_argument("--once", choices=list(MODELS), help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(once(options.once)))
+        print(json.dumps(once(options.once, options.limit)))
         return
-    rows = [row_of(name, 2 if options.quick else RUNS) for name in MODELS]
+    cases = [(name, limit) for name in MODELS for limit in (None, LIMITS[name])]
+    rows = [row_of(name, limit, 2 if options.quick else RUNS) for name, limit in cases]
     command.show("planning_time", rows, _line, as_json=options.json)
 
 
 def _line(row: dict[str, Any]) -> str:
     took = f"{row['mean']:.2f} s (95% {row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
-    return f"{row['model']:<12} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}"
+    limit = "" if row["budget_bytes"] is None else f" within {row['budget_bytes'] / 2**30:g} GiB"
+    return f"{row['model'] + limit:<26} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}"
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.calibrate.failures import describe
+from trimtab.calibrate.recomputation import NO_BLOCKS, first_segment, in_part_of
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import HERE, applied, two_sizes
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.core.profile import Candidate, Profile, TracedBlocks
-from trimtab.core.recompute import Kept
+from trimtab.core.recompute import EVERY_BLOCK, schedule_of
 from trimtab.core.work import operations
 from trimtab.measure.as_cuda import AsCuda
-from trimtab.measure.blocks import find_blocks
-from trimtab.measure.linked_blocks import find_linked_blocks
+from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
 from trimtab.measure.stages import Stages, chains_through, trace_stages
 from trimtab.measure.step_trace import LossFn, trace_state_bytes
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -32,8 +33,8 @@ def trace_blocks(
     batch: Any,
     candidate: Candidate,
     named: tuple[str, ...] = (),
-) -> TracedBlocks | None:
-    """Return a candidate's blocks as on CUDA; None where there are none, or they cannot be traced.
+) -> TracedBlocks | str:
+    """Return a candidate's blocks as on CUDA, or why nothing can be told of them.
 
     Args:
         model, optimizer, batch: on this CPU, or without memory; of 3 rows or more. named: the blocks, where they are
@@ -42,8 +43,8 @@ def trace_blocks(
     try:
         with applied(model, optimizer, candidate), AsCuda():
             return _traced(model, optimizer, loss_fn, batch, candidate, named)
-    except TrimtabError:
-        return None
+    except TrimtabError as error:
+        return describe(error)
 
 
 def _traced(
@@ -53,11 +54,13 @@ def _traced(
     batch: Any,
     candidate: Candidate,
     named: tuple[str, ...],
-) -> TracedBlocks | None:
-    blocks = find_linked_blocks(model, loss_fn, batch, find_blocks(model, named))
+) -> TracedBlocks | str:
+    blocks = blocks_of(model, loss_fn, batch, named)
     number = len(blocks.names)
     if not number:
-        return None
+        return NO_BLOCKS
+    again = schedule_of(EVERY_BLOCK, number)
+    use_schedule(model, blocks.names, again)()  # or it says why not
     rows, batches = two_sizes(batch)
     forward = functools.partial(autocast, candidate.precision, HERE)
 
@@ -66,10 +69,13 @@ def _traced(
         return few, many
 
     few, many = trace()
+    runs_again = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
+    trace_stages(model, loss_fn, batches[0], blocks, **runs_again)  # or a block writes over what it is given
     chains, in_part = chains_through(few, many, rows), ()
+    if not _has_segments(model, blocks):
+        chains = [chain.unlinked() for chain in chains]
     with contextlib.suppress(ModelError):  # as where a block writes over what is kept
-        schedule = tuple(Kept(index, in_part=True) for index in range(number))
-        parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, schedule))
+        parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)))
         in_part = operations(parts[0].work, parts[1].work, rows)
         chains = [chain.with_parts(part) for chain, part in zip(chains, chains_through(*parts, rows), strict=True)]
     held = trace_state_bytes(model, optimizer)
@@ -78,6 +84,17 @@ def _traced(
     return TracedBlocks(
         candidate, blocks.names, whole, sliced, forwards, operations(few.work, many.work, rows), in_part
     )
+
+
+def _has_segments(model: nn.Module, blocks: LinkedBlocks) -> bool:
+    schedule = first_segment(blocks)
+    if schedule is None:
+        return True
+    try:
+        use_schedule(model, blocks.names, schedule)()
+    except ModelError:
+        return False
+    return True
 
 
 def trace_blocks_for_others(
@@ -90,4 +107,4 @@ def trace_blocks_for_others(
     for candidate in wanted:
         progress(f"tracing blocks for other devices: {candidate.describe()}")
         found.append(trace_blocks(*loop, candidate, subject.named_blocks))
-    return tuple(each for each in found if each is not None)
+    return tuple(each for each in found if not isinstance(each, str))

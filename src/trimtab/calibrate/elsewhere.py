@@ -20,8 +20,8 @@ from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Traced, TracedBlocks
 from trimtab.core.progress import silent
 from trimtab.decide.elsewhere import traced_for, with_blocks
-from trimtab.measure.blocks import find_blocks
 from trimtab.measure.fakes import Fakes
+from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.machine import environment
 from trimtab.measure.step_trace import cannot_trace
 from trimtab.runtime.batches import count_rows
@@ -60,7 +60,7 @@ def profile_elsewhere(
     check_ownership(model, optimizer)
     _check_traceable(model, batch, device)
     if named_blocks:
-        find_blocks(model, named_blocks)
+        blocks_of(model, loss_fn, batch, named_blocks)
     facts = _facts(model, optimizer, loss_fn, batch)
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
@@ -71,7 +71,7 @@ def profile_elsewhere(
 
     profile = traced_for(profile, trace)
 
-    def blocks(candidate: Candidate) -> TracedBlocks | None:
+    def blocks(candidate: Candidate) -> TracedBlocks | str:
         progress(f"tracing blocks: {candidate.describe()}")
         return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks)
 

@@ -15,13 +15,14 @@ from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.recomputation import measure_recomputable
+from trimtab.calibrate.recompute_seconds import num_steps
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.profile import Candidate, LoopFacts, Profile
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
-from trimtab.decide.search import BLOCK_STEPS, is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
@@ -38,6 +39,7 @@ from trimtab.runtime.window_start import bytes_to_begin_anew
 NUM_BLOCKS = 5
 _PHASE_STEPS, _PHASES_S = 3, 3.0
 _DATA_BATCHES = 8
+_NO_TIME = "there was no time left to measure its blocks"
 
 
 def profile_loop(
@@ -104,10 +106,12 @@ def _search(
         elif blocks := next_recomputables(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
         ):
-            if not profile.hurried and is_hurried(profile, spent_s, steps=BLOCK_STEPS * len(blocks)):
-                profile = replace(profile, hurried=True)
-                continue
-            progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
+            if profile.run_s is not None and is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
+                needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
+                unmeasured = tuple(Recomputable(each, refusal=_NO_TIME) for each in blocks if each not in needed)
+                profile, blocks = replace(profile, recomputables=profile.recomputables + unmeasured), needed
+            if blocks:
+                progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
             splits = profile.check.splittable
             measured = tuple(measure_recomputable(subject, each, splits=splits) for each in blocks)
             profile = replace(profile, recomputables=profile.recomputables + measured)
@@ -118,6 +122,11 @@ def _search(
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
             profile = profile.with_trials(found)
         snapshot.restore()
+
+
+def _block_steps(profile: Profile, number: int) -> int:
+    """Return the loop's steps that measuring the blocks of so many candidates takes."""
+    return number * num_steps((profile.run_s or 0.0) / (profile.total_steps or 1))
 
 
 def _with_padding(subject: Subject, profile: Profile) -> Profile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,9 @@ from trimtab.measure.memory import storage_bytes
 from trimtab.measure.stages import chains_through, trace_stages
 from trimtab.measure.step_trace import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
+from trimtab.runtime.batches import to_device
 
+NO_BLOCKS = "the model has no blocks that run once in a forward"
 _FORWARDS = 3  # steps in which blocks are timed against each other
 
 
@@ -47,16 +48,18 @@ def measure_recomputable(subject: Subject, candidate: Candidate, *, splits: bool
 def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomputable:
     names = subject.blocks.names
     if not names:
-        return Recomputable(candidate, refusal="the model has no blocks that run once in a forward")
+        return Recomputable(candidate, refusal=NO_BLOCKS)
     recurrent = recurrent_layer(subject.model)
     if recurrent is not None:
         given = f"its {type(recurrent).__name__} keeps more for its backward than tensors show"
         return Recomputable(candidate, refusal=f"what recomputing saves cannot be told: {given}")
     if subject.rows < MIN_ROWS:
         return Recomputable(candidate, refusal=f"a batch of {subject.rows} cannot be traced at two sizes")
-    chains, parts, shares = _traced(subject, candidate)
-    schedules = [schedule_of(EVERY_BLOCK, len(names)), *([_in_part(len(names))] if parts else [])]
-    step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits)
+    chains, parts, seconds = _traced(subject, candidate)
+    forward_s = sum(seconds)
+    shares = [each / forward_s if forward_s > 0 else 1 / len(names) for each in seconds]
+    schedules = [schedule_of(EVERY_BLOCK, len(names)), *([in_part_of(len(names))] if parts else [])]
+    step_s, lines = measure_seconds(subject, candidate, schedules, splits=splits, forward_s=forward_s)
     if parts:
         chains = [chain.with_parts(part) for chain, part in zip(chains, parts, strict=True)]
     again, in_part = (lambda index, rows, line=line: shares[index] * line.at(rows) for line in (lines[0], lines[-1]))
@@ -67,9 +70,9 @@ def _measured(subject: Subject, candidate: Candidate, *, splits: bool) -> Recomp
 
 
 def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], list[ChainModel], list[float]]:
-    """Return the chains, those of blocks kept in part or none where they cannot be, and each block's share of forwards.
+    """Return the chains, those of blocks kept in part or none where they cannot be, and each block's forward seconds.
 
-    Of a first micro-batch, and of a later one.
+    The chains of a first micro-batch, and of a later one.
     """
     names = subject.blocks.names
     with subject.start(candidate) as run:
@@ -77,51 +80,48 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
         def step() -> None:
             run.train_step(run.window(subject.batch), subject.loss_fn)
 
-        sizes, batches = two_sizes(subject.batch)
+        sizes, batches = two_sizes(to_device(subject.batch, subject.device))
         how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
         trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
         chains = trace(**how)
         step_until_applied(run, subject)
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not _runs_in_segments(run.model, subject.blocks, step):
-            chains = [_unlinked(chain) for chain in chains]
+            chains = [chain.unlinked() for chain in chains]
         try:
-            in_part = _in_part(len(names))
+            in_part = in_part_of(len(names))
             parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
             with_schedule(run.model, names, in_part, step)
         except (ModelError, RuntimeError):  # as where a block writes over what is kept
             parts = []
         forward_s = forward_seconds(step, run.model, names, subject.device, steps=_FORWARDS)
-    total_s = sum(forward_s)
-    return chains, parts, [each / total_s if total_s > 0 else 1 / len(names) for each in forward_s]
+    return chains, parts, list(forward_s)
 
 
-def _in_part(number: int) -> Schedule:
+def in_part_of(number: int) -> Schedule:
+    """Return the schedule of so many blocks that keeps the dear part of each."""
     return tuple(Kept(index, in_part=True) for index in range(number))
 
 
 def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
     """Return whether segments of several blocks run; those of a block with hooks of its own do not."""
-    pairs = (index for index, is_linked in enumerate(blocks.links) if is_linked)
-    first = next(pairs, None)
-    if first is None:
+    schedule = first_segment(blocks)
+    if schedule is None:
         return True
-    kept = [Kept(index) for index in range(len(blocks.names))]
     try:
-        with_schedule(
-            model, blocks.names, (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :]), step
-        )
+        with_schedule(model, blocks.names, schedule, step)
     except ModelError:
         return False
     return True
 
 
-def _unlinked(model: ChainModel) -> ChainModel:
-    few, many = (
-        replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
-        for chain in (model.few, model.many)
-    )
-    return replace(model, few=few, many=many)
+def first_segment(blocks: LinkedBlocks) -> Schedule | None:
+    """Return a schedule whose first two linked blocks are one segment; None where no two are."""
+    first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
+    if first is None:
+        return None
+    kept = [Kept(index) for index in range(len(blocks.names))]
+    return (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
 
 
 def trace_chain(

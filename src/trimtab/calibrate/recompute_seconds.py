@@ -25,7 +25,10 @@ from trimtab.runtime.activation_checkpoint import use_schedule
 T = TypeVar("T")
 _MEASURING_S = 1.0  # of a schedule's steps, where more than the fewest fit
 _MOST = 10
+_OTHERS = 14  # steps in which loss scales are found, blocks tried and their forwards timed
 _SMALLER = 4  # the smaller micro-batch is this share of the other
+# Of the blocks' forward: what computing it again takes at the least, whole and in part, for noise may show nothing.
+_LEAST, _LEAST_IN_PART = 0.5, 0.1
 
 
 @dataclass(frozen=True)
@@ -55,23 +58,33 @@ def line_through(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def measure_seconds(
-    subject: Subject, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool
+    subject: Subject, candidate: Candidate, schedules: Sequence[Schedule], *, splits: bool, forward_s: float
 ) -> tuple[float, list[Line]]:
     """Return seconds of a candidate's step that keeps all, and by each schedule those of a micro-batch beyond it.
 
     Args:
-        schedules: of the subject's blocks. splits: whether its batch may be split into more micro-batches.
+        schedules: of the subject's blocks, all computed again, then all in part. splits: whether its batch may be split
+            into more micro-batches. forward_s: of the blocks' forward, in a micro-batch.
     """
     rows = min(candidate.micro_batch, subject.rows)
     sizes = (rows, -(-rows // _SMALLER)) if splits and rows > 1 else (rows,)
     found = [_longer(subject, replace(candidate, micro_batch=size), schedules) for size in sizes]
-    lines = [
-        line_through(
-            [(size, longer[index] * size / subject.rows) for size, (_, longer) in zip(sizes, found, strict=True)]
-        )
-        for index in range(len(schedules))
-    ]
+    lines = []
+    for index, share in zip(range(len(schedules)), (_LEAST, _LEAST_IN_PART), strict=False):
+        each_s = [longer[index] * size / subject.rows for size, (_, longer) in zip(sizes, found, strict=True)]
+        least_s = [share * forward_s * size / rows for size in sizes]
+        lines.append(line_through([*zip(sizes, map(max, each_s, least_s), strict=True)]))
     return found[0][0], lines
+
+
+def num_steps(step_s: float) -> int:
+    """Return how many steps measuring the blocks of a candidate takes at the most, of so many seconds."""
+    turns = 2 * 3 * (1 + _turns(step_s))  # two sizes; all kept, computed again, and in part
+    return turns + _OTHERS
+
+
+def _turns(step_s: float) -> int:
+    return max(2, min(_MOST, int(_MEASURING_S / step_s))) if step_s > 0 else _MOST
 
 
 def _longer(subject: Subject, candidate: Candidate, schedules: Sequence[Schedule]) -> tuple[float, list[float]]:
@@ -84,12 +97,14 @@ def _longer(subject: Subject, candidate: Candidate, schedules: Sequence[Schedule
 
         step_until_applied(run, subject)
         timed = functools.partial(timer(candidate), step, subject.device)
-        turns = max(2, min(_MOST, int(_MEASURING_S / timed())))
-        kept = keep_all(len(names))
+        ways = [keep_all(len(names)), *schedules]
         taken = [
-            [with_schedule(run.model, names, each, timed) for each in (kept, *schedules)] for _ in range(1 + turns)
+            [with_schedule(run.model, names, each, timed) for each in (ways if turn % 2 else reversed(ways))]
+            for turn in range(1 + _turns(timed()))
         ]
-    own, *others = zip(*taken[1:], strict=True)  # in the first turn the heap grows
+    ordered = (each if turn % 2 else each[::-1] for turn, each in enumerate(taken))
+    _, *counted = ordered  # in the first turn the heap grows
+    own, *others = zip(*counted, strict=True)
     differences = ([ours - theirs for ours, theirs in zip(each, own, strict=True)] for each in others)
     return statistics.median(own), [statistics.median(each) for each in differences]
 

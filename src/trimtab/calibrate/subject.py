@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import LossError, ModelError, ValueGivenError
 from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
-from trimtab.measure.blocks import find_blocks
-from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
+from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
 from trimtab.measure.machine import MEASURED
 from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import require_free
@@ -54,8 +53,7 @@ class Subject:
             raise ValueGivenError("loss_fn", given=f"a {type(self.loss_fn).__name__}", expected="loss_fn(model, batch)")
         count_rows(self.batch)
         if self.named_blocks:
-            find_blocks(self.model, self.named_blocks)
-            _check_run_once(self.named_blocks, self.blocks.names)
+            _ = self.blocks
 
     @property
     def device(self) -> torch.device:
@@ -72,9 +70,9 @@ class Subject:
         """The model's blocks that run once in a forward, and how they are linked.
 
         Raises:
-            ModelError: the forward cannot be traced.
+            ModelError: the forward cannot be traced. ValueGivenError: what is named are no such blocks.
         """
-        return find_linked_blocks(self.model, self.loss_fn, self.batch, find_blocks(self.model, self.named_blocks))
+        return blocks_of(self.model, self.loss_fn, to_device(self.batch, self.device), self.named_blocks)
 
     def start(self, candidate: Candidate) -> Run:
         """Return a run of the candidate's settings."""
@@ -118,16 +116,6 @@ class Subject:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from tensors_in(self.batch)
-
-
-def _check_run_once(named: tuple[str, ...], run_once: tuple[str, ...]) -> None:
-    others = [name for name in named if name not in run_once]
-    if others:
-        raise ValueGivenError(
-            "blocks",
-            given=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
-            expected="modules that each run once in a forward",
-        )
 
 
 def _check_measured(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from trimtab.decide.elsewhere import recorded_candidates
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.step_trace import SizeTrace, trace_peaks
 from trimtab.runtime import loss_head, optimizers
-from trimtab.runtime.batches import count_rows, slices
+from trimtab.runtime.batches import count_rows, slices, to_device
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.precision import autocast
 
@@ -35,7 +35,8 @@ def trace_candidates(
         progress(f"tracing: {candidate.describe()}")
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
             how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
-            traced = _trace(run.model, subject.optimizer, subject.loss_fn, subject.batch, **how)
+            batch = to_device(subject.batch, subject.device)
+            traced = _trace(run.model, subject.optimizer, subject.loss_fn, batch, **how)
             found += [_beside(Traced(candidate, *each), subject.start_bytes) for each in traced]
     return tuple(found)
 

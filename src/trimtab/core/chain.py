@@ -104,6 +104,14 @@ class ChainModel:
         few, many = (replace(each, held_bytes=each.held_bytes + more_bytes) for each in (self.few, self.many))
         return replace(self, few=few, many=many)
 
+    def unlinked(self) -> ChainModel:
+        """Return the chain with no segments of several stages."""
+        few, many = (
+            replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
+            for chain in (self.few, self.many)
+        )
+        return replace(self, few=few, many=many)
+
     def with_parts(self, traced: ChainModel) -> ChainModel:
         """Return the chain with the dear parts of its stages but the last, by what a trace that keeps them holds."""
 

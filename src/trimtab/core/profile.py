@@ -115,8 +115,8 @@ class Recomputable:
     Args:
         candidate: with which seconds were taken; bytes are those of any micro-batch, allocator and fused step.
         blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
-            gradients are held from one to the next; None where it cannot be told. step_s: of the step beyond which
-            the chains' seconds were taken, all of it.
+            gradients are held from one to the next; None where it cannot be told. step_s: seconds of
+            the whole step that keeps all, which the chains' seconds are a share of; where nothing is run, as predicted.
         schedules: of least recomputation, for some shares of what the whole batch's step takes where all is kept.
         refusal: why it cannot be told, or "".
     """
@@ -256,7 +256,8 @@ class Profile:
     def elsewhere(self, device: DeviceSpec) -> Profile:
         """Return what it says of a device that is not here: nothing that was measured, and no traces yet."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
-        return replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
+        there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
+        return replace(there, hurried=False)
 
     @property
     def finals(self) -> tuple[str, ...]:

@@ -40,12 +40,18 @@ class Predicted:
 
     Args:
         step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor traced. counted:
-            whether the bytes are a trial's.
+            whether the bytes are a trial's. margin: by what seconds are raised before they are held against a limit.
     """
 
     step_s: float | None
     peak_bytes: int | None
     counted: bool = False
+    margin: float = 0.0
+
+    @property
+    def limit_s(self) -> float | None:
+        """Return the seconds that are held against a limit."""
+        return None if self.step_s is None else (1 + self.margin) * self.step_s
 
 
 class CostModel:
@@ -77,7 +83,8 @@ class CostModel:
         if not self._profile.trials:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
-        return Predicted(step_s, counted or self._traced(candidate), counted=counted is not None)
+        peak = counted or self._traced(candidate)
+        return Predicted(step_s, peak, counted=counted is not None, margin=self.seconds_margin)
 
     def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
         """Return whether nothing is known that speaks against it: counted bytes, or traced ones without a margin."""

@@ -16,7 +16,7 @@ from trimtab.decide.roofline import seconds_of
 from trimtab.decide.search import chunk_candidates, mode_candidates, next_recomputables
 
 Trace = Callable[[Sequence[Candidate]], Sequence[Traced]]
-TraceBlocks = Callable[[Candidate], TracedBlocks | None]
+TraceBlocks = Callable[[Candidate], TracedBlocks | str]
 
 # Precisions whose operators are another's, in other kernels, and hold as many bytes.
 _TWINS = {"tf32": "fp32", "fp16": "bf16"}
@@ -48,34 +48,43 @@ def with_blocks(profile: Profile, trace: TraceBlocks) -> Profile:
     """Return the profile with the blocks of those whose memory is too much, or weighed.
 
     Args:
-        trace: returns the blocks of a candidate's model; None where they cannot be traced.
+        trace: returns the blocks of a candidate's model, or why nothing can be told of them.
     """
     wanted = next_recomputables(profile, None, profile.objective, profile.budget)
     found = tuple(_recomputable(profile, candidate, trace(candidate)) for candidate in wanted)
     return replace(profile, recomputables=(*profile.recomputables, *found))
 
 
-def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | None) -> Recomputable:
+def _recomputable(profile: Profile, candidate: Candidate, traced: TracedBlocks | str) -> Recomputable:
     from trimtab.decide.optimal_schedule import by_shares  # and numpy, which no plan without a limit needs
 
     step_s = CostModel(profile).predict(candidate).step_s
-    if traced is None or not step_s:
-        return Recomputable(candidate, refusal="its blocks cannot be traced")
-
-    def seconds(operations: tuple[Operation, ...], rows: int) -> float:
-        return seconds_of(operations, profile.device, candidate.precision, rows) or 0.0
+    if isinstance(traced, str) or not step_s:
+        return Recomputable(candidate, refusal=traced if isinstance(traced, str) else "its step cannot be told")
+    forwards = [_chord(profile, candidate, operations) for operations in traced.forwards]
+    kept, in_part = (_chord(profile, candidate, operations) for operations in (traced.kept, traced.in_part))
 
     def forward_s(index: int, rows: int) -> float:
-        return seconds(traced.forwards[index], rows)
+        return forwards[index](rows)
 
     def part_s(index: int, rows: int) -> float:
-        whole_s = sum(forward_s(block, rows) for block in range(len(traced.blocks)))
-        more_s = max(0.0, seconds(traced.in_part, rows) - seconds(traced.kept, rows))
-        return more_s * forward_s(index, rows) / whole_s if whole_s else 0.0
+        whole_s = sum(each(rows) for each in forwards)
+        return max(0.0, in_part(rows) - kept(rows)) * forwards[index](rows) / whole_s if whole_s else 0.0
 
     whole, sliced = (chain.with_seconds(forward_s, part_s) for chain in (traced.whole, traced.sliced))
     schedules = by_shares(whole.at(profile.loop.batch_rows))
     return Recomputable(candidate, traced.blocks, whole, sliced, step_s, schedules)
+
+
+def _chord(profile: Profile, candidate: Candidate, operations: tuple[Operation, ...]) -> Callable[[int], float]:
+    """Return a line for seconds of operators by rows of a micro-batch: right for one row and for all, never too little.
+
+    No operator takes less than some microseconds, so that seconds do not fall with rows as far as a line through two
+    large sizes would have it.
+    """
+    more = profile.loop.batch_rows
+    one_s, all_s = (seconds_of(operations, profile.device, candidate.precision, rows) or 0.0 for rows in (1, more))
+    return lambda rows: one_s + (all_s - one_s) * (rows - 1) / max(1, more - 1)
 
 
 def modes(profile: Profile) -> list[Candidate]:
@@ -125,11 +134,11 @@ def recorded(profile: Profile) -> Trace:
 def recorded_blocks(profile: Profile) -> TraceBlocks:
     """Return what looks blocks up that a profile has traced as on CUDA."""
 
-    def trace(candidate: Candidate) -> TracedBlocks | None:
+    def trace(candidate: Candidate) -> TracedBlocks | str:
         ignored = ("micro_batch", "allocator", "fused_optimizer")
         both = (candidate, _twin(candidate))
         found = (each for c in both for each in profile.elsewhere_blocks if each.candidate.alike(c, *ignored))
-        return next(found, None)
+        return next(found, "the profile has none of its blocks")
 
     return trace
 

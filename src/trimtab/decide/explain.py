@@ -114,7 +114,8 @@ class Told:
         asks = self.budget.memory_bytes is not None or self.profile.objective.memory > 0
         if found is None:
             why = "measuring was cut short" if self.profile.hurried else "the fastest fits"
-            return f"its blocks were not measured, as {why}" if asks else "less memory is not asked for"
+            looked = "measured" if self.profile.trials else "traced"
+            return f"its blocks were not {looked}, as {why}" if asks else "less memory is not asked for"
         if self.winner.compiled:
             return "not tried in a compiled model"
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]

@@ -161,12 +161,13 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
     else:
         why = f"a limit that no settings meet: {near.candidate.describe()}"
     how = "needs" if cost.counted else "is predicted to need"
+    more = f", to which a limit adds {100 * cost.margin:.2g}%" if cost.margin and budget.time is not None else ""
     return InfeasibleError(
         "budget",
         given=f"{why}: {near.refusal}",
         expected="a budget that some settings meet",
         way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
-        f"and is predicted to take {format_seconds(cost.step_s)} per step.",
+        f"and is predicted to take {format_seconds(cost.step_s)} per step{more}.",
     )
 
 

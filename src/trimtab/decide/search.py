@@ -44,8 +44,6 @@ MOST_FINALS = 3
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
 # Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
 _FINAL_STEPS = 14
-# And that measuring the blocks of a candidate does.
-BLOCK_STEPS = 30
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -193,18 +191,17 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode, then in chunks; of the whole batch where a small micro-batch has no more than one.
+    """Return the fastest mode, then in chunks; of the largest micro-batch where that of its own has no more than one.
 
     With chunks the whole batch may fit a limit that makes micro-batches of it small without. What the device itself has
     no memory for is not run to find out.
     """
-    first, memory = _fastest(profile), profile.device.memory_bytes
-    if chunks := chunk_candidates(profile, first):
-        return first, *chunks
-    whole = replace(first, micro_batch=profile.loop.batch_rows)
-    if memory is not None and not CostModel(profile).may_fit(whole, memory):
-        return (first,)
-    return whole, *chunk_candidates(profile, whole)
+    first, memory, model = _fastest(profile), profile.device.memory_bytes, CostModel(profile)
+    larger = (replace(first, micro_batch=rows) for rows in halvings(profile))
+    for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
+        if chunks := chunk_candidates(profile, candidate):
+            return candidate, *chunks
+    return (first,)
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:

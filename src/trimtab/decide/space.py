@@ -58,7 +58,7 @@ def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:
     candidates = dict.fromkeys((*own, *tried, *_combined(profile, model, budget)))
     costs = {candidate: model.predict(candidate) for candidate in candidates}
     return tuple(
-        Point(c, cost, _refusal(profile, c, cost, budget, model.seconds_margin), profile.error_of(c) is not None)
+        Point(c, cost, _refusal(profile, c, cost, budget), profile.error_of(c) is not None)
         for c, cost in costs.items()
         if cost.step_s
     )
@@ -121,7 +121,7 @@ def unpaid_compiling(profile: Profile) -> str | None:
     return None
 
 
-def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget, margin: float) -> str | None:
+def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:
     if (died := profile.error_of(candidate)) is not None:
         return died
     final = [t for t in profile.trials if t.stage.startswith(FINAL) and t.candidate == candidate and not t.control]
@@ -129,9 +129,11 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
         return unfit(final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
         return "its peak memory is neither counted nor traced"
-    refusal = over_budget((1 + margin) * (cost.step_s or 0.0), cost.peak_bytes, budget)
-    told = "predicted" if margin == 0 else f"predicted, with {100 * margin:.2g}% on top of seconds"
-    return refusal if refusal is None or cost.counted else f"{told}: {refusal}"
+    refusal = over_budget(cost.step_s, cost.peak_bytes, budget)
+    if refusal is None and cost.margin:
+        refusal = over_budget(cost.limit_s, None, budget)
+        return refusal and f"predicted, with {100 * cost.margin:.2g}% on top: {refusal}"
+    return refusal if refusal is None or cost.counted else f"predicted: {refusal}"
 
 
 def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[Candidate, ...]:
@@ -189,7 +191,8 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
     def excess(point: Point) -> tuple[float, float]:
         step_s, peak = point.cost.step_s or 0.0, point.cost.peak_bytes or 0
         memory = peak / budget.memory_bytes if budget.memory_bytes else 0.0
-        return max(memory, step_s / budget.time if budget.time else 0.0, 1.0), step_s
+        limit_s = point.cost.limit_s or 0.0
+        return max(memory, limit_s / budget.time if budget.time else 0.0, 1.0), step_s
 
     return min(alive, key=excess, default=None)
 

@@ -42,9 +42,9 @@ class AsCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # computes forwards again that checkpointing has dropped, as they were computed
-            with self:
-                return _backward(*args, **kwargs)
+        if func is Tensor.backward and _is_plain(args[0], **kwargs):
+            with self:  # so that what checkpointing dropped is computed again as it was
+                return _backward(args[0], kwargs.get("gradient"))
         if func is _attend:
             return _attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # calls the others itself, where this mode does not see them
@@ -59,7 +59,12 @@ class AsCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(tensor: Tensor, gradient: Tensor | None = None, **_: Any) -> None:
+def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
+    """Return whether a backward is that of a step: of a loss, into all leaves, the graph freed."""
+    return (gradient is not None or tensor.numel() == 1) and not any(others.values())
+
+
+def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
     """Run backward by torch's engine itself: what is public leaves the mode before it runs."""
     seed = torch.ones_like(tensor) if gradient is None else gradient
     engine = torch.autograd.Variable._execution_engine

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trimtab.core.errors import ValueGivenError
+from trimtab.measure.blocks import find_blocks
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.step_trace import LossFn, cannot_trace
 
@@ -43,6 +45,24 @@ def find_linked_blocks(model: nn.Module, loss_fn: LossFn, batch: Any, blocks: Se
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
     return watch.found()
+
+
+def blocks_of(model: nn.Module, loss_fn: LossFn, batch: Any, named: tuple[str, ...] = ()) -> LinkedBlocks:
+    """Return a model's blocks that run once in a forward, and how they are linked; those that are `named`, if any are.
+
+    Raises:
+        ModelError: as `find_linked_blocks`. ValueGivenError: a name is no module's, lies inside another, or is that of
+            one that a forward runs several times, or never.
+    """
+    found = find_linked_blocks(model, loss_fn, batch, find_blocks(model, named))
+    others = [name for name in named if name not in found.names]
+    if others:
+        raise ValueGivenError(
+            "blocks",
+            given=f"{', '.join(map(repr, others))[:80]}, which a forward runs several times, or never",
+            expected="modules that each run once in a forward",
+        )
+    return found
 
 
 @dataclass

@@ -107,7 +107,7 @@ class _Buffers:
         for module, name, buffer, version in seen:
             now, copy = module._buffers.get(name), copies.get((module, name))
             moved = now is not buffer or buffer._version != version or name in _moving.get(module, ())
-            if moved or (module in new and copy is not None and not torch.equal(copy, buffer)):
+            if moved or (module in new and copy is not None and not _is_same(copy, buffer)):
                 _moving.setdefault(module, set()).add(name)
                 self._before[module, name] = buffer if copy is None else copy
         for module in new:
@@ -124,6 +124,14 @@ class _Buffers:
         finally:
             for module, buffers in found:
                 module._buffers.update(buffers)
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two hold the same; of those without memory, as a trace has them, not."""
+    try:
+        return torch.equal(ours, theirs)
+    except RuntimeError:
+        return False
 
 
 _DEAR = {

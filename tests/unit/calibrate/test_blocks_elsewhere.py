@@ -17,12 +17,12 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import absent_device
 from trimtab.core.plan import Plan
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.profile import Candidate, Profile, TracedBlocks
 from trimtab.core.recompute import EVERY_BLOCK, schedule_of
 from trimtab.decide.checkpoint_schedule import keep_all, predict
 from trimtab.decide.elsewhere import recorded, recorded_blocks, traced_for, with_blocks
 from trimtab.decide.recomputing import peak_bytes
-from trimtab.decide.roofline import step_seconds
+from trimtab.decide.roofline import seconds_of, step_seconds
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.step_trace import trace_peaks
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -57,7 +57,9 @@ def normalised():
 
 @functools.cache
 def traced(precision):
-    return trace_blocks(*loop(), Candidate(precision, "keep", False, ROWS))
+    found = trace_blocks(*loop(), Candidate(precision, "keep", False, ROWS))
+    assert isinstance(found, TracedBlocks)
+    return found
 
 
 @functools.cache
@@ -103,6 +105,51 @@ def test_seconds_are_those_of_what_runs_again(text):
     assert predict(found.whole.at(ROWS).stages, schedule).recompute_s == pytest.approx(again - kept, rel=0.15)
 
 
+def test_no_micro_batch_is_told_less_than_its_operators_take():
+    """Of few rows an operator takes what starting it takes."""
+    profile = planned(loop, objective=trimtab.Objective(1.0, 1.0))
+    for found in profile.recomputables:
+        traced_as = traced({"tf32": "fp32", "fp16": "bf16"}.get(found.candidate.precision, found.candidate.precision))
+        for rows in (1, 2, ROWS // 2, ROWS):
+            stages = found.whole.at(rows).stages
+            for stage, operations in zip(stages, traced_as.forwards, strict=False):
+                least_s = seconds_of(operations, L4, found.candidate.precision, rows)
+                assert least_s * (1 - 1e-9) <= stage.forward_s
+                assert rows not in (1, ROWS) or stage.forward_s == pytest.approx(least_s)
+
+
+def replaced():
+    model, *others = normalised()
+    model[2].forward = functools.partial(type(model[2]).forward, model[2])
+    return model, *others
+
+
+def over_its_input():
+    blocks = (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64)) for _ in range(3))
+    model = nn.Sequential(nn.Linear(64, 64), *blocks)
+    return model, torch.optim.AdamW(model.parameters()), *normalised()[2:]
+
+
+@pytest.mark.parametrize(("make", "said"), [(replaced, "forward was replaced"), (over_its_input, "inplace operation")])
+def test_what_no_run_could_compute_again_no_plan_does(make, said):
+    profile = planned(make, objective=trimtab.Objective(1.0, 1.0))
+    assert profile.recomputables
+    assert all(said in each.refusal for each in profile.recomputables)
+
+
+def test_blocks_with_hooks_of_their_own_are_in_no_segment_of_several():
+    def make():
+        model, *others = normalised()
+        model[1].register_forward_hook(lambda *_: None)
+        return model, *others
+
+    for found in planned(make, objective=trimtab.Objective(1.0, 1.0)).recomputables:
+        assert found.refusal == ""
+        assert not any(stage.is_linked for stage in found.whole.many.stages)
+    linked = planned(normalised, objective=trimtab.Objective(1.0, 1.0)).recomputables
+    assert all(any(stage.is_linked for stage in found.whole.many.stages) for found in linked)
+
+
 def test_a_limit_is_met_by_computing_again_where_the_batch_cannot_be_split():
     model, optimizer, loss_fn, batch = normalised()
     free = trimtab.plan_elsewhere(model, optimizer, loss_fn, batch, L4)
@@ -125,6 +172,10 @@ def test_blocks_may_be_named():
     assert {each.blocks for each in planned(normalised, **given).recomputables} == {("0", "3.0")}
     with pytest.raises(ValueGivenError, match="'9'"):
         trimtab.plan_elsewhere(*normalised(), L4, blocks=["9"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(m(b)).sum(), torch.randn(8, 4)
+    with pytest.raises(ValueGivenError, match="'0', which a forward runs several times, or never"):
+        trimtab.plan_elsewhere(*loop_of, L4, blocks=["0"])
 
 
 def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
@@ -132,7 +183,7 @@ def test_a_recorded_profile_says_what_a_plan_of_the_loop_says():
     live = planned(normalised, budget=budget)
     assert live.recomputables
     kept = from_json(Profile, to_json(trimtab.profile(*normalised(), num_blocks=3, traces=True)))
-    there = replace(kept.elsewhere(L4), budget=budget)
+    there = replace(replace(kept, hurried=True).elsewhere(L4), budget=budget)
     again = with_blocks(traced_for(there, recorded(kept)), recorded_blocks(kept))
     assert again.recomputables == live.recomputables
     assert any(peak_bytes(again, each.candidate) for each in again.recomputables)
@@ -144,4 +195,4 @@ def test_what_cannot_be_traced_in_blocks_is_planned_without():
     loop_of = model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean(), torch.randn(64, 8)
     plan = trimtab.plan_elsewhere(*loop_of, L4, objective=trimtab.Objective(1.0, 1.0))
     assert not plan.recompute.changed
-    assert "cannot be traced" in plan.recompute.reason
+    assert "no blocks that run once in a forward" in plan.recompute.reason

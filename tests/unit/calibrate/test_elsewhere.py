@@ -97,8 +97,22 @@ def test_seconds_of_a_data_sheet_are_held_against_a_limit_with_a_margin():
     step_s = trimtab.plan_elsewhere(*loop(), H100).predicted.step_s
     roomy = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.3 * step_s))
     assert roomy.predicted.step_s == step_s
-    with pytest.raises(InfeasibleError, match="predicted, with 25% on top of seconds"):
+    with pytest.raises(InfeasibleError, match=r"predicted, with 25% on top: .* to which a limit adds 25%"):
         trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(time=1.2 * step_s))
+    with pytest.raises(InfeasibleError, match="over the budget of 1 MiB") as caught:
+        trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory="1MiB"))
+    assert "25%" not in str(caught.value)
+
+
+def test_a_loss_of_several_values_is_refused_as_everywhere():
+    model, optimizer, _, batch = loop()
+
+    def losses(model, batch):
+        tokens = batch[0]
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
+
+    with pytest.raises(ModelError, match="scalar outputs"):
+        trimtab.plan_elsewhere(model, optimizer, losses, batch, H100)
 
 
 def test_chunks_of_the_loss_head_are_traced_where_memory_counts_alone():

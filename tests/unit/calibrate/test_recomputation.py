@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import trimtab
+from trimtab.calibrate import profiler
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.codec import from_json, to_json
@@ -18,6 +19,7 @@ from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, written
 from trimtab.decide.checkpoint_schedule import keep_all, predict
 from trimtab.decide.optimal_schedule import optimal
+from trimtab.decide.planner import choose
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 
@@ -188,15 +190,33 @@ class Twice(nn.Module):
         return self.ends[1](self.middle(self.middle(self.ends[0](x))))
 
 
-def profile_of(blocks):
+def profile_of(blocks, **others):
     torch.manual_seed(0)
     model = Twice()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     objective = trimtab.Objective(time=1, memory=1)
     batch = torch.randn(16, 8)
     return trimtab.profile(
-        model, optimizer, lambda m, x: m(x).square().mean(), batch, objective=objective, blocks=blocks, num_blocks=3
+        model,
+        optimizer,
+        lambda m, x: m(x).square().mean(),
+        batch,
+        objective=objective,
+        blocks=blocks,
+        num_blocks=3,
+        **others,
     )
+
+
+def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
+    """And nothing else is hurried."""
+    monkeypatch.setattr(profiler, "num_steps", lambda step_s: 10**12)
+    found = profile_of((), total_steps=1000)
+    assert not found.hurried
+    assert {each.refusal for each in found.recomputables} == {"there was no time left to measure its blocks"}
+    plan = choose(found, found.objective, found.budget)
+    assert "no time left to measure its blocks" in plan.recompute.reason
+    assert not profile_of(()).recomputables[0].refusal
 
 
 def test_blocks_may_be_named():
