@@ -20,7 +20,7 @@ from trimtab.core.recompute import EVERY_BLOCK, schedule_of
 from trimtab.core.work import operations
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
-from trimtab.measure.stages import Stages, chains_through, trace_stages
+from trimtab.measure.stages import Stages, chains_through, require_runs, trace_stages
 from trimtab.measure.step_trace import LossFn, trace_state_bytes
 from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.runtime.precision import autocast
@@ -69,13 +69,13 @@ def _traced(
         return few, many
 
     few, many = trace()
-    runs_again = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
-    trace_stages(model, loss_fn, batches[0], blocks, **runs_again)  # or a block writes over what it is given
+    every_block = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
+    require_runs(model, loss_fn, batches[0], **every_block)  # or a block writes over what it is given
     chains, in_part = chains_through(few, many, rows), ()
     if not _has_segments(model, blocks):
         chains = [chain.unlinked() for chain in chains]
     with contextlib.suppress(ModelError):  # as where a block writes over what is kept
-        parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)))
+        parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)), drops=False)
         in_part = operations(parts[0].work, parts[1].work, rows)
         chains = [chain.with_parts(part) for chain, part in zip(chains, chains_through(*parts, rows), strict=True)]
     held = trace_state_bytes(model, optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -106,15 +106,10 @@ def _search(
         elif blocks := next_recomputables(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
         ):
-            if profile.run_s is not None and is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
+            needed = blocks
+            if is_hurried(profile, spent_s, steps=_block_steps(profile, len(blocks))):
                 needed = next_recomputables(replace(profile, hurried=True), stage, objective, budget, always=traces)
-                unmeasured = tuple(Recomputable(each, refusal=_NO_TIME) for each in blocks if each not in needed)
-                profile, blocks = replace(profile, recomputables=profile.recomputables + unmeasured), needed
-            if blocks:
-                progress(f"measuring blocks: {', '.join(each.describe() for each in blocks)}")
-            splits = profile.check.splittable
-            measured = tuple(measure_recomputable(subject, each, splits=splits) for each in blocks)
-            profile = replace(profile, recomputables=profile.recomputables + measured)
+            profile = _with_blocks(subject, profile, blocks, needed, progress)
         elif stage is None:
             return profile
         else:
@@ -122,6 +117,25 @@ def _search(
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
             profile = profile.with_trials(found)
         snapshot.restore()
+
+
+def _with_blocks(
+    subject: Subject,
+    profile: Profile,
+    candidates: Sequence[Candidate],
+    needed: Sequence[Candidate],
+    progress: Callable[[str], None],
+) -> Profile:
+    """Return the profile with the blocks of those that are needed measured, and of the others that they were not."""
+    splits = profile.check.splittable
+
+    def measured(candidate: Candidate) -> Recomputable:
+        if candidate not in needed:
+            return Recomputable(candidate, refusal=_NO_TIME)
+        progress(f"measuring blocks: {candidate.describe()}")
+        return measure_recomputable(subject, candidate, splits=splits)
+
+    return replace(profile, recomputables=(*profile.recomputables, *map(measured, candidates)))
 
 
 def _block_steps(profile: Profile, number: int) -> int:

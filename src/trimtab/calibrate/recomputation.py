@@ -90,7 +90,7 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
             chains = [chain.unlinked() for chain in chains]
         try:
             in_part = in_part_of(len(names))
-            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), **how)
+            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False, **how)
             with_schedule(run.model, names, in_part, step)
         except (ModelError, RuntimeError):  # as where a block writes over what is kept
             parts = []

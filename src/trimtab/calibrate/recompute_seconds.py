@@ -78,7 +78,7 @@ def measure_seconds(
 
 
 def num_steps(step_s: float) -> int:
-    """Return how many steps measuring the blocks of a candidate takes at the most, of so many seconds."""
+    """Return about how many steps measuring the blocks of a candidate takes, of so many seconds."""
     turns = 2 * 3 * (1 + _turns(step_s))  # two sizes; all kept, computed again, and in part
     return turns + _OTHERS
 

@@ -54,13 +54,15 @@ def trace_stages(
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
+    drops: bool = True,
 ) -> Stages:
     """Return the bytes and operators of each block, and of what comes behind the last one.
 
     Args:
         model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
         blocks: a stage each. counts_scratch: run each operator that takes memory for itself
-            once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all.
+            once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all. drops:
+            whether to trace what a forward takes that keeps nothing; else it is told as of one that does.
 
     Raises:
         ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
@@ -70,18 +72,20 @@ def trace_stages(
         model, batch = fakes.copy((model, batch))
         prepare(model)
         with fakes, storages:
-            storages.counts_work = True
             known = storages.numbers_of([*model.parameters(), *model.buffers(), batch])
-            with torch.no_grad(), autocast():
-                dropping = _Pass(storages)
-                dropping.forward(model, loss_fn, batch, blocks.names)
             passes = []
+            if drops:
+                with torch.no_grad(), autocast():
+                    dropping = _Pass(storages)
+                    dropping.forward(model, loss_fn, batch, blocks.names)
             for _ in range(2):
+                storages.counts_work = not passes  # of the first alone
                 passes.append(_Pass(storages))
                 with autocast():
                     loss = passes[-1].forward(model, loss_fn, batch, blocks.names)
                 passes[-1].backward(loss)
                 del loss
+        dropping = dropping if drops else passes[0]
         if counts_scratch:
             for each in (dropping, *passes):
                 each.count_scratch()
@@ -91,6 +95,22 @@ def trace_stages(
     first = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
     return Stages(first, _chain(dropping, passes[1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
+
+
+def require_runs(
+    model: nn.Module, loss_fn: LossFn, batch: Any, *, autocast: Autocast = contextlib.nullcontext, prepare: Prepare
+) -> None:
+    """Raise `ModelError` where a forward and backward do not run on fakes, as `prepare` has them run."""
+    fakes = Fakes()
+    try:
+        model, batch = fakes.copy((model, batch))
+        prepare(model)
+        with fakes:
+            with autocast():
+                result = loss_fn(model, batch)
+            (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+    except Exception as error:  # whatever a model does, torch may have no fake of it
+        raise cannot_trace(error) from error
 
 
 def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: int) -> Chain:

@@ -123,6 +123,32 @@ def test_keeping_the_dear_part_alone_holds_less_where_it_can_be():
         assert model.many.stages[-1].part is None
 
 
+def test_blocks_with_batch_statistics_may_be_kept_in_part():
+    """Their buffers have no values where they are traced."""
+    torch.manual_seed(0)
+
+    def block():
+        return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh())
+
+    model = nn.Sequential(*(block() for _ in range(L)), nn.Linear(32, 3)).train()
+    batch = (torch.randn(512, 32),)
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), batch)
+    found = measure_recomputable(subject, Candidate("fp32", "keep", False, 512), splits=False)
+    chain = found.whole.at(512)
+    assert all(stage.part is not None for stage in chain.stages[:-1])
+    schedule = (*(Kept(index, in_part=True) for index in range(L)), Kept(L))
+    with subject.start(Candidate("fp32", "keep", False, 512, recompute=written(schedule[:-1]))) as run:
+
+        def step():
+            run.train_step(run.window(subject.batch), subject.loss_fn)
+
+        step()
+        subject.optimizer.zero_grad(set_to_none=True)
+        counted = peak_bytes(step, torch.device("cpu"), subject.live_tensors)
+    assert chain.held_bytes + predict(chain.stages, schedule).peak_bytes == pytest.approx(counted, rel=0.05)
+    assert counted < chain.held_bytes + predict(chain.stages, keep_all(L + 1)).peak_bytes
+
+
 def test_a_block_that_writes_over_what_is_kept_is_not_kept_in_part():
     _, found = measured(inplace=True)
     assert all(stage.part is None for stage in found.whole.many.stages)
