@@ -33,16 +33,18 @@ def trace_blocks(
     batch: Any,
     candidate: Candidate,
     named: tuple[str, ...] = (),
+    *,
+    splits: bool = True,
 ) -> TracedBlocks | str:
     """Return a candidate's blocks as on CUDA, or why nothing can be told of them.
 
     Args:
         model, optimizer, batch: on this CPU, or without memory; of 3 rows or more. named: the blocks, where they are
-            not those of the model's tree.
+            not those of the model's tree. splits: whether the batch may be split, into more than one.
     """
     try:
         with applied(model, optimizer, candidate), AsCuda():
-            return _traced(model, optimizer, loss_fn, batch, candidate, named)
+            return _traced(model, optimizer, loss_fn, batch, candidate, named, splits=splits)
     except TrimtabError as error:
         return describe(error)
 
@@ -54,6 +56,8 @@ def _traced(
     batch: Any,
     candidate: Candidate,
     named: tuple[str, ...],
+    *,
+    splits: bool,
 ) -> TracedBlocks | str:
     blocks = blocks_of(model, loss_fn, batch, named)
     number = len(blocks.names)
@@ -65,7 +69,9 @@ def _traced(
     forward = functools.partial(autocast, candidate.precision, HERE)
 
     def trace(**how: Any) -> tuple[Stages, Stages]:
-        few, many = (trace_stages(model, loss_fn, each, blocks, autocast=forward, **how) for each in batches)
+        few, many = (
+            trace_stages(model, loss_fn, each, blocks, autocast=forward, twice=splits, **how) for each in batches
+        )
         return few, many
 
     few, many = trace()
@@ -106,5 +112,5 @@ def trace_blocks_for_others(
     found = []
     for candidate in wanted:
         progress(f"tracing blocks for other devices: {candidate.describe()}")
-        found.append(trace_blocks(*loop, candidate, subject.named_blocks))
+        found.append(trace_blocks(*loop, candidate, subject.named_blocks, splits=profile.check.splittable))
     return tuple(each for each in found if not isinstance(each, str))

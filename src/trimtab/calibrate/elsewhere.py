@@ -73,7 +73,7 @@ def profile_elsewhere(
 
     def blocks(candidate: Candidate) -> TracedBlocks | str:
         progress(f"tracing blocks: {candidate.describe()}")
-        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks)
+        return trace_blocks(model, optimizer, loss_fn, batch, candidate, named_blocks, splits=check.splittable)
 
     profile = with_blocks(profile, blocks)
     return replace(profile, profiling_s=time.perf_counter() - start)

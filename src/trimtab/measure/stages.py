@@ -55,6 +55,7 @@ def trace_stages(
     counts_scratch: bool = False,
     prepare: Prepare = as_it_is,
     drops: bool = True,
+    twice: bool = True,
 ) -> Stages:
     """Return the bytes and operators of each block, and of what comes behind the last one.
 
@@ -62,7 +63,8 @@ def trace_stages(
         model, batch: with memory, or fakes. loss_fn: a mean, or (sum, count). autocast: the forward's context.
         blocks: a stage each. counts_scratch: run each operator that takes memory for itself
             once, on real tensors on the CPU, and count it. prepare: called with the model's copy before all. drops:
-            whether to trace what a forward takes that keeps nothing; else it is told as of one that does.
+            whether to trace what a forward takes that keeps nothing; else it is told as of one that does. twice:
+            whether to trace a later micro-batch; else there is none, and it is told as the first.
 
     Raises:
         ModelError: the step cannot be traced, as where it looks at a value; with torch's own reason.
@@ -78,7 +80,7 @@ def trace_stages(
                 with torch.no_grad(), autocast():
                     dropping = _Pass(storages)
                     dropping.forward(model, loss_fn, batch, blocks.names)
-            for _ in range(2):
+            for _ in range(2 if twice else 1):
                 storages.counts_work = not passes  # of the first alone
                 passes.append(_Pass(storages))
                 with autocast():
@@ -94,7 +96,7 @@ def trace_stages(
     held = sum(storages.sizes[number] for number in known)
     first = _chain(dropping, passes[0], blocks, held)
     held += sum(stage.gradient_bytes for stage in first.stages)
-    return Stages(first, _chain(dropping, passes[1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
+    return Stages(first, _chain(dropping, passes[-1], blocks, held), passes[0].work_of_forwards(), passes[0].work)
 
 
 def require_runs(
