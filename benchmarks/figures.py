@@ -195,11 +195,16 @@ def _overhead(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['task']} | {row['num_micro_batches']} | {interval} | {row['n']} | {bar:.4f} | {within} |"
 
 
+def _with_interval(row: Row, name: str) -> str:
+    """Return a figure of a row with its interval."""
+    return f"{row[name]:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+
+
 def _no_harm(rows: list[Row]) -> Iterator[str]:
     yield "| task | throughput over the strong recipe's (95%) | n | A/A control | at least 0.97 | peak | changes |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
-        ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        ratio = _with_interval(row, "mean")
         control = f"{row['control_low']:.3f} to {row['control_high']:.3f}"
         shown = "yes" if row["low"] >= 0.97 else "not shown" if row["high"] >= 0.97 else "no"
         peak = f"{row['peak_ratio']:.2f}x" if row.get("peak_ratio") else ""
@@ -252,7 +257,7 @@ def _regret(rows: list[Row]) -> Iterator[str]:
         if row["median_s"] is None:
             yield where + f"| not reached | | | | | {row['n']} |"
             continue
-        paired = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" if "mean" in row else ""
+        paired = _with_interval(row, "mean") if "mean" in row else ""
         over = f"{row['regret']:+.1%} ({row['best']})"
         took = f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} "
         again = f"{row['over_again']:+.1%}" if is_mean and row.get("over_again") is not None else ""
@@ -310,7 +315,7 @@ def _budgets(rows: list[Row]) -> Iterator[str]:
         if not row["feasible"]:
             yield limit + f"| | infeasible | | | | {row['way_out']} |"
             continue
-        took = f"{row['measured_s']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        took = _with_interval(row, "measured_s")
         met = "yes" if row["is_met"] else "**no**"
         predicted, error = row.get("predicted_s", math.nan), row.get("time_error", math.nan)
         peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {predicted:.3f} "
@@ -321,7 +326,7 @@ def _picks(rows: list[Row]) -> Iterator[str]:
     yield "| task | settings run | picked | against | the pick's seconds over theirs (95%) | n | A/A control |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
-        ratio = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        ratio = _with_interval(row, "mean")
         control = f"{row['control_low']:.3f} to {row['control_high']:.3f}"
         picked = f"| {row['task']} | {row['space']} | {row['pick']} | {row['other']} "
         yield picked + f"| {ratio} | {row['n']} | {control} |"
@@ -356,9 +361,7 @@ def _frontier(rows: list[Row]) -> Iterator[str]:
             share = f", {row['share']:.0%} asked for" if row["share"] else ""
             peak = f"{row['peak_bytes'] / 2**20:.1f} | {row['peak_bytes'] / whole:.0%} "
             error = f"| {row['predicted_bytes'] / row['peak_bytes'] - 1:+.1%} "
-            took = (
-                f"| {row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f}) | {row['predicted_over_none']:.3f} "
-            )
+            took = f"| {_with_interval(row, 'over_none')} | {row['predicted_over_none']:.3f} "
             yield f"| {row['schedule']}{share} | {peak}{error}{took}| {row['n']} |"
         yield ""
 
@@ -368,9 +371,8 @@ def _compiled(rows: list[Row]) -> Iterator[str]:
     yield "| model | of what it would keep | peak, MiB | time over the model's as it is, all kept (95%) | n |"
     yield "|---|---|---|---|---|"
     for row in rows:
-        took = f"{row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
         where = f"| {row['model']}, {row['precision']} | {row['share']:.0%} | {row['peak_bytes'] / 2**20:.1f} "
-        yield f"{where}| {took} | {row['n']} |"
+        yield f"{where}| {_with_interval(row, 'over_none')} | {row['n']} |"
 
 
 def _drawn(root: Path) -> Iterator[str]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trimtab.calibrate.failures import describe
-from trimtab.calibrate.recomputation import NO_BLOCKS, first_segment, in_part_of
+from trimtab.calibrate.recomputation import NO_BLOCKS, in_part_of, runs_in_segments
+from trimtab.calibrate.recompute_seconds import with_schedule
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import HERE, applied, two_sizes
 from trimtab.core.errors import ModelError, TrimtabError
@@ -19,7 +20,7 @@ from trimtab.core.profile import Candidate, Profile, TracedBlocks
 from trimtab.core.recompute import EVERY_BLOCK, schedule_of
 from trimtab.core.work import operations
 from trimtab.measure.as_cuda import AsCuda
-from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
+from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.stages import Stages, chains_through, require_runs, trace_stages
 from trimtab.measure.step_trace import LossFn, trace_state_bytes
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -64,7 +65,7 @@ def _traced(
     if not number:
         return NO_BLOCKS
     again = schedule_of(EVERY_BLOCK, number)
-    use_schedule(model, blocks.names, again)()  # or it says why not
+    with_schedule(model, blocks.names, again, _run_nothing)  # or it says why not
     rows, batches = two_sizes(batch)
     forward = functools.partial(autocast, candidate.precision, HERE)
 
@@ -78,7 +79,7 @@ def _traced(
     every_block = {"autocast": forward, "prepare": lambda copy: use_schedule(copy, blocks.names, again)}
     require_runs(model, loss_fn, batches[0], **every_block)  # or a block writes over what it is given
     chains, in_part = chains_through(few, many, rows), ()
-    if not _has_segments(model, blocks):
+    if not runs_in_segments(model, blocks, _run_nothing):
         chains = [chain.unlinked() for chain in chains]
     with contextlib.suppress(ModelError):  # as where a block writes over what is kept
         parts = trace(prepare=lambda copy: use_schedule(copy, blocks.names, in_part_of(number)), drops=False)
@@ -92,15 +93,8 @@ def _traced(
     )
 
 
-def _has_segments(model: nn.Module, blocks: LinkedBlocks) -> bool:
-    schedule = first_segment(blocks)
-    if schedule is None:
-        return True
-    try:
-        use_schedule(model, blocks.names, schedule)()
-    except ModelError:
-        return False
-    return True
+def _run_nothing() -> None:
+    """Take no step: whether blocks can be swapped shows before one."""
 
 
 def trace_blocks_for_others(

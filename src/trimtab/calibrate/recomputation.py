@@ -86,7 +86,7 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
         chains = trace(**how)
         step_until_applied(run, subject)
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
-        if not _runs_in_segments(run.model, subject.blocks, step):
+        if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
         try:
             in_part = in_part_of(len(names))
@@ -103,25 +103,18 @@ def in_part_of(number: int) -> Schedule:
     return tuple(Kept(index, in_part=True) for index in range(number))
 
 
-def _runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
-    """Return whether segments of several blocks run; those of a block with hooks of its own do not."""
-    schedule = first_segment(blocks)
-    if schedule is None:
+def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
+    """Return whether a step runs with segments of several blocks; of one with hooks of its own none is made."""
+    first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
+    if first is None:
         return True
+    kept = [Kept(index) for index in range(len(blocks.names))]
+    schedule = (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
     try:
         with_schedule(model, blocks.names, schedule, step)
     except ModelError:
         return False
     return True
-
-
-def first_segment(blocks: LinkedBlocks) -> Schedule | None:
-    """Return a schedule whose first two linked blocks are one segment; None where no two are."""
-    first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
-    if first is None:
-        return None
-    kept = [Kept(index) for index in range(len(blocks.names))]
-    return (*kept[:first], Segment(tuple(kept[first : first + 2])), *kept[first + 2 :])
 
 
 def trace_chain(

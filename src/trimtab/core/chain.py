@@ -101,16 +101,16 @@ class ChainModel:
 
     def holding(self, more_bytes: int) -> ChainModel:
         """Return the chain with so many more bytes held before it begins."""
-        few, many = (replace(each, held_bytes=each.held_bytes + more_bytes) for each in (self.few, self.many))
-        return replace(self, few=few, many=many)
+        return self._each(lambda chain: replace(chain, held_bytes=chain.held_bytes + more_bytes))
 
     def unlinked(self) -> ChainModel:
         """Return the chain with no segments of several stages."""
-        few, many = (
-            replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
-            for chain in (self.few, self.many)
+        return self._each(
+            lambda chain: replace(chain, stages=tuple(replace(stage, is_linked=False) for stage in chain.stages))
         )
-        return replace(self, few=few, many=many)
+
+    def _each(self, change: Callable[[Chain], Chain]) -> ChainModel:
+        return replace(self, few=change(self.few), many=change(self.many))
 
     def with_parts(self, traced: ChainModel) -> ChainModel:
         """Return the chain with the dear parts of its stages but the last, by what a trace that keeps them holds."""

@@ -115,8 +115,9 @@ class Recomputable:
     Args:
         candidate: with which seconds were taken; bytes are those of any micro-batch, allocator and fused step.
         blocks: their names, in the order they run in. whole: of a step of one micro-batch; sliced: of several, whose
-            gradients are held from one to the next; None where it cannot be told. step_s: seconds of
-            the whole step that keeps all, which the chains' seconds are a share of; where nothing is run, as predicted.
+            gradients are held from one to the next; None where it cannot be told.
+        step_s: of the whole step that keeps all, which the chains' seconds are a share of; where nothing is run, as
+            predicted.
         schedules: of least recomputation, for some shares of what the whole batch's step takes where all is kept.
         refusal: why it cannot be told, or "".
     """

@@ -26,6 +26,7 @@ _COMPUTED = """
 """
 _RETURNED = "prod softmax log_softmax cumprod cumsum vector_norm matrix_norm norm sum"
 _MOST_FLASH = 256  # width of a head that flash attention has kernels for
+_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)  # private; without, a backward is the CPU's
 _attend, _softmax = F.scaled_dot_product_attention, F.softmax
 
 
@@ -61,14 +62,13 @@ class AsCuda(TorchFunctionMode):
 
 def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
     """Return whether a backward is that of a step: of a loss, into all leaves, the graph freed."""
-    return (gradient is not None or tensor.numel() == 1) and not any(others.values())
+    return _ENGINE is not None and (gradient is not None or tensor.numel() == 1) and not any(others.values())
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
     """Run backward by torch's engine itself: what is public leaves the mode before it runs."""
     seed = torch.ones_like(tensor) if gradient is None else gradient
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward((tensor,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:

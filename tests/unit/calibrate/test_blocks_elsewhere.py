@@ -23,6 +23,7 @@ from trimtab.decide.checkpoint_schedule import keep_all, predict
 from trimtab.decide.elsewhere import recorded, recorded_blocks, traced_for, with_blocks
 from trimtab.decide.recomputing import peak_bytes
 from trimtab.decide.roofline import seconds_of, step_seconds
+from trimtab.measure import as_cuda
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.step_trace import trace_peaks
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -86,6 +87,14 @@ def test_peaks_are_those_of_a_step_that_is_traced_so(text, precision, rows):
         schedule = (*schedule_of(text, SHAPE.num_layers), keep_all(SHAPE.num_layers + 1)[-1])
         told = max(chain.held_bytes + predict(chain.stages, schedule).peak_bytes, step.step.peak_bytes(rows))
         assert told == pytest.approx(expected.peak_bytes(rows), rel=0.03)
+
+
+def test_without_torchs_own_engine_blocks_are_planned_whole_or_not_at_all(monkeypatch):
+    """What is computed again is the CPU's then, which keeps other tensors; plans without a limit are as they were."""
+    before = trimtab.plan_elsewhere(*loop(), L4)
+    monkeypatch.setattr(as_cuda, "_ENGINE", None)
+    assert trimtab.plan_elsewhere(*loop(), L4).predicted == before.predicted
+    assert "different number of tensors" in trace_blocks(*loop(), Candidate("fp32", "keep", False, ROWS))
 
 
 def planned(make, **given):
