@@ -140,14 +140,15 @@ def _chain(dropping: _Pass, keeping: _Pass, blocks: LinkedBlocks, held_bytes: in
 
 @dataclass
 class _Mark:
-    """How many events came before a stage's forward, before its end, and before its backward; storages it returned.
+    """How many events came before a stage's forward, before its end, and before its backward.
 
-    And how many operators came before its forward, and its end.
+    And how many operators came before its forward, and its end; storages it was given, and those it returned.
     """
 
     begin: int
     end: int = 0
     backward: int | None = None
+    inputs: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
     work: tuple[int, int] = (0, 0)
 
@@ -209,8 +210,9 @@ class _Pass:
 
     @contextlib.contextmanager
     def _hooked(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-        def enter(*_: Any) -> None:
-            self._marks.append(_Mark(self._now, work=(len(self.work), 0)))
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs = frozenset(self._storages.numbers_of((args, kwargs)))
+            self._marks.append(_Mark(self._now, inputs=inputs, work=(len(self.work), 0)))
 
         def leave(_: nn.Module, args: Any, result: Any) -> None:
             mark, tensors = self._marks[-1], [each for each in tree_iter(result) if isinstance(each, Tensor)]
@@ -222,7 +224,10 @@ class _Pass:
         handles = []
         for name in blocks:
             block = model.get_submodule(name)
-            handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+            handles += [
+                block.register_forward_pre_hook(enter, with_kwargs=True),
+                block.register_forward_hook(leave),
+            ]
         try:
             yield
         finally:
@@ -230,8 +235,19 @@ class _Pass:
                 handle.remove()
 
     def _held(self) -> list[int]:
-        sizes = self._storages.sizes
-        return [0, *itertools.accumulate(sign * sizes[number] for number, sign in self._seen.events)]
+        """Return what is held at each event.
+
+        What a stage was given is held to the forward's end where it is held beyond the stage's own: one that is run
+        again holds it in any case.
+        """
+        sizes, died = self._storages.sizes, self._indices(-1)
+        changes = [sign * sizes[number] for number, sign in self._seen.events]
+        end = self._marks[-1].end
+        late = {n: died[n] for mark in self._marks for n in mark.inputs if mark.end <= died.get(n, -1) < end}
+        for number, index in late.items():
+            changes[index] = 0
+            changes[end : end + 1] = [change - sizes[number] for change in changes[end : end + 1]]
+        return [0, *itertools.accumulate(changes)]
 
     def count_scratch(self) -> None:
         """Run each operator that takes memory for itself once, and count that."""

@@ -173,6 +173,43 @@ def test_what_waits_for_another_stage_is_in_it(make, batch, autocast, name):
     assert traced.held_bytes + predict(traced.stages, schedule).peak_bytes == pytest.approx(measured, rel=0.02)
 
 
+class Named(nn.Module):
+    """What its blocks are given no backward needs, and it has a name for as long as the model runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)) for _ in range(4))
+        self.head = nn.Linear(256, 1024)
+
+    def forward(self, x):
+        given = [2 * x]
+        for block in self.blocks:
+            given.append(block(given[-1]))
+        last = given.pop()
+        given.clear()
+        return self.head(last).square().mean()
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 1.1), ("every_block", 1.02), ("mixed", 1.05)])
+def test_what_a_block_was_given_is_held_until_it_is_run_again(name, most):
+    """The model lets go of it behind all blocks; and one that is kept is told as if it held it until then."""
+    torch.manual_seed(0)
+    model, batch = Named(), torch.randn(2048, 256)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def loss_fn(model, batch):
+        with autocast():
+            return model(batch[0])
+
+    traced = traced_chain(model, lambda m, batch: m(batch[0]), (batch,), autocast=autocast).first
+    mixed = (Segment((Kept(0),)), Kept(1), Segment((Kept(2),)), Kept(3), Kept(4))
+    schedule = {"none": keep_all(5), "every_block": every_block(5), "mixed": mixed}[name]
+    undo = use_schedule(model, [f"blocks.{index}" for index in range(4)], schedule)
+    measured = counted(model, loss_fn, (batch,))
+    undo()
+    assert 0.98 <= (traced.held_bytes + predict(traced.stages, schedule).peak_bytes) / measured <= most
+
+
 @pytest.mark.parametrize("make", [gpt, resnet])
 @pytest.mark.parametrize("name", ["none", "every_block", "nested", "sqrt", "optimal 0.9", "optimal 0.8", "optimal 0.7"])
 def test_the_peak_of_any_schedule_is_told_from_one_trace(make, name):
