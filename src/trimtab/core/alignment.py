@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import accumulate, groupby, takewhile
 
 
 def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, int]:
@@ -16,15 +16,17 @@ def common_ends(one: Sequence[object], other: Sequence[object]) -> tuple[int, in
 
 
 def aligned_peaks(
-    few: Sequence[int], many: Sequence[int], few_kinds: Sequence[object], many_kinds: Sequence[object]
+    few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return values moment by moment: all where two courses are as long, else of what only one has the largest.
+    """Return values moment by moment, and of a span in which two courses differ the largest of each.
+
+    Torch runs a backward's last nodes in an order of its own, so that two of the same length may differ too.
 
     Args:
-        few, many: a value at each moment. few_kinds, many_kinds: what each moment is.
+        few, many: a value at each moment. few_kinds, many_kinds: by how much there is more of what is counted.
     """
     if len(few) == len(many):
-        return list(few), list(many)
+        return _in_step(few, many, few_kinds, many_kinds)
     begin, end = common_ends(few_kinds, many_kinds)
 
     def shortened(values: Sequence[int]) -> list[int]:
@@ -32,3 +34,20 @@ def aligned_peaks(
         return [*values[:begin], max(around, default=0), *values[len(values) - end :]]
 
     return shortened(few), shortened(many)
+
+
+def _in_step(
+    few: Sequence[int], many: Sequence[int], few_kinds: Sequence[int], many_kinds: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return all moments at which as many are there of one as of the other; of others the largest, with those beside.
+
+    Of two that let go of the same before and after something comes, one has its largest where the other is in step.
+    """
+    is_same = [one == other for one, other in zip(accumulate(few_kinds), accumulate(many_kinds), strict=True)]
+    ours, theirs = list[int](), list[int]()
+    for same, group in groupby(range(len(few)), is_same.__getitem__):
+        span = list(group)
+        begin, end = max(0, span[0] - 1), span[-1] + 2
+        ours += few[span[0] : span[-1] + 1] if same else [max(few[begin:end])]
+        theirs += many[span[0] : span[-1] + 1] if same else [max(many[begin:end])]
+    return ours, theirs
