@@ -5,6 +5,7 @@ peak of the plan without a budget: what was predicted of each plan, and what it 
 one over the other). `recorded_s` is what the profile of the plan without a budget predicts of the plan it makes under
 this one: never less than under a looser one (`is_monotone`; None where it makes none), but for the hundredth that is
 given for less memory. `plans_monotone` is the same of the plans that are run, each predicted by a profile of its own.
+`is_between`: whether the median of what a plan took is within the interval that it gives its seconds.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         if predicted is not None:
             row |= {"predicted_s": predicted.step_s, "predicted_bytes": predicted.peak_bytes}
             row |= {"time_error": predicted.step_s / row["measured_s"] - 1}
+            low_s, high_s = predicted.between_s or (math.nan, math.nan)
+            row |= {"predicted_low": low_s, "predicted_high": high_s}
+            row |= {"is_between": low_s <= row["measured_s"] <= high_s}
             row |= {"plans_monotone": predicted.step_s >= FREE_SPEED * longest_plan}
             longest_plan = max(longest_plan, predicted.step_s)
         yield row | {"changes": plan.changes_in_words or "nothing", "planning_s": plan.planning_s}

@@ -307,6 +307,8 @@ def _budgets(rows: list[Row]) -> Iterator[str]:
     yield f"- predicted by one profile, {sum(told)} of {len(told)} take no less time than under a looser budget"
     if own := [row["plans_monotone"] for row in rows if "plans_monotone" in row]:
         yield f"- predicted each by its own profile, {sum(own)} of {len(own)}"
+    if within := [row["is_between"] for row in rows if "is_between" in row]:
+        yield f"- {sum(within)} of {len(within)} took seconds that are within the interval that was predicted"
     yield ""
     yield "| task | limit, MiB | share | peak run, MiB | met | seconds predicted | measured (95%) | error | changes |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -318,7 +320,8 @@ def _budgets(rows: list[Row]) -> Iterator[str]:
         took = _with_interval(row, "measured_s")
         met = "yes" if row["is_met"] else "**no**"
         predicted, error = row.get("predicted_s", math.nan), row.get("time_error", math.nan)
-        peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {predicted:.3f} "
+        between = f" ({row['predicted_low']:.3f} to {row['predicted_high']:.3f})" if "predicted_low" in row else ""
+        peak = f"| {row['measured_bytes'] / 2**20:.1f} | {met} | {predicted:.3f}{between} "
         yield limit + peak + f"| {took} | {error:+.1%} | {row['changes']} |"
 
 

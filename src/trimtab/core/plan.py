@@ -19,7 +19,7 @@ from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.recompute import check_recompute
 from trimtab.core.units import format_bytes, format_seconds
 
-PLAN_SCHEMA = 7
+PLAN_SCHEMA = 8
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -80,10 +80,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Measured:
-    """A loop's cost per optimizer step: median seconds, and peak bytes (None: not measured)."""
+    """A loop's cost per optimizer step.
+
+    Args:
+        step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, between which blocks of
+            steps lay that were measured while it was planned, but for one of twenty; None: nothing was run.
+    """
 
     step_s: float
     peak_bytes: int | None = None
+    between_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -360,7 +366,10 @@ def _certainty(verified: tuple[float, float] | None) -> str:
 def _cost(label: str, cost: Measured | None) -> str:
     if cost is None:
         return f"{label}: not measured"
-    return f"{label}: {format_seconds(cost.step_s)} per step, peak memory {format_bytes(cost.peak_bytes)}"
+    between = ""
+    if cost.between_s is not None:
+        between = " ({} to {})".format(*map(format_seconds, cost.between_s))
+    return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {format_bytes(cost.peak_bytes)}"
 
 
 def _choice(name: str, choice: Choice) -> list[str]:

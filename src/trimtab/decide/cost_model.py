@@ -31,6 +31,7 @@ CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 0.25
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 # Stages of whole steps, each of which begins with a mode.
 _STAGES = ("modes", "head", "sizes", "compile")
+_OUTSIDE = 0.05  # share of blocks that an interval leaves out, half of them below
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -86,6 +87,24 @@ class CostModel:
         peak = counted or self._traced(candidate)
         return Predicted(step_s, peak, counted=counted is not None, margin=self.seconds_margin)
 
+    def between(self, step_s: float) -> tuple[float, float] | None:
+        """Return between which seconds blocks of steps lie that are predicted to take so many, but for one of twenty.
+
+        It holds how a machine's speed changes while it is measured. None: nothing was run.
+        """
+        shares = self._shares
+        outside = int(_OUTSIDE / 2 * len(shares))
+        return (shares[outside] * step_s, shares[-1 - outside] * step_s) if shares else None
+
+    @functools.cached_property
+    def _shares(self) -> list[float]:
+        """Return what blocks of trials took, as shares of what is predicted of them."""
+        shares = list[float]()
+        for trial in self._profile.trials:
+            step_s = self.predict(trial.candidate).step_s if trial.is_whole else None
+            shares += [block_s / step_s for block_s in trial.block_s] if step_s else []
+        return sorted(shares)
+
     def may_fit(self, candidate: Candidate, limit_bytes: int) -> bool:
         """Return whether nothing is known that speaks against it: counted bytes, or traced ones without a margin."""
         found = self._counted(candidate) or self.traced_bytes(candidate)
@@ -118,8 +137,9 @@ class CostModel:
         """Return the seconds of the unit: a median, as a stage that was disturbed as a whole is one of several."""
         if self._unit is None or not self._unit.step_s:
             return None
+        stages = (*_STAGES, *self._profile.finals)
         firsts = [
-            t for name in _STAGES for t in self._profile.stage(name)[:1] if t.block_s and t.candidate in self._modes
+            t for name in stages for t in self._profile.stage(name)[:1] if t.block_s and t.candidate in self._modes
         ]
         found = [(trial.step_s or 0.0) / self._modes[trial.candidate] for trial in firsts]
         return statistics.median(found) if found else self._unit.step_s

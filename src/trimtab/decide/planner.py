@@ -200,7 +200,9 @@ def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
     before = tuple(trial for trial in profile.trials if trial.stage not in profile.finals)
     model = CostModel(replace(profile, trials=before))
     cost, told = model.predict(candidate), model.traced_bytes(candidate) if before else None
-    return None if cost.step_s is None else Measured(cost.step_s, told or cost.peak_bytes)
+    if cost.step_s is None:
+        return None
+    return Measured(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s))
 
 
 def _front_point(point: Point) -> FrontPoint:

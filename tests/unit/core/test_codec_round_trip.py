@@ -243,7 +243,7 @@ PLAN = Plan(
     Choice(4, "fits", Mark.EXACT, True, (Rejected(8, "needs 9 GiB"),)),
     check=Check(True, "per-sample loss", 1e-7),
     baseline=Measured(0.5, 10**9),
-    predicted=Measured(0.25),
+    predicted=Measured(0.25, between_s=(0.2, 0.3)),
 )
 PROFILE = Profile(
     DeviceSpec("cpu", "cpu", peak_flops={"fp32": 1e11}),

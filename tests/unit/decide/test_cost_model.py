@@ -71,6 +71,25 @@ def test_a_stage_that_was_disturbed_as_a_whole_moves_no_seconds(disturbed):
     assert model.predict(REFERENCE).step_s == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_a_prediction_lies_between_what_the_machine_takes_for_it_at_its_slowest_and_its_fastest(drift):
+    machine = Machine(speed={"bf16": 2.0}, split_s=0.2, drift=drift, seed=3)
+    profile = measured(machine, can_retain=False)
+    model = CostModel(profile)
+    step_s = model.predict(REFERENCE).step_s
+    low, high = model.between(step_s)
+    assert low <= step_s <= high
+    blocks = [
+        block / model.predict(trial.candidate).step_s
+        for trial in profile.trials
+        if trial.is_whole
+        for block in trial.block_s
+    ]
+    inside = sum(low / step_s <= each <= high / step_s for each in blocks)
+    assert inside >= 0.95 * len(blocks)
+    assert high / low == pytest.approx(1.0) if not drift else high / low > 1.05
+
+
 def test_what_was_never_tried_has_no_cost():
     model = CostModel(measured(Machine()))
     found = model.predict(replace(REFERENCE, precision="fp16"))
