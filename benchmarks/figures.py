@@ -371,11 +371,12 @@ def _frontier(rows: list[Row]) -> Iterator[str]:
 
 def _compiled(rows: list[Row]) -> Iterator[str]:
     """Yield what torch's own budgets make of compiled models."""
-    yield "| model | of what it would keep | peak, MiB | time over the model's as it is, all kept (95%) | n |"
-    yield "|---|---|---|---|---|"
+    yield "| model | of what it would keep | peak, MiB | time over the model's as it is, all kept (95%) | n | gradients off |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         where = f"| {row['model']}, {row['precision']} | {row['share']:.0%} | {row['peak_bytes'] / 2**20:.1f} "
-        yield f"{where}| {_with_interval(row, 'over_none')} | {row['n']} |"
+        off = f"{row['gradient_error']:.1e}" if row["gradient_error"] < 1e-3 else f"**{row['gradient_error']:.0%}**"
+        yield f"{where}| {_with_interval(row, 'over_none')} | {row['n']} | {off} |"
 
 
 def _drawn(root: Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ recomputation for a share of the peak that keeping all takes, selective ones amo
 a step that holds less has fewer page faults to pay, which is the allocator's gain.
 `--compiled` prints rows of torch's own way instead, `torch_memory_budget`: the model compiled, and the compiler told
 to keep no more than a `share` of what it would (which bounds no peak); its 1 is the model compiled, and nothing else.
+`gradient_error`: how far its gradients are from the eager ones by the same masks, as a share of their norm.
 `--walk` prints `budget` rows instead: one profile is planned under 20 limits from that peak down, and each plan is run.
 """
 
@@ -127,14 +128,24 @@ def compiled_rows(name: str, precision: str, turns: int) -> Iterator[dict[str, A
     for budget in BUDGETS:
         torch.compiler.reset()
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(loop.model)
+            compiled = torch.compile(loop.model, options={"fallback_random": True})  # draws as the eager one does
             undo = loop.switch(compiled)
             loop.step()  # which compiles it
+            ours = _gradients(loop)
             undo()
+            theirs = _gradients(loop)
             row = {"metric": "frontier", "model": name, "precision": precision, "schedule": "torch_memory_budget"}
+            row |= {"gradient_error": float((ours - theirs).norm() / theirs.norm())}
             row |= {"share": budget, **_measured(loop, functools.partial(loop.switch, compiled), turns)}
         print(_line(row), file=sys.stderr, flush=True)
         yield row
+
+
+def _gradients(loop: Loop) -> torch.Tensor:
+    """Return all gradients of a step, whose random numbers are the same each time."""
+    torch.manual_seed(1)
+    loop.step()
+    return torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
 
 
 def _measured(loop: Loop, use: Callable[[], Callable[[], None]], turns: int) -> dict[str, Any]:
@@ -224,6 +235,7 @@ def _line(row: dict[str, Any]) -> str:
     memory = f"{row['peak_bytes'] / 2**20:8.1f} MiB"
     seconds = f"{row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f}) of none's, {row['time_s']:.3f} s"
     where = f"{row['model']:<9} {row['precision']} {name:<13} {memory}  {seconds}"
+    where += f"; gradients {row['gradient_error']:.1e} off" if "gradient_error" in row else ""
     if "predicted_bytes" not in row:
         return where
     told = f"{row['predicted_bytes'] / row['peak_bytes'] - 1:+.1%}, {row['predicted_over_none']:.3f}"

@@ -83,8 +83,8 @@ class Measured:
     """A loop's cost per optimizer step.
 
     Args:
-        step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, between which blocks of
-            steps lay that were measured while it was planned, but for one of twenty; None: nothing was run.
+        step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, within which they are
+            expected, by how far from predictions the blocks of trials lay; None: nothing was run.
     """
 
     step_s: float

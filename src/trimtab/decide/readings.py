@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from trimtab.core.objective import Budget, Cost, Objective
@@ -22,6 +23,11 @@ CLEARLY_SLOWER = 0.95
 def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
     """Return how many times faster `ours` is, paired by block."""
     return ratio_interval([b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False)])
+
+
+def typical_ratio(ours: Trial, theirs: Trial) -> float:
+    """Return how many times faster `ours` is, by the median of its blocks: one that was disturbed moves nothing."""
+    return statistics.median(b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False))
 
 
 def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:
