@@ -101,9 +101,10 @@ def sweep(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         if predicted is not None:
             row |= {"predicted_s": predicted.step_s, "predicted_bytes": predicted.peak_bytes}
             row |= {"time_error": predicted.step_s / row["measured_s"] - 1}
-            low_s, high_s = predicted.between_s or (math.nan, math.nan)
-            row |= {"predicted_low": low_s, "predicted_high": high_s}
-            row |= {"is_between": low_s <= row["measured_s"] <= high_s}
+            if predicted.between_s is not None:
+                low_s, high_s = predicted.between_s
+                row |= {"predicted_low": low_s, "predicted_high": high_s}
+                row |= {"is_between": low_s <= row["measured_s"] <= high_s}
             row |= {"plans_monotone": predicted.step_s >= FREE_SPEED * longest_plan}
             longest_plan = max(longest_plan, predicted.step_s)
         yield row | {"changes": plan.changes_in_words or "nothing", "planning_s": plan.planning_s}

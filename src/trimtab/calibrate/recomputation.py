@@ -104,7 +104,7 @@ def in_part_of(number: int) -> Schedule:
 
 
 def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], None]) -> bool:
-    """Return whether a step runs with segments of several blocks; of one with hooks of its own none is made."""
+    """Return whether segments of several blocks can be made, of blocks without hooks, and a step runs with one."""
     first = next((index for index, is_linked in enumerate(blocks.links) if is_linked), None)
     if first is None:
         return True

@@ -41,7 +41,9 @@ def _in_step(
 ) -> tuple[list[int], list[int]]:
     """Return all moments at which as many are there of one as of the other; of others the largest, with those beside.
 
-    Of two that let go of the same before and after something comes, one has its largest where the other is in step.
+    Of two that let go of the same before and after something comes, one has its largest where the other is in step. By
+    counts alone: of things that come in another order no sign is seen. A largest of other moments is no line, and told
+    too small for sizes that are smaller than both.
     """
     is_same = [one == other for one, other in zip(accumulate(few_kinds), accumulate(many_kinds), strict=True)]
     ours, theirs = list[int](), list[int]()

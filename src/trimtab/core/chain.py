@@ -33,7 +33,8 @@ class Stage:
 
     Args:
         forward_s: what running its forward again takes. output_bytes: of what it hands on, and of its gradient.
-            saved_bytes: held from forward to backward where it is kept whole, the output among them; spare_bytes: of
+            saved_bytes: held from forward to backward where it is kept whole, the output among them, and what it was
+            given where the model lets go of that later: told too large, for one that is run again; spare_bytes: of
             these, gone when its backward begins, as an output that the next one alone needs. forward_bytes: the most in
             its forward, where it is kept; dropping_bytes: where nothing is. backward_bytes: the most in its backward
             beyond what is left and the output's gradient. gradient_bytes: of its parameters, left when it is over, and

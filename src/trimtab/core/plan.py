@@ -84,7 +84,8 @@ class Measured:
 
     Args:
         step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, within which they are
-            expected, by how far from predictions the blocks of trials lay; None: nothing was run.
+            expected: by how far from predictions the blocks of trials lay, and no closer than what nine of ten
+            predictions missed by; None: nothing was run.
     """
 
     step_s: float

@@ -31,8 +31,8 @@ CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 0.25
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 # Stages of whole steps, each of which begins with a mode.
 _STAGES = ("modes", "head", "sizes", "compile")
-# Share of blocks that an interval leaves out, half of them below; and by what nine of ten predictions missed a step at
-# most that was run later (docs/memory.md).
+# Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
+# or too short, at the most (docs/memory.md has of how many it holds).
 _OUTSIDE, _MISSED = 0.05, 0.12
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
@@ -92,13 +92,15 @@ class CostModel:
     def between(self, step_s: float) -> tuple[float, float] | None:
         """Return between which seconds a step lies that is predicted to take so many. None: nothing was run.
 
-        Where blocks of trials lay, but for one of twenty; and no narrower than what nine of ten predictions missed by.
+        Where blocks of trials lay beside what is predicted of them, but for one of twenty; by these it is made, too, so
+        that it is no narrower than what nine of ten predictions missed by.
         """
         shares = self._shares
         if not shares:
             return None
         outside = int(_OUTSIDE / 2 * len(shares))
-        return min(shares[outside], 1 - _MISSED) * step_s, max(shares[-1 - outside], 1 + _MISSED) * step_s
+        low, high = min(shares[outside], 1 / (1 + _MISSED)), max(shares[-1 - outside], 1 / (1 - _MISSED))
+        return low * step_s, high * step_s
 
     @functools.cached_property
     def _shares(self) -> list[float]:
@@ -141,9 +143,8 @@ class CostModel:
         """Return the seconds of the unit: a median, as a stage that was disturbed as a whole is one of several."""
         if self._unit is None or not self._unit.step_s:
             return None
-        stages = (*_STAGES, *self._profile.finals)
         firsts = [
-            t for name in stages for t in self._profile.stage(name)[:1] if t.block_s and t.candidate in self._modes
+            t for name in _STAGES for t in self._profile.stage(name)[:1] if t.block_s and t.candidate in self._modes
         ]
         found = [(trial.step_s or 0.0) / self._modes[trial.candidate] for trial in firsts]
         return statistics.median(found) if found else self._unit.step_s

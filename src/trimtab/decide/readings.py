@@ -26,8 +26,8 @@ def speed_ratio(ours: Trial, theirs: Trial) -> Interval:
 
 
 def typical_ratio(ours: Trial, theirs: Trial) -> float:
-    """Return how many times faster `ours` is, by the median of its blocks: one that was disturbed moves nothing."""
-    return statistics.median(b / a for a, b in zip(ours.block_s, theirs.block_s, strict=False))
+    """Return how many times faster `ours` is, by the median of its blocks: of three or more one may be disturbed."""
+    return math.exp(statistics.median(math.log(b / a) for a, b in zip(ours.block_s, theirs.block_s, strict=False)))
 
 
 def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:

@@ -61,7 +61,7 @@ class AsCuda(TorchFunctionMode):
 
 
 def _is_plain(tensor: Tensor, gradient: Tensor | None = None, **others: Any) -> bool:
-    """Return whether a backward is that of a step: of a loss, into all leaves, the graph freed."""
+    """Return whether a backward is that of a step, of a loss into all leaves, and torch's own can be run."""
     return _ENGINE is not None and (gradient is not None or tensor.numel() == 1) and not any(others.values())
 
 

@@ -186,7 +186,7 @@ class _Pass:
 
     def backward(self, loss: Tensor) -> None:
         """Run it."""
-        seed = torch.ones_like(loss)  # else held by it until the end, as a gradient is
+        seed = torch.ones_like(loss)  # else held by it until the end, as a gradient is; and its birth ends the forward
         self._marks[-1].backward = self._now
         loss.backward(seed)
 
@@ -237,8 +237,8 @@ class _Pass:
     def _held(self) -> list[int]:
         """Return what is held at each event.
 
-        What a stage was given is held to the forward's end where it is held beyond the stage's own: one that is run
-        again holds it in any case.
+        What a stage was given is held to the forward's end where it is let go of behind the stage's own: one that is
+        run again holds it in any case.
         """
         sizes, died = self._storages.sizes, self._indices(-1)
         changes = [sign * sizes[number] for number, sign in self._seen.events]

@@ -44,11 +44,27 @@ def recomputed(
         for index, tensor in zip(places, given, strict=True):
             all_leaves[index] = tensor
         again, named = tree_unflatten(all_leaves, structure)
-        return function(*again, **named)
+        with _casts_each_time() if in_part else contextlib.nullcontext():
+            return function(*again, **named)
 
     # Of arguments by position alone torch knows which devices draw random numbers, and whether one was written over.
     context = functools.partial(_contexts, modules, in_part)
     return checkpoint(call, _of_device(modules), *tensors, use_reentrant=False, context_fn=context)
+
+
+@contextlib.contextmanager
+def _casts_each_time() -> Iterator[None]:
+    """Have autocast cast a weight whenever it is used.
+
+    Of one that another block has used before, its cache would leave out a cast which is not there when it is run again:
+    what is kept in part is found by its place among the operators.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _of_device(modules: Sequence[nn.Module]) -> Tensor | None:

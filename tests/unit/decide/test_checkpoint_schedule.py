@@ -194,6 +194,27 @@ def test_it_is_never_slower_than_the_schedules_everyone_has(seed):
         assert predict(chain, schedule).recompute_s <= other.recompute_s + 1e-9
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_cost_no_more_than_a_twentieth(seed):
+    """Of what is recomputed, against slots of a fortieth of theirs: chains that are not alike, at several limits."""
+    random.seed(seed)
+    chain = [
+        stage(
+            random.randint(200, 2000), f=random.uniform(0.5, 2), out=random.randint(10, 200), grad=random.randint(0, 50)
+        )
+        for _ in range(12)
+    ]
+    whole = predict(chain, keep_all(12)).peak_bytes
+    compared = 0
+    for share in (0.8, 0.65, 0.5, 0.4):
+        coarse, fine = (optimal(chain, int(share * whole), slots) for slots in (250, 10_000))
+        if fine is not None:
+            assert coarse is not None
+            assert predict(chain, coarse).recompute_s <= 1.05 * predict(chain, fine).recompute_s
+            compared += 1
+    assert compared >= 2
+
+
 def test_what_cannot_be_met_is_none():
     assert optimal(alike(6, saved=10, backward=5), 12) is None
     assert optimal(alike(1, saved=10), 9) is None

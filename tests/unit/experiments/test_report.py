@@ -21,6 +21,7 @@ from trimtab.core.codec import read_json
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
+from trimtab.core.step_memory import PARTS, Moment, StepMemory
 from trimtab.experiments.report import plan_tables, tables, terminal_report, wording, write_report
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_report
@@ -638,6 +639,19 @@ def test_each_figure_is_labelled() -> None:
         assert 'role="img" aria-label="' in drawing.svg
         assert "<title>" in drawing.svg
         assert "currentColor" in drawing.svg
+
+
+def test_what_a_step_holds_is_drawn_by_part_and_only_what_it_has() -> None:
+    case, gib = CASES["gpt"], 2**30
+    moments = tuple(
+        Moment(at, phase, dict.fromkeys(PARTS, 0) | {"parameters": gib, "activations": held, "gradients": gib - held})
+        for at, phase, held in ((0.0, "forward", 0), (0.5, "backward", gib // 2), (1.0, "step", gib))
+    )
+    step = StepMemory(moments[-1], moments, {part: max(m.bytes_by_part[part] for m in moments) for part in PARTS}, ())
+    drawing = draw(Picture("timeline"), replace(case, memory={next(iter(case.plans)): step}))
+    assert drawing.svg.startswith("<svg")
+    assert [key.text for key in drawing.legend] == ["parameters", "gradients", "activations"]
+    assert draw(Picture("timeline"), replace(case, memory={})).svg == ""
 
 
 def test_markdown_tables_keep_their_columns() -> None:

@@ -1,0 +1,21 @@
+"""Of what recomputes every two of schedule, precision, block, eager or compiled, and one process or ranks, together."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from recomputing_cells import cells, check_cell, covering, pairs_of
+
+
+@pytest.mark.parametrize("cell", covering(), ids="-".join)
+def test_a_cell_is_the_loop_that_keeps_all(tmp_path, cell):
+    if "compiled" in cell and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    check_cell(cell, tmp_path)
+
+
+def test_every_two_values_that_may_meet_do():
+    meet = set().union(*map(pairs_of, covering()))
+    assert meet == set().union(*map(pairs_of, cells()))
+    assert {("ddp", "fp16"), ("fsdp2", "bf16"), ("fsdp2", "compiled"), ("dropout", "compiled")} <= meet
