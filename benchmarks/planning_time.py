@@ -2,13 +2,16 @@
 
 `python benchmarks/planning_time.py [--quick] [--json]` prints `planning_s` rows: seconds of `trimtab.plan_elsewhere`
 for an H100, the model made on fake tensors, each time in a process of its own; and by how much that process grew. Each
-also under a limit of half the memory or so (`budget_bytes`), for which blocks and loss heads are traced too.
+also under a limit of half the memory or so (`budget_bytes`), for which blocks and loss heads are traced too. And a
+`schedule_s` row: seconds in which the schedule of least recomputation of a hundred blocks is found.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -21,6 +24,9 @@ from prediction_models import ResNet50
 from torch.nn import functional as F
 
 import trimtab
+from trimtab.core.chain import Stage
+from trimtab.decide.checkpoint_schedule import keep_all, predict
+from trimtab.decide.optimal_schedule import optimal
 from trimtab.decide.statistics import mean_interval
 from trimtab.measure.fakes import Fakes
 from trimtab.tasks.language_modelling import next_token_loss
@@ -31,6 +37,7 @@ GPT2_SMALL = GPTShape(50257, 1024, num_layers=12, num_heads=12, width=768, dropo
 MODELS = {"gpt2_small": 32, "resnet50": 128}  # rows of a batch
 LIMITS = {"gpt2_small": 16 * 2**30, "resnet50": 4 * 2**30}
 RUNS = 8
+STAGES, CHAINS, CHAIN_SHARES = 100, 4, (0.7, 0.5, 0.3)
 
 
 def loop(name: str) -> tuple[Any, ...]:
@@ -74,6 +81,28 @@ def row_of(name: str, limit: int | None, runs: int) -> dict[str, Any]:
     return row | {key: found[-1][key] for key in ("grown_bytes", "changes", "predicted_s", "predicted_bytes")}
 
 
+def schedule_row() -> dict[str, Any]:
+    """Find the schedules of least recomputation of chains that are not alike, at three limits each."""
+    taken = []
+    for seed, share in itertools.product(range(CHAINS), CHAIN_SHARES):
+        draw = random.Random(seed)
+        chain = [_stage(draw) for _ in range(STAGES)]
+        limit = int(share * predict(chain, keep_all(STAGES)).peak_bytes)
+        begin = time.perf_counter()
+        assert optimal(chain, limit) is not None
+        taken.append(time.perf_counter() - begin)
+    interval = mean_interval(taken)
+    row = {"metric": "schedule_s", "model": f"{STAGES} stages", "mean": interval.mean, "low": interval.low}
+    return row | {"high": interval.high, "n": interval.n}
+
+
+def _stage(draw: random.Random) -> Stage:
+    kept = draw.randint(200, 2000)
+    sizes = {"output_bytes": draw.randint(10, 200), "saved_bytes": kept, "forward_bytes": kept + draw.randint(0, 200)}
+    sizes |= {"dropping_bytes": draw.randint(200, 2200), "backward_bytes": draw.randint(0, 400)}
+    return Stage(draw.uniform(0.1, 2), **sizes, gradient_bytes=draw.randint(0, 100))
+
+
 def main() -> None:
     """Plan, and print how long it took."""
     parser = command.parser(__doc__)
@@ -85,10 +114,15 @@ def main() -> None:
         return
     cases = [(name, limit) for name in MODELS for limit in (None, LIMITS[name])]
     rows = [row_of(name, limit, 2 if options.quick else RUNS) for name, limit in cases]
+    rows.append(schedule_row())
+    print(_line(rows[-1]), file=sys.stderr, flush=True)
     command.show("planning_time", rows, _line, as_json=options.json)
 
 
 def _line(row: dict[str, Any]) -> str:
+    if row["metric"] == "schedule_s":
+        milliseconds = " to ".join(f"{1000 * row[key]:.0f}" for key in ("low", "high"))
+        return f"{row['model']}: schedule of least recomputation in {milliseconds} ms (95%, n={row['n']})"
     took = f"{row['mean']:.2f} s (95% {row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
     limit = "" if row["budget_bytes"] is None else f" within {row['budget_bytes'] / 2**30:g} GiB"
     return f"{row['model'] + limit:<26} {took}, grown by {row['grown_bytes'] / 2**20:.0f} MiB: {row['changes']}"

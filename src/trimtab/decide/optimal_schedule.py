@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from trimtab.core.chain import Chain, Stage
 from trimtab.core.recompute import Kept, Part, Schedule, Segment, stages_of, written
@@ -68,6 +69,8 @@ def by_shares(chain: Chain) -> tuple[str, ...]:
 class _Table:
     """R for all stages and slots, as numbers of bytes that are there.
 
+    Filled by rising numbers of stages, all runs of as many at once.
+
     Args:
         most_bytes: of all slots together.
     """
@@ -81,12 +84,20 @@ class _Table:
         self._gradients = growth[::-1][1:]  # held when the stages behind one had their backward
         self._outputs = [self._slots(stage.output_bytes) for stage in chain]
         self._beside = [self._slots(stage.beside_bytes) for stage in chain]
+        self._kept = [self._slots(kept_bytes(stage, Kept(index))) for index, stage in enumerate(chain)]
+        self._always_held = np.array([self._always(last) for last in range(self._num)], float)
+        self._forward = np.array([stage.forward_bytes for stage in chain], float)
+        needs = (held + backward_need(stage, Kept(0)) for stage, held in zip(chain, self._gradients, strict=True))
+        self._backward = np.array([*needs], float)
         self._dropping = self._dropping_from()
-        self._reach = self._furthest()  # of each stage the last one that a segment from it may hold
-        self._least = np.full((self._num, self._num, self._most + 1), np.inf, np.float32)
-        self._fits_from = np.full((self._num, self._num), self._most + 1)  # the first slot in which R is finite
-        for last in range(self._num):
-            self._fill(last)
+        self._reach = np.array(self._furthest())  # of each stage the last one that a segment from it may hold
+        shape = self._num, self._num, self._most + 1
+        self._least = np.full(shape, np.inf, np.float32)
+        self._behind = np.full(
+            shape, np.inf, np.float32
+        )  # R(s, t, m - out) behind what hands on out, and the forward to s
+        for more in range(self._num):
+            self._fill(more)
 
     def _slots(self, size: float) -> int:
         return math.ceil(size / self._slot - 1e-9)
@@ -128,38 +139,52 @@ class _Table:
         """Return the slots of what is held between a stage and the next: in a segment nothing, and at its end."""
         return self._beside[index] if index < last == self._num - 1 else 0
 
-    def _needs(self, last: int) -> np.ndarray:
-        """Return the slots there must be to run a segment from one stage to another forward, keeping nothing."""
-        return np.ceil((self._dropping + self._always(last)) / self._slot - 1e-9).astype(int)
+    def _fill(self, more: int) -> None:
+        """Compute R(s, s + more, m) for all s and m."""
+        found = self._of_kept(more)
+        if more:
+            np.minimum(found, self._of_segments(more), out=found)
+        _diagonal(self._least[:, more:])[...] = found
+        size, plus = self._most + 1, found + self._until[: len(found), None].astype(np.float32)
+        for first in range(1, len(found)):
+            last = first + more
+            output = self._outputs[first - 1] + self._held_beside(first - 1, last)
+            self._behind[first, last, output:] = plus[first, : max(0, size - output)]
 
-    def _fill(self, last: int) -> None:
-        """Compute R(s, last, m) for all s and m."""
-        size = self._most + 1
-        work = np.empty((self._num, size), np.float32)
-        behind = np.full((self._num + 1, size), np.inf, np.float32)  # R(e+1, last, m - out_e), and the forward up to e
-        behind_from = np.full(self._num + 1, size)
-        needs = self._needs(last)
-        for first in range(last, -1, -1):
-            row = self._least[first, last]
-            for _, held, need, recomputed in self._options(first, last):
-                begin = max(held, need)
-                if begin < size:
-                    rest = 0.0 if first == last else self._least[first + 1, last, begin - held : size - held]
-                    np.minimum(row[begin:], rest + np.float32(recomputed), out=row[begin:])
-            if first < last:
-                end = min(last, self._reach[first] + 1)
-                each = work[: end - first]
-                np.add(behind[first + 1 : end + 1], self._least[first, first:end], out=each)
-                finite_from = np.maximum(self._fits_from[first, first:end], behind_from[first + 1 : end + 1])
-                for index in np.flatnonzero(needs[first, first:end] > finite_from):
-                    each[index, : needs[first, first + index]] = np.inf
-                np.minimum(row, each.min(0) - np.float32(self._until[first]), out=row)
-            finite = int(np.searchsorted(-row, -np.inf, side="right"))  # R never grows with m
-            self._fits_from[first, last] = finite
-            if first > 0:
-                output = self._outputs[first - 1] + self._held_beside(first - 1, last)
-                behind[first, output:] = row[: max(0, size - output)] + np.float32(self._until[first])
-                behind_from[first] = finite + output
+    def _of_kept(self, more: int) -> np.ndarray:
+        """Return R of the runs of so many stages beyond one whose first is kept."""
+        number, size = self._num - more, self._most + 1
+        found = np.full((number, size), np.inf, np.float32)
+        needs = self._in_slots(np.maximum(self._always_held[more:] + self._forward[:number], self._backward[:number]))
+        for first, need in enumerate(needs.tolist()[:-1]):
+            begin, held = max(self._kept[first], need), self._kept[first]
+            if begin < size:
+                rest = self._least[first + 1, first + more, begin - held : size - held] if more else 0.0
+                found[first, begin:] = rest
+        first, last = number - 1, self._num - 1  # which may be kept in part, and beside which something may be held
+        for _, held, need, recompute_s in self._options(first, last):
+            begin = max(held, need)
+            if begin < size:
+                rest = self._least[first + 1, last, begin - held : size - held] if more else 0.0
+                np.minimum(found[first, begin:], rest + np.float32(recompute_s), out=found[first, begin:])
+        return found
+
+    def _of_segments(self, more: int) -> np.ndarray:
+        """Return R of the runs of so many stages beyond one that begin with a segment, by where it ends."""
+        firsts = np.arange(self._num - more)
+        ends = firsts[:, None] + np.arange(more)
+        each = _further(self._least[:-1, :-1], 1, more) + _further(self._behind[1:, more:], 0, more)
+        needs = self._in_slots(self._dropping[firsts[:, None], ends] + self._always_held[more:, None])
+        needs[ends > self._reach[firsts, None]] = self._most + 1
+        below = np.clip(needs - 1, 0, self._most)[..., None]
+        is_short = np.isfinite(np.take_along_axis(each, below, 2)[..., 0]) & (needs > 0)  # R never grows with m
+        for first, end in np.argwhere(is_short).tolist():
+            each[first, end, : needs[first, end]] = np.inf
+        least: np.ndarray = each.min(1) - self._until[firsts, None].astype(np.float32)
+        return least
+
+    def _in_slots(self, sizes: np.ndarray) -> np.ndarray:
+        return np.ceil(sizes / self._slot - 1e-9).astype(int)
 
     def schedule(self, within_bytes: float) -> Schedule | None:
         """Return the best schedule within so many bytes; None where there is none."""
@@ -200,3 +225,16 @@ class _Table:
             return math.inf
         again = float(self._until[end + 1] - self._until[first])
         return again + float(self._least[end + 1, last, left]) + float(self._least[first, end, slots])
+
+
+def _diagonal(table: np.ndarray) -> np.ndarray:
+    """Return a view of what a table of runs has for each, one stage further on each time."""
+    rows, columns, size = table.shape
+    return as_strided(table, (min(rows, columns), size), (sum(table.strides[:2]), table.strides[2]))
+
+
+def _further(table: np.ndarray, axis: int, number: int) -> np.ndarray:
+    """Return a view of the same, and of so many places from each on along an axis, as far as the table goes."""
+    rows, columns, size = table.shape
+    places = min(columns, rows + 1 - number) if axis == 0 else min(rows, columns + 1 - number)
+    return as_strided(table, (places, number, size), (sum(table.strides[:2]), table.strides[axis], table.strides[2]))
