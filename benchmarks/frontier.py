@@ -3,7 +3,7 @@
 `python benchmarks/frontier.py [--quick] [--json] [--models gpt_tied]` prints `frontier` rows: a step's seconds, in
 turns with one that keeps all (`over_none`, with its interval), and its counted peak, as they were predicted and as they
 are. `selective` keeps what matrix products and attention make of every block; `optimal` is the schedule of least
-recomputation for a share of the peak that keeping all takes, selective ones among them. Freed memory is retained: else
+recomputation for a share of the peak that keeping all takes, also for the others' own. Freed memory is retained: else
 a step that holds less has fewer page faults to pay, which is the allocator's gain.
 `--compiled` prints rows of torch's own way instead, `torch_memory_budget`: the model compiled, and the compiler told
 to keep no more than a `share` of what it would (which bounds no peak); its 1 is the model compiled, and nothing else.
@@ -14,6 +14,7 @@ to keep no more than a `share` of what it would (which bounds no peak); its 1 is
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -85,15 +86,17 @@ class Loop:
 def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
     """Yield the name, the share of the peak that was asked for, and the schedule of each."""
     number, chain = len(found.stages), found.stages
-    yield "none", None, keep_all(number)
-    yield "every_block", None, every_block(number)
-    yield "sqrt", None, sqrt_segments(number, [stage.is_linked for stage in chain[:-1]])
+    plain = {"none": keep_all(number), "every_block": every_block(number)}
+    plain["sqrt"] = sqrt_segments(number, [stage.is_linked for stage in chain[:-1]])
     if all(stage.part is not None for stage in chain[:-1]):
-        yield "selective", None, (*(Kept(index, in_part=True) for index in range(number - 1)), Kept(number - 1))
+        plain["selective"] = (*(Kept(index, in_part=True) for index in range(number - 1)), Kept(number - 1))
+    for name, schedule in plain.items():
+        yield name, None, schedule
     whole = found.held_bytes + predict(chain, keep_all(number)).peak_bytes
+    theirs = [(found.held_bytes + predict(chain, each).peak_bytes) / whole for each in plain.values()]
     seen = set()
-    for share in SHARES:
-        schedule = optimal(chain, int(share * whole) - found.held_bytes)
+    for share in sorted({*SHARES, *theirs}, reverse=True):  # at the peaks of those, too
+        schedule = optimal(chain, math.ceil(share * whole) - found.held_bytes)
         if schedule is not None and schedule not in seen:
             seen.add(schedule)
             yield "optimal", share, schedule
