@@ -6,6 +6,6 @@ import pytest
 from recomputing_cells import cells, check_cell
 
 
-@pytest.mark.parametrize("cell", cells(), ids="-".join)
+@pytest.mark.parametrize("cell", list(cells()), ids="-".join)
 def test_a_cell_is_the_loop_that_keeps_all(tmp_path, cell):
     check_cell(cell, tmp_path)
