@@ -22,6 +22,7 @@ from trimtab.decide.goodput import Times, relative_time
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
+CLOSE = 0.25  # of the seconds of a step on a device that is not here
 
 Row = dict[str, Any]
 NAMES = {
@@ -63,7 +64,9 @@ def pages(root: Path) -> dict[Path, str]:
             "figures": of("prediction"),
             "frontier": [*_drawn(root), *of("frontier", "frontier_compiled", "frontier_walk")],
         },
-        root / "docs" / "planning.md": {"figures": of("exhaustive", "budget_sweep", "planning_time")},
+        root / "docs" / "planning.md": {
+            "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
+        },
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
     }
     texts = {path: path.read_text(encoding="utf-8") for path in made}
@@ -338,6 +341,28 @@ def _picks(rows: list[Row]) -> Iterator[str]:
         yield picked + f"| {ratio} | {row['n']} | {control} |"
 
 
+def _published(rows: list[Row]) -> Iterator[str]:
+    within = sum(abs(row["time_error"]) <= CLOSE for row in rows)
+    yield f"- seconds: {_errors([row['time_error'] for row in rows])}; {within} of {len(rows)} within {CLOSE:.0%}"
+    held = [row["error"] for row in rows if row["error"] is not None]
+    yield f"- peaks of {len(held)}, against what torch's allocator had reserved: {min(held):+.1%} to {max(held):+.1%}"
+    yield ""
+    yield "| published by | device | step | rows | precision | published, ms | predicted | reserved, GiB | predicted |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        step = f"| {row['source']} | {row['device']} | {row['model']} | {row['rows']} | {row['precision']} "
+        peak = "| | |" if row["error"] is None else f"| {row['published_bytes'] / 2**30:.1f} | {row['error']:+.1%} |"
+        yield f"{step}| {1000 * row['published_s']:.0f} | {row['time_error']:+.1%} {peak}"
+
+
+def _probing(rows: list[Row]) -> Iterator[str]:
+    yield "| task | steps of a run | seconds of the run | allowed, s | measuring, s | of which the final |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        run = f"| {row['task']} | {row['steps']} | {row['run_s']:.0f} | {row['allowed_s']:.0f} "
+        yield f"{run}| {row['seconds']:.1f} | {row['final_s']:.1f} |"
+
+
 def _planning_times(rows: list[Row]) -> Iterator[str]:
     for row in [row for row in rows if row["metric"] == "schedule_s"]:
         took = f"{1000 * row['mean']:.0f} ms (95% {1000 * row['low']:.0f} to {1000 * row['high']:.0f}, n={row['n']})"
@@ -443,6 +468,8 @@ KINDS = {
     "budget_sweep": _budgets,
     "exhaustive": _picks,
     "planning_time": _planning_times,
+    "published": _published,
+    "probing": _probing,
     "frontier": _frontier,
     "frontier_compiled": _compiled,
     "frontier_walk": _walk,

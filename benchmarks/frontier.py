@@ -8,7 +8,8 @@ a step that holds less has fewer page faults to pay, which is the allocator's ga
 `--compiled` prints rows of torch's own way instead, `torch_memory_budget`: the model compiled, and the compiler told
 to keep no more than a `share` of what it would (which bounds no peak); its 1 is the model compiled, and nothing else.
 `gradient_error`: how far its gradients are from the eager ones by the same masks, as a share of their norm.
-`--walk` prints `budget` rows instead: one profile is planned under 20 limits from that peak down, and each plan is run.
+`--walk` prints `budget` rows instead: one profile is planned under 20 limits, from that peak down to the least that
+there is a plan for, and each plan is run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import command
 import torch
 import torch._functorch.config
 from budget_sweep import run
-from prediction_models import KINDS, Kind
+from prediction_models import KINDS, MORE_KINDS, Kind
 from torch import nn
 
 import trimtab
@@ -33,7 +34,7 @@ from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.chain import Chain
 from trimtab.core.errors import InfeasibleError
-from trimtab.core.profile import Candidate
+from trimtab.core.profile import Candidate, Profile
 from trimtab.core.recompute import Kept, Schedule
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.optimal_schedule import optimal
@@ -50,6 +51,7 @@ SHARES = (0.9, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 TURNS, QUICK_TURNS, LIMITS, WALK_STEPS = 15, 3, 20, 3
 CPU = torch.device("cpu")
+ALL_KINDS = KINDS | MORE_KINDS
 
 
 @dataclass
@@ -105,7 +107,7 @@ def schedules_of(found: Chain) -> Iterator[tuple[str, float | None, Schedule]]:
 def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     """Measure each schedule of a model."""
     torch.manual_seed(0)
-    kind = KINDS[name]
+    kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
     subject = Subject(loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.0), kind.loss_fn, loop.batch)
     measured = measure_recomputable(subject, Candidate(precision, "keep", False, subject.rows))
@@ -126,7 +128,7 @@ def rows_of(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
 def compiled_rows(name: str, precision: str, turns: int) -> Iterator[dict[str, Any]]:
     """Measure a model that torch compiles under each of its budgets, against it as it is."""
     torch.manual_seed(0)
-    kind = KINDS[name]
+    kind = ALL_KINDS[name]
     loop = Loop(kind.make().train(), kind, kind.batch(kind.sizes[-1]), precision)
     for budget in BUDGETS:
         torch.compiler.reset()
@@ -180,14 +182,15 @@ def _nothing() -> None:
 def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
     """Plan a model's profile under ever tighter limits, and run each plan."""
     torch.manual_seed(0)
-    kind = KINDS[name]
+    kind = ALL_KINDS[name]
     model, batch = kind.make().train(), kind.batch(kind.sizes[-1])
     subject = Subject(model, torch.optim.AdamW(model.parameters(), lr=1e-4), kind.loss_fn, batch)
     reference = trimtab.Reference(precision=precision)
     profile = trimtab.profile(model, subject.optimizer, kind.loss_fn, batch, reference=reference, traces=True)
     whole, _ = run(subject, choose(profile, trimtab.Objective(), trimtab.Budget()), WALK_STEPS)
+    least = _least_limit(profile, whole)
     for index in range(limits):
-        limit = int(whole * (1 - 0.8 * index / limits))
+        limit = int(whole - (whole - least) * index / (limits - 1))
         row = {"metric": "budget", "model": name, "precision": precision, "budget_bytes": limit, "share": limit / whole}
         try:
             plan = choose(profile, trimtab.Objective(), trimtab.Budget(memory=limit))
@@ -203,15 +206,30 @@ def walk(name: str, precision: str, limits: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def _least_limit(profile: Profile, whole: int) -> int:
+    """Return the least limit in bytes that there is a plan for, to a thousandth of `whole`."""
+    refused, granted = 0, whole
+    while granted - refused > whole // 1000:
+        limit = (refused + granted) // 2
+        try:
+            choose(profile, trimtab.Objective(), trimtab.Budget(memory=limit))
+        except InfeasibleError:
+            refused = limit
+        else:
+            granted = limit
+    return granted
+
+
 def main() -> None:
     """Measure, and print the frontier."""
     parser = command.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(ALL_KINDS), default=list(MODELS))
+    parser.add_argument("--turns", type=int, default=TURNS, help="pairs of each schedule")
     parser.add_argument("--walk", action="store_true", help="plan under 20 limits, and run each plan")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--compiled", action="store_true", help="torch's own way: compiled, under its memory budgets")
     options = parser.parse_args()
-    turns = QUICK_TURNS if options.quick else TURNS
+    turns = QUICK_TURNS if options.quick else options.turns
     names = options.models[:1] if options.quick else options.models
     if options.walk:
         limits = 4 if options.quick else LIMITS

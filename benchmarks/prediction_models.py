@@ -181,8 +181,12 @@ def _text(rows: int) -> tuple[Tensor]:
     return (torch.randint(0, LARGE_VOCABULARY, (rows, TOKENS + 1)),)
 
 
-def _gpt(*, tied: bool, words: int = VOCABULARY) -> nn.Module:
-    return GPT(GPTShape(words, TOKENS, num_layers=4, num_heads=4, width=192, dropout=0.1, tied_head=tied))
+def _gpt(*, tied: bool, words: int = VOCABULARY, dropout: float = 0.1) -> nn.Module:
+    return GPT(GPTShape(words, TOKENS, num_layers=4, num_heads=4, width=192, dropout=dropout, tied_head=tied))
+
+
+def _gpt2_small() -> nn.Module:
+    return GPT(GPTShape(50_257, TOKENS, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True))
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,11 @@ KINDS = {
     "mlp": Kind(
         Mlp, lambda rows: (torch.randn(rows, 1024), torch.randint(0, CLASSES, (rows,))), over_classes, (16, 256)
     ),
+}
+# Those of which the frontier alone is told: GPT-2 Small at rows of 128 tokens, and a GPT that draws no masks.
+MORE_KINDS = {
+    "gpt2_small": Kind(_gpt2_small, _tokens, over_tokens, (8, 16)),
+    "gpt_no_dropout": Kind(lambda: _gpt(tied=True, dropout=0.0), _tokens, over_tokens, (4, 8)),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),

@@ -43,10 +43,11 @@ class Guard:
         return f"{end} ended a process that stepped through {self._few.rows} of {self._rows} rows"
 
     def _end_of(self, candidate: Candidate) -> str:
-        few = self._few
+        few, chunk = self._few, candidate.loss_chunk
+        fewer = chunk and max(1, chunk * few.rows // self._rows)  # of as many chunks as the whole batch is in
 
         def backward() -> None:  # without a step, which would write to copies of all there is
-            with few.start(replace(candidate, micro_batch=few.rows)) as run:
+            with few.start(replace(candidate, micro_batch=few.rows, loss_chunk=fewer)) as run:
                 for micro in run.window(few.batch):
                     with run.autocast():
                         result = few.loss_fn(run.model, micro)
@@ -85,3 +86,19 @@ class Probe:
                 return time_call(lambda: run.train_step(run.window(few.batch), few.loss_fn), few.device)
         except Exception:  # a model of one batch size, say: the whole step will tell
             return None
+
+
+class Door:
+    """What a candidate passes before its whole step is tried: a few rows in another process, then a few of them here.
+
+    Args:
+        incumbent: whom it is held against. step_s: seconds of its whole step; None where nobody is thought hopeless.
+    """
+
+    def __init__(self, subject: Subject, incumbent: Candidate, step_s: float | None) -> None:
+        self._guard = Guard(subject, incumbent)
+        self._probe = None if step_s is None else Probe(subject, incumbent, step_s)
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Return why a candidate is not tried, or None."""
+        return self._guard.refusal(candidate) or (self._probe and self._probe.refusal(candidate))

@@ -20,9 +20,9 @@ from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable
+from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import PATIENT_STEPS, is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
@@ -113,7 +113,8 @@ def _search(
         elif stage is None:
             return profile
         else:
-            patient = not profile.hurried
+            is_last = stage.name.startswith(FINAL)
+            patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, steps=PATIENT_STEPS)))
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
             profile = profile.with_trials(found)
         snapshot.restore()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.failures import describe
-from trimtab.calibrate.probe import Guard, Probe
+from trimtab.calibrate.probe import Door
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
@@ -36,6 +36,7 @@ from trimtab.measure.timing import time_call
 from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
+_OTHER_KERNELS = ("modes", "head")  # stages whose candidates run kernels that nobody has run yet
 _BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
@@ -113,17 +114,16 @@ def run_stage(
     if stage.control:
         arms.append(_Arm(stage.candidates[0], control=True))
     with _shared_allocator(stage), Snapshot(subject.model, subject.optimizer) as snapshot:
-        probe: Probe | None = None
-        guard: Guard | None = None
+        door: Door | None = None
         for arm in arms:
             if arm.control:  # the incumbent again: it has run, or failed, already
                 arm.first_s, arm.error = arms[0].first_s, arms[0].error
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
-                if stage.name == "modes" and arm is not arms[0]:
-                    probe = probe or Probe(subject, stage.candidates[0], arms[0].first_s)
-                    guard = guard or Guard(subject, stage.candidates[0])
-                    arm.error = guard.refusal(arm.candidate) or probe.refusal(arm.candidate)
+                if stage.name in _OTHER_KERNELS and arm is not arms[0]:
+                    told_s = arms[0].first_s if stage.name == "modes" else None
+                    door = door or Door(subject, stage.candidates[0], told_s)
+                    arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
                     _warm_up(subject, arm, measure_memory=stage.name != ALONE, slowest=slowest)

@@ -42,8 +42,10 @@ MOST_FINALS = 3
 # Of a run, the share that measuring may take, and seconds that it always may; and seconds that compiling takes, at the
 # least, for what is not tiny.
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
-# Steps of the loop that a final takes, in time: its own and the control's, and a faster rival's.
-_FINAL_STEPS = 14
+# Steps of the loop that a final takes, in time, and seconds where they are short; and how many more a patient one may
+# (benchmarks/probing.py).
+_FINAL_STEPS, _FINAL_S = 20, 10.0
+PATIENT_STEPS = 30
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -79,7 +81,7 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0) -> bool:
     """Return whether measuring that took so long has no time left beside its final and some more steps of the loop."""
     if profile.run_s is None:
         return False
-    final_s = (_FINAL_STEPS + steps) * profile.run_s / (profile.total_steps or 1)
+    final_s = max(_FINAL_S, (_FINAL_STEPS + steps) * profile.run_s / (profile.total_steps or 1))
     return spent_s + final_s > max(MEASURING_S, MEASURING * profile.run_s)
 
 

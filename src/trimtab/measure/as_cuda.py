@@ -27,7 +27,7 @@ _COMPUTED = """
 _RETURNED = "prod softmax log_softmax cumprod cumsum vector_norm matrix_norm norm sum"
 _MOST_FLASH = 256  # width of a head that flash attention has kernels for
 _ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)  # private; without, a backward is the CPU's
-_attend, _softmax = F.scaled_dot_product_attention, F.softmax
+_attend, _softmax, _drop_out = F.scaled_dot_product_attention, F.softmax, F.dropout
 
 
 def _everywhere(names: str) -> frozenset[Any]:
@@ -48,8 +48,11 @@ class AsCuda(TorchFunctionMode):
                 return _backward(args[0], kwargs.get("gradient"))
         if func is _attend:
             return _attention(*args, **kwargs)
+        if func is _drop_out:
+            return _dropout(*args, **kwargs)
         if func is F.multi_head_attention_forward:  # calls the others itself, where this mode does not see them
-            with mock.patch.multiple(F, scaled_dot_product_attention=_attention, softmax=_softmax_in_fp32):
+            ours = {"scaled_dot_product_attention": _attention, "softmax": _softmax_in_fp32, "dropout": _dropout}
+            with mock.patch.multiple(F, **ours):
                 return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             if func in _IN_FP32:
@@ -74,6 +77,13 @@ def _backward(tensor: Tensor, gradient: Tensor | None) -> None:
 def _softmax_in_fp32(scores: Tensor, dim: int) -> Tensor:
     half = _is_half(scores) and torch.is_autocast_enabled("cpu")
     return _softmax(scores, dim, dtype=torch.float32 if half else None)
+
+
+def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Return dropout that keeps what it dropped as a byte for each element, where a CPU's keeps a factor."""
+    if inplace or not training or not 0 < p < 1 or not values.numel():
+        return _drop_out(values, p, training, inplace)
+    return torch.native_dropout(values, p, True)[0]
 
 
 def _is_half(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Memory that an operator takes for itself while it runs, which no tensor shows: measured by running it once.
 
-On a CPU convolutions and recurrent layers reorder what they are given. A trace on fake tensors notes each such call,
+On a CPU convolutions and recurrent layers reorder what they are given, and so do matrix products in half precision;
+softmax copies what does not lie as it reads it. A trace on fake tensors notes each such call,
 and what it takes is counted on real tensors of the same shapes, one call at a time.
 """
 
@@ -16,7 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from trimtab.measure.memory import peak_growth, storage_bytes
 
-_OPERATORS = ("convolution", "convolution_backward", "mkldnn_rnn_layer")
+_OPERATORS = (
+    *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+)
+_OPERATORS_OF_HALF = ("mm", "addmm")
 # Their backwards are given what the forward prepared, which no fake has: run by itself one ends the process.
 PREPARED = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
 _TRAINED = 5  # of a recurrent layer's tensors: what goes in and four weights
@@ -61,9 +66,12 @@ class Taken:
 
 def call_of(operator: Any, args: Any, kwargs: Any) -> Call | None:
     """Return a call to be measured; None where the operator is not known to take anything."""
-    if name_of(operator) not in _OPERATORS:
+    name = name_of(operator)
+    if name not in _OPERATORS and name not in _OPERATORS_OF_HALF:
         return None
     leaves, structure = tree_flatten((args, kwargs or {}))
+    if name in _OPERATORS_OF_HALF and not any(isinstance(leaf, Tensor) and leaf.itemsize == 2 for leaf in leaves):
+        return None
     return Call(operator, tuple(map(_like, leaves)), structure)
 
 

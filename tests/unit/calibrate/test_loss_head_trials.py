@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 
+import pytest
 import torch
 
 import trimtab
+import trimtab.nn
+from trimtab.calibrate.child import can_fork
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -59,3 +63,11 @@ def test_a_memory_budget_that_only_chunks_can_meet_is_met_by_them():
     plan = trimtab.plan(*loop(), num_blocks=5, budget=trimtab.Budget(memory=int(0.75 * whole.peak_bytes)))
     assert plan.loss_chunk.value is not None or plan.micro_batch.value < ROWS
     assert plan.measured.peak_bytes <= 0.75 * whole.peak_bytes
+
+
+@pytest.mark.skipif(not can_fork(), reason="a process cannot be split off here")
+def test_chunks_that_end_a_process_are_a_loser_with_its_reason(monkeypatch):
+    monkeypatch.setattr(trimtab.nn, "_chunked", lambda *given: os.abort())
+    chunked = [trial for trial in profiled().stage("head") if trial.candidate.loss_chunk]
+    assert chunked
+    assert all(trial.error.startswith("SIGABRT ended a process") for trial in chunked)

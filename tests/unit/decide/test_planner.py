@@ -114,7 +114,7 @@ def test_a_loop_that_is_already_good_is_left_alone():
     assert plan.fused_optimizer.reason == "already fused"
     assert plan.memory_layout.reason == "already channels_last"
     assert plan.allocator.reason == "only host memory under glibc can be retained"
-    assert plan.predicted.between_s == pytest.approx((plan.measured.step_s / 1.12, plan.measured.step_s / 0.88))
+    assert plan.predicted.between_s == pytest.approx((plan.measured.step_s / 1.15, plan.measured.step_s / 0.85))
     assert plan.baseline == replace(plan.predicted, between_s=None) == plan.measured
 
 

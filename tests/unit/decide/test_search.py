@@ -11,6 +11,7 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Check
 from trimtab.core.profile import Candidate, Profile
+from trimtab.decide import search
 from trimtab.decide.planner import choose
 from trimtab.decide.search import (
     STAGES,
@@ -113,13 +114,20 @@ def test_a_hurried_search_still_finds_a_size_that_fits():
 
 @pytest.mark.parametrize(
     ("total_steps", "spent_s", "hurries"),
-    [(None, 1e6, False), (100, 5.9, False), (100, 6.1, True), (10_000, 85.9, False), (10_000, 86.1, True)],
+    [(None, 1e6, False), (2_500, 4.9, False), (2_500, 5.1, True), (10_000, 79.9, False), (10_000, 80.1, True)],
 )
 def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, spent_s, hurries):
-    """A step takes a second, and a final fourteen of them."""
+    """A step takes a second, and a final twenty of them."""
     profile = replace(measured(Machine()), total_steps=total_steps)
     assert is_hurried(profile, spent_s) is hurries
     assert is_hurried(profile, spent_s - 30, steps=30) is hurries
+
+
+def test_a_final_takes_seconds_however_short_the_steps_are(monkeypatch):
+    profile = replace(measured(Machine()), total_steps=1)  # a second, of which measuring may take twenty
+    monkeypatch.setattr(search, "_FINAL_STEPS", 0)
+    assert not is_hurried(profile, 9.9)
+    assert is_hurried(profile, 10.1)
 
 
 FAULTS = 1_000_000  # a step takes a second: each microsecond of a fault is that share of it

@@ -34,6 +34,28 @@ def test_attention_keeps_no_scores_with_dropout_either(precision):
     assert dropped < kept + LAYERS * SCORES
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_keeps_a_byte_for_each_element(dtype, training):
+    """A CPU keeps a factor of the values' own kind; `native_dropout` is what CUDA runs."""
+    with Fakes(), AsCuda():
+        layer, x = nn.Dropout(0.1).train(training), torch.empty(64, 64, dtype=dtype, requires_grad=True)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.nbytes) or each, lambda each: each):
+            out = layer(x)
+        assert (out.shape, out.dtype) == (x.shape, dtype)
+        assert sum(kept) == (x.numel() if training else 0)
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 1.0}, {"inplace": True}])
+def test_dropout_that_cuda_has_no_kernel_for_is_what_it_was(how):
+    with Fakes(), AsCuda():
+        assert F.dropout(torch.empty(8, 8), **how).shape == (8, 8)
+        assert F.dropout(torch.empty(0), 0.5).shape == (0,)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_has_the_shape_and_the_gradients_that_it_has(dtype, masked):

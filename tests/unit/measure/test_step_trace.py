@@ -202,6 +202,48 @@ def test_what_operators_take_for_themselves_is_counted_where_asked_for(make, los
     assert abs(with_it.peak_bytes / found - 1) < error
 
 
+def labelled(memory_format):
+    """Return a step whose peak is in the softmax over the classes of each pixel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 32, 1)).to(memory_format=memory_format)
+    images = torch.randn(8, 3, 32, 32).contiguous(memory_format=memory_format)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), (images, torch.randint(0, 32, (8, 32, 32)))
+
+
+def over_labels(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def perceptron(_):
+    """Return a step whose peak is in a product, which reorders what it is given in half precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512, bias=False))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(32, 512),)
+
+
+def squares_of_all(model, batch):
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("autocast", [contextlib.nullcontext, half])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("make", "loss"), [(labelled, over_labels), (perceptron, squares_of_all)])
+def test_what_is_copied_to_be_read_otherwise_is_counted_too(make, loss, memory_format, autocast):
+    model, optimizer, batch = make(memory_format)
+    told = trace_step(model, optimizer, loss, batch, autocast=autocast, counts_scratch=True)
+
+    def step():
+        with autocast():
+            result = loss(model, batch)
+        result.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    found = peak_bytes(step, torch.device("cpu"), lambda: [*model.parameters(), *model.buffers(), *batch])
+    assert told.peak_bytes == pytest.approx(found, rel=0.005)
+
+
 def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monkeypatch):
     def fails(calls):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

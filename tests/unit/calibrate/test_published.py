@@ -1,0 +1,32 @@
+"""Peaks that are traced for a GPU are those that others published of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trimtab.decide.cost_model import ALLOCATOR
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def published(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import published
+
+    return published
+
+
+@pytest.mark.parametrize("name", ["gpt2 written out", "gpt2 scores kept", "gpt2 sdpa"])
+def test_what_was_reserved_is_within_what_a_plan_puts_on_top(published, name):
+    case = next(case for case in published.CASES if case.name == name and case.precision == "bf16" and case.cast)
+    row = published.row_of(case)
+    assert row["predicted_bytes"] <= row["published_bytes"] <= (1 + ALLOCATOR) * row["predicted_bytes"]
+
+
+def test_each_figure_has_its_source(published):
+    for case in published.CASES:
+        assert published.SOURCES[case.source]
+        assert case.step_s > 0

@@ -1,0 +1,18 @@
+"""The long matrix can be run: what nobody collects for weeks is broken by the first who looks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from recomputing_cells import cells
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_soak_collects_every_cell():
+    asked = [sys.executable, "-m", "pytest", "tests/soak", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.strip().endswith(f": {len(list(cells()))}")
