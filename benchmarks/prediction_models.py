@@ -14,7 +14,7 @@ from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
 
-CLASSES, TOKENS, VOCABULARY, LARGE_VOCABULARY = 10, 128, 2048, 16_384
+CLASSES, TOKENS, LONG_TOKENS, VOCABULARY, LARGE_VOCABULARY = 10, 128, 512, 2048, 16_384
 Batch = tuple[Tensor, ...]
 
 
@@ -169,8 +169,8 @@ def _images(pixels: int) -> Callable[[int], Batch]:
     return lambda rows: (torch.randn(rows, 3, pixels, pixels), torch.randint(0, CLASSES, (rows,)))
 
 
-def _tokens(rows: int) -> Batch:
-    return torch.randint(1, VOCABULARY, (rows, TOKENS)), torch.randint(0, VOCABULARY, (rows, TOKENS))
+def _tokens(rows: int, length: int = TOKENS) -> Batch:
+    return torch.randint(1, VOCABULARY, (rows, length)), torch.randint(0, VOCABULARY, (rows, length))
 
 
 def _maps(rows: int) -> Batch:
@@ -186,7 +186,7 @@ def _gpt(*, tied: bool, words: int = VOCABULARY, dropout: float = 0.1) -> nn.Mod
 
 
 def _gpt2_small() -> nn.Module:
-    return GPT(GPTShape(50_257, TOKENS, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True))
+    return GPT(GPTShape(50_257, LONG_TOKENS, num_layers=12, num_heads=12, width=768, dropout=0.1, tied_head=True))
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ KINDS = {
         Mlp, lambda rows: (torch.randn(rows, 1024), torch.randint(0, CLASSES, (rows,))), over_classes, (16, 256)
     ),
 }
-# Those of which the frontier alone is told: GPT-2 Small at rows of 128 tokens, and a GPT that draws no masks.
+# Those of which the frontier alone is told: GPT-2 Small at rows of 512 tokens, and a GPT that draws no masks.
 MORE_KINDS = {
-    "gpt2_small": Kind(_gpt2_small, _tokens, over_tokens, (8, 16)),
+    "gpt2_small": Kind(_gpt2_small, lambda rows: _tokens(rows, LONG_TOKENS), over_tokens, (2, 4)),
     "gpt_no_dropout": Kind(lambda: _gpt(tied=True, dropout=0.0), _tokens, over_tokens, (4, 8)),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -54,7 +54,7 @@ def sum_loss(model: nn.Module, batch: Any) -> Any:
 
 def new_loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
     """Return a loop whose trials take no time and in which only fp32 is worth one; a fixture in each test file."""
-    monkeypatch.setattr(trials, "_BLOCK_S", 1e-4)
+    monkeypatch.setattr(trials, "BLOCK_S", 1e-4)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 3))

@@ -48,7 +48,7 @@ def trimtab(monkeypatch, capsys, tmp_path):
     """Return what runs the command here, in a folder that holds `tiny.py`, and tells what it printed."""
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     monkeypatch.setattr(race, "_BLOCK_S", 0.02)
     for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "6")  # which the command would set for good
@@ -468,7 +468,7 @@ def test_what_is_told_too_often_is_not_drawn(monkeypatch):
 
 def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     """torch's profiler too is kept off standard error."""
-    shorter = "from trimtab.calibrate import trials\ntrials._BLOCK_S = 0.003\n"
+    shorter = "from trimtab.calibrate import trials\ntrials.BLOCK_S = 0.003\n"
     (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + shorter)
     done = as_process("profile", "tiny:task", "--json", "-o", "profile.json", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")

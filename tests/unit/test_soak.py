@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recomputing_cells import cells
-
 ROOT = Path(__file__).parents[2]
+# Five schedules alone and under DDP, two of them under FSDP2; three precisions; dropout or batch norm eager, dropout
+# compiled.
+CELLS = (5 * 2 + 2) * 3 * 3
 
 
 def test_the_soak_collects_every_cell():
     asked = [sys.executable, "-m", "pytest", "tests/soak", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.strip().endswith(f": {len(list(cells()))}")
+    assert done.stdout.strip().endswith(f": {CELLS}")

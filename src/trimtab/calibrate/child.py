@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 DONE, RAISED, LATE = "done", "raised", "late"
-_PATIENCE_S, _LOOK_S = 20.0, 0.002
+_PATIENCE_S, _LOOK_S = 10.0, 0.002
 
 
 def can_fork() -> bool:

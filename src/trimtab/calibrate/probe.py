@@ -23,21 +23,28 @@ _HOPELESS = 10.0  # few rows have fixed costs, casts of the weights above all, t
 class Guard:
     """Tells who ends the process: a few rows go forward and backward in another one, as the incumbent's do, or no more.
 
+    What was told of some kernels is told of them again, and after one that was late nothing is told of others.
+
     Args:
-        incumbent: where its own do not come to their end there, nothing is told of others.
+        incumbent: where its own do not come to their end there, nothing is told of others either.
     """
 
     def __init__(self, subject: Subject, incumbent: Candidate) -> None:
         rows = subject.rows
         few = next(slices(subject.batch, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
-        self._few, self._rows = replace(subject, batch=few), rows
-        self._is_on = subject.device.type == "cpu" and can_fork()
-        self._is_on = self._is_on and self._end_of(incumbent) == DONE
+        self._few, self._rows, self._incumbent = replace(subject, batch=few), rows, incumbent
+        self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
+        self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Return what ended a process that a candidate was in, or None; also where that cannot be told."""
-        end = self._end_of(candidate) if self._is_on else DONE
-        self._is_on = self._is_on and end != LATE
+        if self._is_on and not self._has_begun:
+            self._has_begun, self._is_on = True, self._end_of(self._incumbent) == DONE
+        kernels = replace(candidate, micro_batch=1, allocator="keep", fused_optimizer=False, recompute=None)
+        if self._is_on and kernels not in self._ends:
+            self._ends[kernels] = self._end_of(candidate)
+            self._is_on = self._ends[kernels] != LATE
+        end = self._ends.get(kernels, DONE)
         if end in (DONE, RAISED, LATE):
             return None
         return f"{end} ended a process that stepped through {self._few.rows} of {self._rows} rows"
@@ -93,10 +100,13 @@ class Door:
 
     Args:
         incumbent: whom it is held against. step_s: seconds of its whole step; None where nobody is thought hopeless.
+        guard: of the whole search; None: one of its own.
     """
 
-    def __init__(self, subject: Subject, incumbent: Candidate, step_s: float | None) -> None:
-        self._guard = Guard(subject, incumbent)
+    def __init__(
+        self, subject: Subject, incumbent: Candidate, step_s: float | None, guard: Guard | None = None
+    ) -> None:
+        self._guard = guard or Guard(subject, incumbent)
         self._probe = None if step_s is None else Probe(subject, incumbent, step_s)
 
     def refusal(self, candidate: Candidate) -> str | None:

@@ -14,6 +14,7 @@ from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
+from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.recompute_seconds import num_steps
 from trimtab.calibrate.subject import Subject
@@ -22,7 +23,7 @@ from trimtab.calibrate.trials import run_stage
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
-from trimtab.decide.search import PATIENT_STEPS, is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
@@ -93,6 +94,7 @@ def _search(
     """Return the profile with every trace and trial that its search asks for."""
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
+    guard = Guard(subject, profile.reference_candidate)
     while True:
         spent_s = time.perf_counter() - start
         profile = replace(profile, hurried=profile.hurried or is_hurried(profile, spent_s))
@@ -101,7 +103,7 @@ def _search(
             asked.update(wanted)
             profile = replace(
                 profile,
-                traces=profile.traces + trace_candidates(subject, wanted, progress),
+                traces=profile.traces + trace_candidates(subject, wanted, progress, guard),
             )
         elif blocks := next_recomputables(
             profile, stage := next_stage(profile, objective, budget), objective, budget, always=traces
@@ -114,8 +116,8 @@ def _search(
             return profile
         else:
             is_last = stage.name.startswith(FINAL)
-            patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, steps=PATIENT_STEPS)))
-            found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient)
+            patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
+            found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient, guard=guard)
             profile = profile.with_trials(found)
         snapshot.restore()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.recompute_seconds import measure_seconds, with_schedule
 from trimtab.calibrate.subject import Subject
-from trimtab.calibrate.tracing import MIN_ROWS, recurrent_layer, two_sizes
+from trimtab.calibrate.tracing import MIN_ROWS, at_two_sizes, recurrent_layer
 from trimtab.calibrate.trials import step_until_applied
 from trimtab.core.chain import ChainModel
 from trimtab.core.errors import ModelError
@@ -80,17 +80,21 @@ def _traced(subject: Subject, candidate: Candidate) -> tuple[list[ChainModel], l
         def step() -> None:
             run.train_step(run.window(subject.batch), subject.loss_fn)
 
-        sizes, batches = two_sizes(to_device(subject.batch, subject.device))
         how = {"autocast": run.autocast, "counts_scratch": subject.device.type == "cpu"}
-        trace = functools.partial(trace_chain, run.model, subject.loss_fn, batches, sizes, subject.blocks)
-        chains = trace(**how)
+        batch = to_device(subject.batch, subject.device)
+
+        def trace(**given: Any) -> list[ChainModel]:
+            every = functools.partial(trace_chain, run.model, subject.loss_fn, subject.blocks, **how, **given)
+            return at_two_sizes(batch, every)
+
+        chains = trace()
         step_until_applied(run, subject)
         with_schedule(run.model, names, schedule_of(EVERY_BLOCK, len(names)), step)  # or it says why not
         if not runs_in_segments(run.model, subject.blocks, step):
             chains = [chain.unlinked() for chain in chains]
         try:
             in_part = in_part_of(len(names))
-            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False, **how)
+            parts = trace(prepare=lambda copy: use_schedule(copy, names, in_part), drops=False)
             with_schedule(run.model, names, in_part, step)
         except (ModelError, RuntimeError):  # as where a block writes over what is kept
             parts = []
@@ -118,7 +122,7 @@ def runs_in_segments(model: nn.Module, blocks: LinkedBlocks, step: Callable[[], 
 
 
 def trace_chain(
-    model: nn.Module, loss_fn: LossFn, batches: Sequence[Any], rows: tuple[int, int], blocks: LinkedBlocks, **how: Any
+    model: nn.Module, loss_fn: LossFn, blocks: LinkedBlocks, rows: tuple[int, int], batches: Sequence[Any], **how: Any
 ) -> list[ChainModel]:
     """Return the chain of a first micro-batch, and of a later one, without seconds; `how` as of `trace_stages`.
 

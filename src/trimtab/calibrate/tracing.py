@@ -6,32 +6,43 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ModelError, TrimtabError
 from trimtab.core.profile import Candidate, Profile, Traced
 from trimtab.decide.elsewhere import recorded_candidates
 from trimtab.measure.as_cuda import AsCuda
+from trimtab.measure.scratch import TooLarge
 from trimtab.measure.step_trace import SizeTrace, trace_peaks
 from trimtab.runtime import loss_head, optimizers
 from trimtab.runtime.batches import count_rows, slices, to_device
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.precision import autocast
 
+Told = TypeVar("Told")
+Sizes = tuple[int, int]
+Batches = tuple[Any, Any]
+
 MIN_ROWS = 3  # of a batch: of two sizes the smaller one has two rows, as operators treat one in their own way
 HERE = torch.device("cpu")
 
 
 def trace_candidates(
-    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None]
+    subject: Subject, candidates: Iterable[Candidate], progress: Callable[[str], None], guard: Guard
 ) -> tuple[Traced, ...]:
-    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials."""
+    """Return what could be traced; a candidate whose step cannot be, or a batch too small, is left to its trials.
+
+    And one that ends a process: what its operators take for themselves is found by running them.
+    """
     found = []
     for candidate in candidates:
+        if guard.refusal(candidate) is not None:
+            continue
         progress(f"tracing: {candidate.describe()}")
         with contextlib.suppress(TrimtabError), subject.start(candidate) as run:
             how = {"autocasts": [run.autocast], "counts_scratch": subject.device.type == "cpu"}
@@ -109,16 +120,32 @@ def _trace(
 ) -> list[SizeTrace]:
     if count_rows(batch) < MIN_ROWS:
         return []
-    sizes, batches = two_sizes(batch)
-    return trace_peaks(model, optimizer, loss_fn, batches, sizes, **how)
+    return at_two_sizes(batch, lambda sizes, pair: trace_peaks(model, optimizer, loss_fn, pair, sizes, **how))
 
 
-def two_sizes(batch: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
-    """Return the rows of two micro-batches, and them: a half and all, of `MIN_ROWS` rows at the least.
+def at_two_sizes(batch: Any, trace: Callable[[Sizes, Batches], Told]) -> Told:
+    """Return what a trace tells of two sizes of a micro-batch, smaller ones where an operator is too large to be run.
+
+    Raises:
+        ModelError: the step cannot be traced; TooLarge: at no size.
+    """
+    rows = count_rows(batch)
+    while True:
+        try:
+            return trace(*two_sizes(batch, rows))
+        except TooLarge:
+            if rows // 2 < MIN_ROWS:
+                raise
+            rows //= 2
+
+
+def two_sizes(batch: Any, most: int | None = None) -> tuple[Sizes, Batches]:
+    """Return the rows of two micro-batches, and them: a half and all (or `most`), of `MIN_ROWS` rows at the least.
 
     A loss in chunks of a fourth of the tokens is in several at both.
     """
     rows = count_rows(batch)
-    sizes = max(MIN_ROWS - 1, rows // 2), rows
-    small, large = (next(slices(batch, rows, size))[0] for size in sizes)
-    return sizes, (small, large)
+    large = rows if most is None else most
+    sizes = max(MIN_ROWS - 1, large // 2), large
+    few, many = (next(slices(batch, rows, size))[0] for size in sizes)
+    return sizes, (few, many)

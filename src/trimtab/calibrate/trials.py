@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.failures import describe
-from trimtab.calibrate.probe import Door
+from trimtab.calibrate.probe import Door, Guard
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
-from trimtab.decide.search import Stage
+from trimtab.decide.search import BLOCK_S, Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
 from trimtab.measure.memory import peak_bytes, unused_bytes
@@ -37,7 +37,6 @@ from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
 _OTHER_KERNELS = ("modes", "head")  # stages whose candidates run kernels that nobody has run yet
-_BLOCK_S = 0.15
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
 _MOST = 3  # times the asked number of blocks, at the most
@@ -103,12 +102,13 @@ def run_stage(
     known: Sequence[Trial] = (),
     *,
     patient: bool = True,
+    guard: Guard | None = None,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
     Args:
         known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
-            is in the noise.
+            is in the noise. guard: what tells kernels that end a process; None: one of this stage's own.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -122,7 +122,7 @@ def run_stage(
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name in _OTHER_KERNELS and arm is not arms[0]:
                     told_s = arms[0].first_s if stage.name == "modes" else None
-                    door = door or Door(subject, stage.candidates[0], told_s)
+                    door = door or Door(subject, stage.candidates[0], told_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
@@ -130,7 +130,7 @@ def run_stage(
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
-        steps = max(1, round(_BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
+        steps = max(1, round(BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
         _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress), arms, running)

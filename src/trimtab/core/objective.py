@@ -82,7 +82,7 @@ class Budget:
     Args:
         memory: peak bytes of a training step (bytes, or a size such as "8GiB"); on CUDA it binds reserved memory.
         time: seconds per optimizer step.
-        energy: joules per optimizer step.
+        energy: joules per optimizer step; refused by `plan` while no meter is read.
     """
 
     memory: int | str | None = None

@@ -25,8 +25,9 @@ from trimtab.decide.roofline import step_seconds
 # A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
 MARGIN = 0.02
 # And where nothing was tried: of a loop with convolutions, whose workspaces no tensor shows; on a GPU, whose allocator
-# holds more than tensors take; and on top of seconds by a data sheet that are held against a limit.
-CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 0.25
+# holds more than tensors take; and on top of seconds by a data sheet that are held against a limit, as where
+# they are a fourth too little.
+CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
 # Of a candidate, all but its precision and layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 # Stages of whole steps, each of which begins with a mode.

@@ -24,7 +24,7 @@ RECORDED = ("fp32", "bf16")
 
 
 def traced_for(profile: Profile, trace: Trace) -> Profile:
-    """Return the profile with traces of each precision of its device; where memory counts, the fastest's in chunks.
+    """Return the profile with traces of each precision of its device, and of the fastest with its loss head in chunks.
 
     Args:
         trace: returns traces of candidates that are alike but in precision, or of as many of them as there are.
@@ -97,9 +97,10 @@ def modes(profile: Profile) -> list[Candidate]:
 
 
 def chunks(profile: Profile) -> tuple[Candidate, ...]:
-    """Return the chunked heads to trace where nothing is run: of the fastest precision, where that cannot be had whole.
+    """Return the chunked heads to trace where nothing is run, of the fastest precision.
 
-    It can where memory is not weighed, and its whole batch is within the limit.
+    In the largest chunks alone, which read the head's weights least, where memory is not weighed and its whole batch is
+    within the limit.
     """
     model, limit = CostModel(profile), profile.budget.memory_bytes
     whole = [replace(mode, micro_batch=profile.loop.batch_rows) for mode in model.modes]
@@ -107,7 +108,8 @@ def chunks(profile: Profile) -> tuple[Candidate, ...]:
     if fastest is None:
         return ()
     fits = limit is None or model.is_within(fastest, limit)
-    return () if fits and profile.objective.memory == 0 else chunk_candidates(profile, fastest)
+    chunked = chunk_candidates(profile, fastest)
+    return chunked[:1] if fits and profile.objective.memory == 0 else chunked
 
 
 def recorded_candidates(profile: Profile) -> Iterator[tuple[Candidate, ...]]:

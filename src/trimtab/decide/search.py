@@ -42,10 +42,10 @@ MOST_FINALS = 3
 # Of a run, the share that measuring may take, and seconds that it always may; and seconds that compiling takes, at the
 # least, for what is not tiny.
 MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
-# Steps of the loop that a final takes, in time, and seconds where they are short; and how many more a patient one may
-# (benchmarks/probing.py).
+# Steps of the loop that a final takes, in time, and seconds where they are short; how many more blocks a patient one
+# may run, and what one takes at the least (benchmarks/probing.py).
 _FINAL_STEPS, _FINAL_S = 20, 10.0
-PATIENT_STEPS = 30
+_PATIENT_BLOCKS, BLOCK_S = 30, 0.15
 # Chunks of a loss head that are tried: these shares of a micro-batch's tokens.
 _CHUNK_SHARES, _SMALLEST_CHUNK = (4, 8), 64
 
@@ -77,11 +77,17 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
     return _next_final(profile, objective, budget)
 
 
-def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0) -> bool:
-    """Return whether measuring that took so long has no time left beside its final and some more steps of the loop."""
+def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
+    """Return whether measuring that took so long has no time left beside its final, and what else is asked for.
+
+    Args:
+        steps: more steps of the loop. patient: whether the final may run more blocks where it is in doubt.
+    """
     if profile.run_s is None:
         return False
-    final_s = max(_FINAL_S, (_FINAL_STEPS + steps) * profile.run_s / (profile.total_steps or 1))
+    step_s = profile.run_s / (profile.total_steps or 1)
+    patience_s = _PATIENT_BLOCKS * max(BLOCK_S, step_s) if patient else 0.0
+    final_s = max(_FINAL_S, _FINAL_STEPS * step_s) + steps * step_s + patience_s
     return spent_s + final_s > max(MEASURING_S, MEASURING * profile.run_s)
 
 

@@ -15,16 +15,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from trimtab.core.errors import ModelError
+from trimtab.core.units import format_bytes
 from trimtab.measure.memory import peak_growth, storage_bytes
 
 _OPERATORS = (
     *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
 )
-_OPERATORS_OF_HALF = ("mm", "addmm")
+_OPERATORS_OF_HALF = ("mm", "addmm", "bmm", "baddbmm")
 # Their backwards are given what the forward prepared, which no fake has: run by itself one ends the process.
 PREPARED = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
 _TRAINED = 5  # of a recurrent layer's tensors: what goes in and four weights
+# Of one call's tensors, so that a trace stays small beside the step that it is of.
+MOST_BYTES = 2**31
+
+
+class TooLarge(ModelError):
+    """A call's tensors are more than may be allocated to see what it takes: fewer rows may tell as much."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,8 @@ class _Like:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+    def make(self, device: str = "cpu") -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,28 @@ def _like(value: Any) -> Any:
 
 
 def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
-    """Return what each of some calls takes. One call's tensors at a time are allocated."""
+    """Return what each of some calls takes. One call's tensors at a time are allocated.
+
+    Raises:
+        TooLarge: those of one are more than `MOST_BYTES`; none was run.
+    """
     each = dict.fromkeys(calls)
+    for call in each:
+        if (size := _size(call)) > MOST_BYTES:
+            given = f"{name_of(call.operator)} of {format_bytes(size)}"
+            raise TooLarge("model", given=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out")
     return {call: _measured_backward(call) if call.is_backward else _measured(call) for call in each}
+
+
+def _size(call: Call) -> int:
+    """Return the bytes of what a call is given and returns; of the former alone where nothing tells the latter."""
+    given = [leaf.make("meta") if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+    args, kwargs = tree_unflatten(given, call.structure)
+    try:
+        found = call.operator(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):  # an operator of one device
+        found = ()
+    return sum(each.untyped_storage().nbytes() for each in (*given, *tree_iter(found)) if isinstance(each, Tensor))
 
 
 @torch.enable_grad()  # a recurrent layer prepares its backward by this, whatever requires a gradient

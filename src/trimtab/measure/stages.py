@@ -21,7 +21,7 @@ from trimtab.core.chain import Chain, ChainModel, Stage
 from trimtab.core.work import Seen
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import LinkedBlocks
-from trimtab.measure.scratch import Call, Taken, measured
+from trimtab.measure.scratch import Call, Taken, TooLarge, measured
 from trimtab.measure.step_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
 from trimtab.measure.storages import Storages
 
@@ -91,6 +91,8 @@ def trace_stages(
         if counts_scratch:
             for each in (dropping, *passes):
                 each.count_scratch()
+    except TooLarge:
+        raise
     except Exception as error:  # whatever a model does, torch may have no fake of it
         raise cannot_trace(error) from error
     held = sum(storages.sizes[number] for number in known)

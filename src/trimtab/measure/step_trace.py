@@ -23,7 +23,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.step_memory import PARTS, BlockMemory, Moment, StepMemory
 from trimtab.core.work import Seen, StepWork, operations
 from trimtab.measure.fakes import Fakes
-from trimtab.measure.scratch import Call, Taken, measured
+from trimtab.measure.scratch import Call, Taken, TooLarge, measured
 from trimtab.measure.storages import Storages
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -277,6 +277,8 @@ class _Step:
         """Return what operators take for themselves, by running each that does."""
         try:
             return measured(call for call, *_ in self._seen.calls)
+        except TooLarge:
+            raise
         except Exception as error:  # they run on real tensors, for which there may be no memory
             raise cannot_trace(error) from error
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,11 +78,13 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     monkeypatch.setattr(probe, "end_of", lambda function: seen.append(1) or ends[len(seen) - 1])
     model = nn.Linear(4, 1)
     subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), torch.randn(8, 4))
-    candidate = Candidate("fp32", "keep", False, 8)
-    guard = probe.Guard(subject, candidate)
-    said = [guard.refusal(candidate) for _ in range(3)]  # after a late one nobody is waited for any more
+    candidates = [Candidate(precision, "keep", False, 8) for precision in ("bf16", "fp16", "tf32")]
+    guard = probe.Guard(subject, Candidate("fp32", "keep", False, 8))
+    said = [guard.refusal(each) for each in candidates]  # after a late one nobody is waited for any more
     told = "SIGSEGV ended a process that stepped through 2 of 8 rows"
     assert said == ([told, None, None] if of_incumbent == DONE else [None] * 3)
+    alike = [replace(each, micro_batch=4, fused_optimizer=True, allocator="retain") for each in candidates]
+    assert [guard.refusal(each) for each in alike] == said  # the same kernels: what was told is told again
     assert len(seen) == calls
 
 
@@ -99,7 +102,9 @@ def test_what_it_changes_and_says_is_its_own(capfd):
     assert "said" not in capfd.readouterr().out
 
 
-def test_settings_that_end_a_process_are_a_loser_with_its_reason():
+@pytest.mark.parametrize("budget", [None, trimtab.Budget(memory="1GiB")], ids=["free", "limited"])
+def test_settings_that_end_a_process_are_a_loser_with_its_reason(budget):
+    """Under a limit they are traced before they are tried, and what their operators take is found by running them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +116,7 @@ def test_settings_that_end_a_process_are_a_loser_with_its_reason():
 
     batch = torch.randn(8, 4)
     before = fingerprint(model, optimizer)
-    found = trimtab.profile(model, optimizer, loss, batch, num_blocks=3)
+    found = trimtab.profile(model, optimizer, loss, batch, budget=budget, num_blocks=3)
     errors = {t.candidate.precision: t.error for t in found.stage("modes") if t.error}
     assert set(errors) <= {"bf16", "fp16"}
     for error in errors.values():

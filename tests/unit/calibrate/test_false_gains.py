@@ -43,7 +43,7 @@ def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5
     monkeypatch.setattr(trials, "_time_block", time_block)
     arms = [trials._Arm(candidate, first_s=step_s) for candidate in stage.candidates]
     arms.append(trials._Arm(WHOLE, control=True, first_s=step_s))
-    steps = max(1, round(trials._BLOCK_S / step_s))
+    steps = max(1, round(trials.BLOCK_S / step_s))
     blocks = trials._Blocks(None, stage, steps, step_s, num_blocks, True, Still(), lambda text: None)
     trials._run_blocks(blocks, arms, list(arms))
     found = tuple(trials._trial(stage, arm, step_s) for arm in arms)

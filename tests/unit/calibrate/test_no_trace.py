@@ -22,7 +22,7 @@ ROWS = 6
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Blocks of one step, and a machine on which bf16 is worth a try: every candidate runs."""
-    monkeypatch.setattr(trials, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(trials, "BLOCK_S", 1e-6)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 2e9, "fp16": 1e6})
     yield
     torch.set_grad_enabled(True)

@@ -23,7 +23,7 @@ ROWS = 8
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(trials, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(trials, "BLOCK_S", 1e-6)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
 
 

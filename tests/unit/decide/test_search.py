@@ -121,6 +121,7 @@ def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, s
     profile = replace(measured(Machine()), total_steps=total_steps)
     assert is_hurried(profile, spent_s) is hurries
     assert is_hurried(profile, spent_s - 30, steps=30) is hurries
+    assert is_hurried(profile, spent_s - 30, patient=True) is hurries
 
 
 def test_a_final_takes_seconds_however_short_the_steps_are(monkeypatch):
@@ -128,6 +129,15 @@ def test_a_final_takes_seconds_however_short_the_steps_are(monkeypatch):
     monkeypatch.setattr(search, "_FINAL_STEPS", 0)
     assert not is_hurried(profile, 9.9)
     assert is_hurried(profile, 10.1)
+
+
+def test_what_is_asked_for_beside_a_final_takes_its_time_however_short_the_steps_are():
+    """Thirty blocks of 0.15 s, or a hundred steps, beside the final's ten seconds."""
+    profile = replace(measured(Machine()), total_steps=100, phases_s={"forward": 0.01})
+    for spent_s, hurries in ((5.4, False), (5.6, True)):
+        assert is_hurried(profile, spent_s, patient=True) is hurries
+    for spent_s, hurries in ((8.9, False), (9.1, True)):
+        assert is_hurried(profile, spent_s, steps=100) is hurries
 
 
 FAULTS = 1_000_000  # a step takes a second: each microsecond of a fault is that share of it

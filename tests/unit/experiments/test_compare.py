@@ -46,8 +46,8 @@ PAIRS = Settings(num_pairs=2, peers=False)
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Blocks of a few steps, in trials and in races."""
-    monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
-    monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    monkeypatch.setattr(race_module, "BLOCK_S", 0.02)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
 
 
@@ -60,8 +60,8 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
     """A comparison of two pairs, run once."""
     folder, lines = tmp_path_factory.mktemp("compare") / "tiny", []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(trials, "_BLOCK_S", 0.003)
-        monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
+        monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+        monkeypatch.setattr(race_module, "BLOCK_S", 0.02)
         monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
         return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
 

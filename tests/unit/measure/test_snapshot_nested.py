@@ -121,7 +121,7 @@ def test_what_is_nested_is_put_back_on_the_same_objects_again_and_again():
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_planning_leaves_no_trace_in_them(monkeypatch, steps):
-    monkeypatch.setattr(trials, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(trials, "BLOCK_S", 1e-6)
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
     model, optimizer, batch = loop(steps=steps)
     before, values = fingerprint(model, optimizer), look(model, optimizer)

@@ -221,13 +221,35 @@ def perceptron(_):
     return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(32, 512),)
 
 
+class Written(nn.Module):
+    """Attention written out, of heads that lie between each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(48, 3 * 48)
+
+    def forward(self, x):
+        queries, keys, values = self.features(x).unflatten(-1, (3, 4, 12)).permute(2, 1, 3, 0, 4)  # (4, T, B, 12) each
+        scores = torch.einsum("htbd,hsbd->bhts", queries, keys).softmax(-1)
+        return torch.einsum("bhts,hsbd->bthd", scores, values)
+
+
+def attention(_):
+    """Return a step whose peak is in a product of batches of matrices."""
+    torch.manual_seed(0)
+    model = Written()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 96, 48),)
+
+
 def squares_of_all(model, batch):
     return model(batch[0]).square().mean()
 
 
 @pytest.mark.parametrize("autocast", [contextlib.nullcontext, half])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("make", "loss"), [(labelled, over_labels), (perceptron, squares_of_all)])
+@pytest.mark.parametrize(
+    ("make", "loss"), [(labelled, over_labels), (perceptron, squares_of_all), (attention, squares_of_all)]
+)
 def test_what_is_copied_to_be_read_otherwise_is_counted_too(make, loss, memory_format, autocast):
     model, optimizer, batch = make(memory_format)
     told = trace_step(model, optimizer, loss, batch, autocast=autocast, counts_scratch=True)

@@ -27,7 +27,7 @@ def gpt(dropout: float = 0.0, num_layers: int = 5) -> nn.Module:
     return GPT(shape)
 
 
-def resnet() -> nn.Module:  # 16 wide: under 8 (16 with AVX-512) oneDNN issue 6035 corrupts the heap, channels last
+def resnet() -> nn.Module:  # 16 wide: fewer corrupt the heap in channels_last (uxlfoundation/oneDNN#6035)
     return ResNet(width=16, depths=(2, 1, 2), in_channels=1, num_classes=3)
 
 
