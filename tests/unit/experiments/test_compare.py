@@ -47,7 +47,7 @@ PAIRS = Settings(num_pairs=2, peers=False)
 def short(monkeypatch):
     """Blocks of a few steps, in trials and in races."""
     monkeypatch.setattr(trials, "BLOCK_S", 0.003)
-    monkeypatch.setattr(race_module, "BLOCK_S", 0.02)
+    monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
 
 
@@ -61,7 +61,7 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
     folder, lines = tmp_path_factory.mktemp("compare") / "tiny", []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trials, "BLOCK_S", 0.003)
-        monkeypatch.setattr(race_module, "BLOCK_S", 0.02)
+        monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
         monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
         return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
 

@@ -60,7 +60,7 @@ def weights(loop) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(race_module, "BLOCK_S", 1e-6)  # a step on any machine: many turns
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)  # a step on any machine: many turns
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     Watched.made = []
 
@@ -196,7 +196,7 @@ class Timed:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(race_module, "BLOCK_S", 1.0)
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1.0)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     monkeypatch.setattr(
         race_module, "time", SimpleNamespace(perf_counter=clock.perf_counter, process_time=clock.process_time)
