@@ -128,10 +128,7 @@ def test_a_limit_gives_no_faster_plan_than_none(share):
     """What a limit has traced in addition is no faster than what is traced without one."""
     free = trimtab.plan_elsewhere(*loop(), H100)
     limit = int(share * free.baseline.peak_bytes)
-    try:
-        limited = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory=limit))
-    except InfeasibleError:
-        return
+    limited = trimtab.plan_elsewhere(*loop(), H100, budget=trimtab.Budget(memory=limit))
     assert free.predicted.step_s <= limited.predicted.step_s
 
 
