@@ -20,6 +20,8 @@ from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
     from trimtab.api import plan, plan_elsewhere, profile, start
+    from trimtab.distributed.dealing import shard
+    from trimtab.distributed.process_group import joined
     from trimtab.runtime.engine import Run
 
 __version__ = "0.1.0"
@@ -38,15 +40,21 @@ __all__ = [
     "Stop",
     "StopReason",
     "errors",
+    "joined",
     "plan",
     "plan_elsewhere",
     "profile",
     "read_record",
+    "shard",
     "start",
 ]
 
 # Loaded on first use, so that plans and records can be read without importing torch.
-_LAZY = dict.fromkeys(("plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {"Run": "trimtab.runtime.engine"}
+_LAZY = dict.fromkeys(("plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
+    "Run": "trimtab.runtime.engine",
+    "joined": "trimtab.distributed.process_group",
+    "shard": "trimtab.distributed.dealing",
+}
 
 
 def __getattr__(name: str) -> Any:

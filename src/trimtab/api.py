@@ -26,7 +26,8 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose, choose_there
-from trimtab.distributed.exchange import connect, has_peers
+from trimtab.distributed.backends import backend_of
+from trimtab.runtime.backend import Given
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.exchange import Alone
@@ -278,7 +279,8 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    exchange = connect(model) or Alone(has_peers=has_peers())
+    backend = backend_of(model, plan)
+    exchange = backend.exchange
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:
@@ -286,6 +288,7 @@ def start(
                 "plan.batch_rule",
                 given="a batch that is freed, on one of several ranks that nothing joins as far as can be seen",
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
+                way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
     return Run(
         model,
@@ -297,7 +300,7 @@ def start(
         nonfinite=nonfinite,
         out_of_memory=out_of_memory,
         stop=_typed("stop", stop, Stop, None),
-        exchange=exchange,
+        backend=backend,
         recorder=None if record is None else Recorder(record),
     )
 

@@ -70,12 +70,7 @@ DDP = (
     for window in range(WINDOWS):
         each = [gradient_of(part[window * K + j]) for part in parts for j in range(K)]
         expected.append(truth(each, ROWS))
-    try:
-        with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.0), trimtab.Plan.fixed(ROWS)) as other:
-            other.train_step(other.window(parts[0][0]), lambda m, rows: (m(rows).square().sum(), 4))
-    except trimtab.errors.UsageError as error:
-        refused = str(error)
-    report = {"seen": seen, "expected": expected, "refused": refused}
+    report = {"seen": seen, "expected": expected}
 """
 )
 
@@ -187,5 +182,3 @@ def test_each_window_says_what_the_gradients_of_both_ranks_do(code, k, tmp_path)
     for (trace, norm2), (true_trace, true_norm2) in zip(found["seen"], found["expected"], strict=False):
         assert trace == pytest.approx(true_trace, rel=1e-9)
         assert norm2 == pytest.approx(true_norm2, rel=1e-9)
-    if "refused" in found:
-        assert "(loss_sum, count) on one of 2 ranks" in found["refused"]

@@ -16,10 +16,11 @@ from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
+from trimtab.core.plan_page import explained
 from trimtab.core.recompute import check_recompute
-from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.sharing import KEPT, check_sharing
 
-PLAN_SCHEMA = 8
+PLAN_SCHEMA = 9
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -115,6 +116,12 @@ KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_RECOMPUTE = Choice(None, _KEPT, Mark.EXACT)
 KEEP_COMPILED = Choice(False, _KEPT, Mark.ROUNDING)
+KEEP_ENGINE = Choice("torch", _KEPT, Mark.ROUNDING)
+KEEP_ZERO = Choice(None, _KEPT, Mark.ROUNDING)
+KEEP_REDUCE = Choice("fp32", _KEPT, Mark.ROUNDING)
+KEEP_BUCKET = Choice(None, _KEPT, Mark.ROUNDING)
+KEEP_REDUCES_ONCE = Choice(True, _KEPT, Mark.ROUNDING)
+KEEP_POWERSGD = Choice(None, _KEPT, Mark.DYNAMICS)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
 KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
@@ -126,7 +133,7 @@ class Plan:
     """Everything `start` applies.
 
     Args:
-        batch_rows: rows the user's loader yields per optimizer step (B_base).
+        batch_rows: rows the loader yields per optimizer step and rank (B_base / R).
         micro_batch: rows per forward and backward.
         precision: fp32, tf32, bf16 or fp16.
         memory_layout: "keep" or "channels_last".
@@ -136,10 +143,19 @@ class Plan:
         recompute: which of the model's blocks compute their activations again in the backward: "every_block", or a
             schedule as `trimtab.core.recompute` writes it; None: none beyond the loop's own.
         compiled: whether torch compiles the model's forward, the first time that it runs.
+        zero_stage: how ranks share a model that the loop has not wrapped: 0 replicates it (DDP), 1 shards the
+            optimizer's state, 2 gradients too, 3 parameters too; None leaves it as it is.
+        engine: what shares it, "torch" or "deepspeed" (stages 1 to 3).
+        reduce_dtype: what gradients are sent in, "fp32" (as they are) or "bf16".
+        bucket_bytes: of gradients that DDP sends at once; None: as many as torch does.
+        reduces_once: of stages 2 and 3: gradients are reduced once a window, and held whole until then; else after
+            every micro-batch, and a shard is held.
+        powersgd_rank: of DDP: gradients are sent as factors of that rank (Vogels et al. 2019); None: as they are.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
+        num_ranks: processes it is for, each with `batch_rows` of its own.
         batch_rule: that rule, with its bounds; None where the batch is the user's.
         recompute_blocks: names of the modules that the schedule counts, in the order they run in; (): those that are
             found in the model's tree, in its order.
@@ -165,10 +181,17 @@ class Plan:
     loss_chunk: Choice = KEEP_LOSS_CHUNK
     recompute: Choice = KEEP_RECOMPUTE
     compiled: Choice = KEEP_COMPILED
+    zero_stage: Choice = KEEP_ZERO
+    engine: Choice = KEEP_ENGINE
+    reduce_dtype: Choice = KEEP_REDUCE
+    bucket_bytes: Choice = KEEP_BUCKET
+    reduces_once: Choice = KEEP_REDUCES_ONCE
+    powersgd_rank: Choice = KEEP_POWERSGD
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
     clip_norm: Choice = KEEP_CLIP
+    num_ranks: int = 1
     batch_rule: BatchRule | None = None
     recompute_blocks: tuple[str, ...] = ()
     check: Check | None = None
@@ -202,6 +225,8 @@ class Plan:
         if self.loss_chunk.value is not None:
             checks.integer("plan.loss_chunk", self.loss_chunk.value)
         check_recompute(self.recompute.value, len(self.recompute_blocks))
+        sharing = {name: getattr(self, name).value for name in KEPT}
+        check_sharing(self.num_ranks, self.zero_stage.value, sharing)
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
             raise FormatError(
@@ -215,7 +240,13 @@ class Plan:
 
     @classmethod
     def fixed(
-        cls, batch_rows: int, micro_batch: int | None = None, *, batch_rule: BatchRule | None = None, **values: Scalar
+        cls,
+        batch_rows: int,
+        micro_batch: int | None = None,
+        *,
+        num_ranks: int = 1,
+        batch_rule: BatchRule | None = None,
+        **values: Scalar,
     ) -> Plan:
         """Return a plan set by hand: `Plan.fixed(128, micro_batch=32, precision="bf16")`.
 
@@ -237,9 +268,8 @@ class Plan:
         }
         micro = rows if micro_batch is None else micro_batch
         by_hand = "set by hand" if micro == rows else "set by hand; not proved to keep the maths"
-        plan = cls(rows, Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows))
-        for name, choice in choices.items():
-            plan = replace(plan, **{name: choice})  # type: ignore[arg-type]
+        split = Choice(micro, by_hand, marks["micro_batch"], changed=micro != rows)
+        plan = cls(rows, split, num_ranks=num_ranks, **choices)  # type: ignore[arg-type]
         return plan if batch_rule is None else plan.freed(batch_rule, "set by hand")
 
     def freed(self, rule: BatchRule, reason: str) -> Plan:
@@ -260,8 +290,10 @@ class Plan:
         return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
-        """Yield (field name, choice) in the order they are read."""
+        """Yield (field name, choice) in the order they are read; how ranks share only where they do."""
         for field in fields(self):
+            if self.zero_stage.value is None and (field.name == "zero_stage" or field.name in KEPT):
+                continue
             value = getattr(self, field.name)
             if isinstance(value, Choice):
                 yield field.name, value
@@ -302,78 +334,4 @@ class Plan:
         return "F" if dynamics else "S"
 
     def __str__(self) -> str:
-        return _explain(self)
-
-
-_TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
-
-
-def _explain(plan: Plan) -> str:
-    """Return the page: verdict, each choice with its reason and losers, cost, check, advice."""
-    lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {plan.batch_rows} rows per step"]
-    lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline))
-    lines.append(_cost("this plan, predicted", plan.predicted))
-    if plan.measured is not None:
-        lines.append(_cost("this plan, measured", plan.measured))
-    if plan.peak_margin is not None:
-        lines.append(
-            f"peaks: traced, with {100 * plan.peak_margin:.2g}% on top for what no trace tells; not calibrated"
-        )
-    if plan.seconds_margin is not None:
-        lines.append(
-            f"seconds: by its data sheet, with {100 * plan.seconds_margin:.2g}% on top against a limit; not calibrated"
-        )
-    lines.append("")
-    for name, choice in plan.choices():
-        lines += _choice(name, choice)
-    if plan.check is not None:
-        verdict = "splitting keeps the gradient" if plan.check.splittable else "splitting is refused"
-        lines += ["", f"check: {verdict}: {plan.check.reason}"]
-    if plan.stands_between is not None:
-        low, high = plan.stands_between
-        lines.append(f"weights: the choice stands while memory weighs {low:.2g} to {high:.2g} of both together")
-    lines += [f"advice: {text}" for text in plan.advice]
-    if plan.planning_s:
-        search = f", {format_seconds(plan.search_s)} of it search for tier F" if plan.search_s else ""
-        lines.append(f"planning took {format_seconds(plan.planning_s)}{search}")
-    return "\n".join(line for line in lines if line is not None)
-
-
-def _verdict(plan: Plan) -> str:
-    if not plan.changes and plan.elsewhere:
-        return f"Change nothing: on {plan.elsewhere} nothing traced is predicted to be better. Nothing was run."
-    if not plan.changes:
-        return "Change nothing: no setting tried is better than this loop by more than the measurement can resolve."
-    text = f"Change {plan.changes_in_words} ({_TIERS[plan.tier]})"
-    if plan.baseline and plan.measured and plan.verified:
-        text += f": {plan.baseline.step_s / plan.measured.step_s:.2f}x the speed in trials{_certainty(plan.verified)}"
-    elif plan.baseline and plan.predicted:
-        where = f" on {plan.elsewhere}" if plan.elsewhere else ""
-        ran = "never run" if plan.measured is None else "not run against the loop"
-        text += f": predicted at {plan.baseline.step_s / plan.predicted.step_s:.2f}x the speed{where}, and {ran}"
-    if plan.splits and plan.check is None:
-        text += ". That splitting keeps this model's maths is not proved"
-    return text + "."
-
-
-def _certainty(verified: tuple[float, float] | None) -> str:
-    if verified is None or not all(map(math.isfinite, verified)):
-        return ""
-    low, high = verified
-    doubt = "" if low > 1 or high < 1 else ", not to be told from 1"
-    return f" (95% {low:.2f} to {high:.2f}{doubt})"
-
-
-def _cost(label: str, cost: Measured | None) -> str:
-    if cost is None:
-        return f"{label}: not measured"
-    between = ""
-    if cost.between_s is not None:
-        between = " ({} to {})".format(*map(format_seconds, cost.between_s))
-    return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {format_bytes(cost.peak_bytes)}"
-
-
-def _choice(name: str, choice: Choice) -> list[str]:
-    sign = "*" if choice.changed else " "
-    lines = [f"{sign} {name.replace('_', ' '):<20} {choice.value!s:<14} [{choice.mark}] {choice.reason}"]
-    return lines + [f"      not {loser.value}: {loser.reason}" for loser in choice.losers]
+        return explained(self)

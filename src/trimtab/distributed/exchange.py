@@ -1,13 +1,17 @@
-"""Host figures shared between ranks by one small collective a window, waited for a window later."""
+"""Host figures shared between ranks by small collectives, sent without waiting."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from trimtab.distributed.process_group import TIMEOUT_S
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
-from trimtab.runtime.exchange import Figures
+from trimtab.runtime.exchange import Figures, Gathered
 from trimtab.runtime.gradient_sync import data_parallel
 
 
@@ -36,54 +40,66 @@ def has_peers() -> bool:
 class RankExchange:
     """Gathers every rank's figures over gloo: they are on the host, and no device has to wait for them.
 
-    The first figures, which all ranks send in the same window, make a group of its own where theirs is none of gloo.
+    They go through a group of their own, which the first figures make: their order among the model's collectives is
+    then free, and a rank that is waited for has our time limit, whatever the model's group allows.
+
+    Args:
+        group: of the ranks; None: all there are. timeout_s: after which a rank that is waited for is taken for dead.
     """
 
     has_peers = True
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self.num_ranks = dist.get_world_size(group)
         self._of = group
         self._group: dist.ProcessGroup | None = None
-        self._work: dist.Work | None = None
-        self._gathered: list[torch.Tensor] = []
+        self._put: Callable[[], Gathered] | None = None
 
-    def put(self, figures: Figures) -> None:
-        """Send this rank's figures; does not wait for the others."""
-        self._work, self._gathered = self._gather(figures)
-
-    def take(self) -> list[list[float]] | None:
-        """Return the figures of every rank that were put last, once; waits for ranks that are late."""
-        if self._work is None:
-            return None
-        self._work.wait()
-        self._work = None
-        return [each.tolist() for each in self._gathered]
-
-    def share(self, figures: Figures) -> list[list[float]]:
-        """Return the figures of every rank; waits for all of them, but not for a device."""
-        work, gathered = self._gather(figures)
-        work.wait()
-        return [each.tolist() for each in gathered]
-
-    def _gather(self, figures: Figures) -> tuple[dist.Work, list[torch.Tensor]]:
+    def ask(self, figures: Figures) -> Callable[[], Gathered]:
+        """Send this rank's figures without waiting; returns what waits for those of every rank."""
         if self._group is None:
             self._group = self._connected()
         own = torch.tensor(list(figures), dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
         work: dist.Work = dist.all_gather(gathered, own, group=self._group, async_op=True)
-        return work, gathered
+
+        def wait() -> Gathered:
+            work.wait()
+            return [each.tolist() for each in gathered]
+
+        return wait
+
+    def put(self, figures: Figures) -> None:
+        """Send this rank's figures; does not wait for the others."""
+        self._put = self.ask(figures)
+
+    def take(self) -> Gathered | None:
+        """Return the figures of every rank that were put last, once; waits for ranks that are late."""
+        put, self._put = self._put, None
+        return None if put is None else put()
+
+    def share(self, figures: Figures) -> Gathered:
+        """Return the figures of every rank; waits for all of them, but not for a device."""
+        return self.ask(figures)()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over ranks of a scalar on its device, in the order of that device's work."""
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self._of)
+        return total
 
     def close(self) -> None:
         """Give up the group that was made, and what is still under way."""
-        self._work = None
-        if self._group is not None and self._group is not self._of:
+        self._put = None
+        if self._group is not None:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def _connected(self) -> dist.ProcessGroup | None:
-        if dist.get_backend(self._of) == "gloo":
-            return self._of
+    def _connected(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._of or dist.group.WORLD)
-        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        limit = timedelta(seconds=self._timeout_s)
+        # Where only some of the ranks meet, the name of their group is made of them, and a second one's would be the same.
+        is_part = len(ranks) < dist.get_world_size()
+        made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_part)
         return made

@@ -23,21 +23,13 @@ Count = Tensor | int | float
 _LARGEST = sys.float_info.max
 
 
-def as_loss(result: Any, num_ranks: int = 1) -> tuple[Tensor, Count | None]:
+def as_loss(result: Any) -> tuple[Tensor, Count | None]:
     """Return (loss, count or None) from what a loss function returned.
 
     Raises:
-        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0; such a pair on several
-            ranks, each of which would divide by its own count.
+        LossError: not a scalar tensor with a gradient, nor a pair of one and a count >= 0.
     """
     loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if count is not None and num_ranks > 1:
-        raise LossError(
-            "loss",
-            given=f"(loss_sum, count) on one of {num_ranks} ranks",
-            expected="a mean: counts are not added up over ranks yet",
-            way_out="Return loss_sum / count, which weighs every rank alike.",
-        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise _bad_loss(shape, "Return loss.mean(), or (loss.sum(), count); for a model output object, its .loss.")
@@ -86,12 +78,12 @@ class WindowWeights:
         self._is_whole = False
         self.open(rows=1, num_micro_batches=1)
 
-    def open(self, rows: int, num_micro_batches: int) -> None:
-        """Begin a window of `rows` rows in `num_micro_batches` micro-batches."""
+    def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
+        """Begin a window of `rows` rows in `num_micro_batches` micro-batches, meant to be of `num_batches` batches."""
         if self._kept is None and self._divisor is not None and self._is_whole:
             terms = float(self._count)
             self._kept = terms / self._rows if 0 < terms < math.inf else None
-        self._divisor = None if self._kept is None else _power_of_two(self._kept * rows)
+        self._divisor = None if self._kept is None else power_of_two(self._kept * rows)
         self._is_whole, self._rows = False, rows
         self._num_micro_batches = num_micro_batches
         self._is_sum: bool | None = None
@@ -114,13 +106,22 @@ class WindowWeights:
                 given="a mean for one micro-batch and (loss_sum, count) for another",
                 expected="the same kind throughout a window",
             )
-        if count is not None and self._num_micro_batches > 1 and self._divisor is None:
+        if count is not None and not self._divides_at_once and self._divisor is None:
             terms = float(_checked_count(float(count))) * self._num_micro_batches
-            self._divisor = _power_of_two(max(float(self._rows), terms))
+            self._divisor = self._first_divisor(terms)
         self._is_sum = count is not None
         if count is None:
             return self._weigh_mean(loss, rows)
         return self._weigh_sum(loss, count)
+
+    @property
+    def _divides_at_once(self) -> bool:
+        """Whether the window's one micro-batch has all of its terms."""
+        return self._num_micro_batches == 1
+
+    def _first_divisor(self, terms: float) -> float:
+        """Return `n_ref` of a window of about so many terms."""
+        return power_of_two(max(float(self._rows), terms))
 
     def _weigh_mean(self, loss: Tensor, rows: int) -> Tensor:
         weighted = loss if self._num_micro_batches == 1 else loss * (rows / self._rows)
@@ -168,12 +169,18 @@ class WindowWeights:
         return self._count if self._is_sum else None
 
     @property
+    def is_sum(self) -> bool:
+        """Whether the window's loss counts its terms."""
+        return bool(self._is_sum)
+
+    @property
     def terms(self) -> Count:
         """What the loss averaged over: rows, or the window's count."""
         return self._count if self._is_sum else self._rows
 
 
-def _power_of_two(terms: float) -> float:
+def power_of_two(terms: float) -> float:
+    """Return the power of two nearest to a number of terms, at least 1."""
     return float(2.0 ** round(math.log2(max(1.0, terms))))
 
 

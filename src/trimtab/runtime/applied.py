@@ -31,6 +31,7 @@ def require_free(model: nn.Module) -> None:
 
 def apply_plan(
     model: nn.Module,
+    called: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     forward: ForwardSeen,
@@ -41,8 +42,8 @@ def apply_plan(
     """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
 
     Args:
-        forward: what is to see the model's forward. note: called with an event's name and figures;
-            without it what is applied is not checked while it is used.
+        called: the model as the loop calls it, itself or what holds it. forward: what is to see its forward.
+        note: called with an event's name and figures; without it what is applied is not checked while it is used.
         make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
     """
     with contextlib.ExitStack() as undo:
@@ -60,13 +61,13 @@ def apply_plan(
             undo.callback(precision.tf32.hold())
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
-        if plan.compiled.value and not compiled.is_compiled(model):
-            call = compiled.CompiledCall(model, forward.note)
+        if plan.compiled.value and not compiled.is_compiled(called):
+            call = compiled.CompiledCall(called, forward.note)
             undo.callback(call.undo)
             if note is not None:
                 undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
         else:
-            undo.callback(forward.watch(model))
+            undo.callback(forward.watch(called))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
         if make_state:
             undo.callback(optimizers.make_state(optimizer))

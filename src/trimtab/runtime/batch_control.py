@@ -7,7 +7,6 @@ decided upon then: always from figures that are the same on every rank. Windows 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from trimtab.decide.accumulation import Noise
 from trimtab.decide.batch_decider import BatchDecider, Note
 from trimtab.decide.probing import Probing
 from trimtab.runtime import compiled
-from trimtab.runtime.batch_doors import check_rule, require_one_plan
+from trimtab.runtime.batch_doors import check_rule, require_alike
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.measured import Measured, Nothing
@@ -93,7 +92,7 @@ class BatchControl(Part):
         # Which all ranks reach, before one of them may refuse.
         divides = normalises(optimizer)
         facts = {"splitting the batch": may_split, "compiling": is_compiled, "the optimizer's kind": divides}
-        require_one_plan(plan, exchange, facts)
+        require_alike(exchange, facts)
         check_rule(plan, may_split=may_split)
         self._decider = BatchDecider(
             self._rule,
@@ -119,7 +118,6 @@ class BatchControl(Part):
         self._next: _Next | None = None  # looked at once a window
         self._tell(watched=False)
         self._is_cut = self._retries_probe = False
-        self._asked, self._agreed = 1, None  # batches the open window is to be of, and those that ranks have of it
 
     # What a window is made of.
 
@@ -155,18 +153,6 @@ class BatchControl(Part):
         self._is_cut = is_one and rows > 1 and self._probing.splits(self.k, self.noise)
         return -(-rows // 2) if self._is_cut else planned
 
-    def agreed(self, num_batches: int) -> float:
-        """Return the loader batches of the open window, of which this rank has so many: their mean over all ranks.
-
-        Where a loader is at its end a rank may have fewer than another, and a rate of its own would make weights of its
-        own. Ranks ask each other in windows that are to be of several batches, which all of them know.
-        """
-        if self._exchange.num_ranks == 1 or self._asked == 1:
-            return num_batches
-        if self._agreed is None:
-            self._agreed = statistics.fmean(own for (own,) in self._exchange.share([num_batches]))
-        return self._agreed
-
     def rate_factor(self, num_batches: float) -> float:
         """Return the factor on the learning rate for a window of so many loader batches."""
         return self._follower.factor(num_batches, self._decider.num_batches)
@@ -180,8 +166,6 @@ class BatchControl(Part):
     def opened(self, num_batches: int, num_micro_batches: int) -> None:
         """A window begins."""
         ahead = self._look_ahead()
-        if self._exchange.num_ranks > 1:
-            self._agreed, self._asked = None, ahead.num_batches
         watched = False
         if ahead.is_due or self._retries_probe:
             watched = self._measures and num_micro_batches * self._watch.seen_apart > 1
@@ -209,12 +193,16 @@ class BatchControl(Part):
         self.begun, self.stepping = told.begun, told.stepping
         self.backward_begins, self.backward_done = told.backward_begins, told.backward_done
 
-    def stepped(self, num_batches: int, *, applied: bool) -> None:
-        """The window is over; void, it says nothing. What an earlier one said has arrived."""
+    def stepped(self, num_batches: int, agreed: float, *, applied: bool) -> None:
+        """The window is over; void, it says nothing. What an earlier one said has arrived.
+
+        Args:
+            agreed: its loader batches, the mean over ranks.
+        """
         start = time.perf_counter()
         measured = self._told(num_batches, applied=applied)
         if applied:
-            self._follower.applied(self.agreed(num_batches), self._decider.num_batches)
+            self._follower.applied(agreed, self._decider.num_batches)
         self._next = None
         if measured is None and self._role is _TRAINS and not self._is_under_way:
             self._retries_probe = False

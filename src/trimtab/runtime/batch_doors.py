@@ -30,27 +30,20 @@ def check_rule(plan: Plan, *, may_split: bool) -> None:
         )
 
 
-def require_one_plan(plan: Plan, exchange: Exchange, facts: Mapping[str, object]) -> None:
-    """Raise `ValueGivenError` on every rank where their batches or rules differ: each would decide for itself.
-
-    A rank whose plan has no rule does not come here, and the others wait for it as they would in their first window.
+def require_alike(exchange: Exchange, facts: Mapping[str, object]) -> None:
+    """Raise `ValueGivenError` on every rank where they differ in what k is decided by: each would have its own.
 
     Args:
-        facts: what else is decided by, with its name.
+        facts: with their names.
     """
     if exchange.num_ranks == 1:
         return
-    facts = {"the rule": plan.batch_rule} | dict(facts)
-    said = [zlib.crc32(str(value).encode()) for value in facts.values()]
-    exchange.put([plan.batch_rows, plan.num_micro_batches, *said])
-    shared = exchange.take()
-    assert shared is not None
-    if any(each != shared[0] for each in shared):
-        batches = ", ".join(f"{rows:.0f} rows in {micro:.0f} micro-batches" for rows, micro, *_ in shared)
-        others = [name for i, name in enumerate(facts, 2) if any(each[i] != shared[0][i] for each in shared)]
+    shared = exchange.share([zlib.crc32(str(value).encode()) for value in facts.values()])
+    others = [name for i, name in enumerate(facts) if any(each[i] != shared[0][i] for each in shared)]
+    if others:
         raise ValueGivenError(
             "plan.batch_rule",
-            given=f"ranks that differ in {', '.join(others) or 'their batches'} ({batches})",
+            given=f"ranks that differ in {', '.join(others)}",
             expected="the same on all ranks, which decide by the same figures",
-            way_out="Plan on one rank, hand its JSON to the others; make their models and optimizers alike.",
+            way_out="Make their models and optimizers alike.",
         )

@@ -53,7 +53,12 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
         return
     for start in range(0, rows, micro_batch):
         stop = min(start + micro_batch, rows)
-        yield _map(batch, lambda leaf, cut=slice(start, stop): leaf[cut] if _has_rows(leaf) else leaf), stop - start
+        yield row_slice(batch, slice(start, stop)), stop - start
+
+
+def row_slice(batch: Batch, rows: slice) -> Batch:
+    """Return some rows of a batch. Tensors are views."""
+    return _map(batch, lambda leaf: leaf[rows] if _has_rows(leaf) else leaf)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -19,20 +19,22 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Choice, Mark, Plan
-from trimtab.core.state_parts import loading_parts
 from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
-from trimtab.runtime.accumulation import Count, WindowWeights, as_loss
+from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import apply_plan, require_free
-from trimtab.runtime.batch_control import BatchControl, control_of
+from trimtab.runtime.backend import Backend, Given
+from trimtab.runtime.batch_control import control_of
 from trimtab.runtime.batches import count_rows, iterate
 from trimtab.runtime.consumed import Consumed
-from trimtab.runtime.exchange import Alone, Exchange
-from trimtab.runtime.gradient_sync import GradientSync
+from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.peers import Agreed, Peers, Share
 from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.rank_weights import weights_of
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
+from trimtab.runtime.resumable import Resumable
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.schedule import rate_factor, scaled_rates
 from trimtab.runtime.splitting import for_model
@@ -43,7 +45,7 @@ from trimtab.runtime.window import Window, check_call
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class Run(RunView):
+class Run(RunView, Resumable):
     """A started plan. Made by `trimtab.start`; also a context manager.
 
     Attributes:
@@ -64,7 +66,7 @@ class Run(RunView):
         nonfinite: str | None = None,
         out_of_memory: str | None = None,
         stop: Stop | None = None,
-        exchange: Exchange | None = None,
+        backend: Backend | None = None,
         recorder: Recorder | None = None,
         on_trial: bool = False,
     ) -> None:
@@ -72,20 +74,28 @@ class Run(RunView):
         self._clip_norm = gradients.resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
-        exchange = exchange or Alone()
-        self._consumed = Consumed(plan, total_samples, total_tokens, has_peers=exchange.has_peers)
+        self._backend = backend = backend or Given()
+        exchange = backend.exchange
+        by_hand = exchange.has_peers and exchange.num_ranks == 1
+        self._consumed = Consumed(plan, total_samples, total_tokens, has_peers=by_hand)
         self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
         require_free(model)
-        self.model, self.plan, self._num_ranks = model, for_model(plan, model), exchange.num_ranks
+        self.plan, self._recorder = for_model(plan, model), recorder
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._optimizer, self._recorder, self._weights = optimizer, recorder, WindowWeights()
-        self._order, self._sync, self._stopping = LoopOrder(), GradientSync(model), StopTest(stop)
-        recovers = recovers_from(out_of_memory, plan, model, self._num_ranks)
+        self._peers = Peers(exchange, in_step=backend.in_step)
+        self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
+        self._order, self._stopping = LoopOrder(), StopTest(stop)
+        recovers = recovers_from(out_of_memory, plan, model, may_retry=backend.may_retry)
         self._recovery = Recovery(model, self._note, is_on=recovers)
-        self._control = control_of(plan, model, optimizer, exchange, self._note)
-        note = None if on_trial else self._note
-        self._undo = apply_plan(model, optimizer, plan, self._order.forward, note, make_state=recovers)
+        with contextlib.ExitStack() as undo:
+            backend.spread(model, optimizer, plan)
+            undo.push(lambda kind, error, traceback: backend.gather(error))
+            self.model, self._optimizer = backend.model, backend.optimizer
+            self._control = control_of(plan, model, self._optimizer, exchange, self._note)
+            note = None if on_trial else self._note
+            undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
+            self._undo = undo.pop_all()
 
     # The loop's verbs, in the order they are called.
 
@@ -98,14 +108,17 @@ class Run(RunView):
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
         batches = iterate("loader", loader)
-        while self.stop_reason is None:
+        while True:
             self._require_open()
             self._order.require_idle("run.windows")
             with self._control.drawing():
-                drawn = list(itertools.islice(batches, self.num_batches))
-            if not drawn:
+                drawn = [] if self.stop_reason else list(itertools.islice(batches, self.num_batches))
+            if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
+                yield self.window(*own)
+            elif self._joining.goes_on(self.stop_reason):
+                yield self._joining.window(self, self._device)
+            elif not drawn:
                 break
-            yield self.window(*drawn)
         self._order.require_stepped("run.windows")
 
     def window(self, *batches: Any) -> Window:
@@ -118,7 +131,9 @@ class Run(RunView):
         if not batches:
             raise LoopError("run.window", given="no batch", expected="at least one")
         rows = [count_rows(batch) for batch in batches]
-        return Window(self, batches, rows, [self._micro_batch_of(each, len(batches)) for each in rows], self._device)
+        micro_batches = [self._micro_batch_of(each, len(batches)) for each in rows]
+        self._joining.keep(batches[0], rows[0], micro_batches[0])
+        return Window(self, batches, rows, micro_batches, self._device)
 
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)
@@ -139,13 +154,21 @@ class Run(RunView):
     def _backward(self, result: Any) -> None:
         self._require_open()
         self._order.require_micro_batch()
-        loss, count = as_loss(result, self._num_ranks)
+        loss, count = as_loss(result)
         rows = self._order.micro_rows
         weighted = self._precision.scaled(self._weights.weigh(loss, count, rows))
+        if self._order.is_last:
+            self._tell()
         self._control.backward_begins()
-        weighted.backward()
+        self._backend.backward(weighted)
         self._order.backward_done()
         self._control.backward_done(rows, rows if count is None else count)
+
+    def _tell(self) -> None:
+        """Say what this rank has of the window: the others are about to reduce its gradient."""
+        window, weights = self._order.window, self._weights
+        is_sum, limit = weights.is_sum, self._recovery.limit.rows
+        self._peers.tell(Share(window.rows, window.num_batches, weights.terms, is_sum, limit))
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
@@ -183,11 +206,11 @@ class Run(RunView):
         wants_norm = self._voids.wants_norm or self._stopping.wants_norm
         self.grad_norm = gradients.finish(self._optimizer, remaining, self._clip_norm, wants_norm=wants_norm)
         self._order.unscaled = True  # a second try, after an optimizer that raised, must not multiply again
-        self.loss = self._weights.mean_loss
+        self.loss = self._weights.mean_loss if window.rows else self.loss
         factor = self._rate_factor(window)
         applied = not self._is_void()
         if applied:
-            with scaled_rates(self._optimizer, factor):
+            with self._backend.stepping(), scaled_rates(self._optimizer, factor):
                 self._order.in_optimizer = True
                 applied = self._precision.step(self._optimizer)
         self._stepped(window, factor, applied)
@@ -205,21 +228,24 @@ class Run(RunView):
         return is_void
 
     def _rate_factor(self, window: Window) -> float:
-        num_batches = self._control.agreed(window.num_batches)
-        progress = self._consumed.progress_after(window.rows, self._weights.counted, num_batches, window.batch_rows)
-        return rate_factor(self.plan, progress) * self._control.rate_factor(num_batches)
+        agreed, counted = self._peers.agreed(), self._weights.counted
+        progress = self._consumed.progress_after(agreed.rows, counted, agreed.num_batches, window.batch_rows)
+        return rate_factor(self.plan, progress) * self._control.rate_factor(agreed.num_batches)
 
     def _stepped(self, window: Window, factor: float, applied: bool) -> None:
         """Count a window, and hand what it said to those who asked."""
-        self._consumed.add(window.rows, self._weights.counted, applied=applied)
-        if not applied:
+        agreed = self._peers.agreed()
+        self._consumed.add(agreed.rows, self._weights.counted, applied=applied)
+        if not applied or not window.rows:
             self._recovery.restore_buffers()
+        if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self._recorder is not None:
             self._recorder.step(self._record_of(window, factor, applied))
         self._order.reset()
         self._weights.close()
-        self._control.stepped(window.num_batches, applied=applied)
+        self._control.stepped(window.num_batches, agreed.num_batches, applied=applied)
+        self._follow(agreed)
         if applied:
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan)
@@ -230,6 +256,12 @@ class Run(RunView):
             if reason is not None:
                 self._precision.leave_fp16()
                 self._note_precision(reason)
+
+    def _follow(self, agreed: Agreed) -> None:
+        """Do as the other ranks do from here on."""
+        self._recovery.limit.adopt(agreed.limit)
+        self._stopping.reason = self._stopping.reason or agreed.reason
+        self._peers.over()
 
     def _record_of(self, window: Window, factor: float, applied: bool) -> Step:
         rate = factor * self._optimizer.param_groups[0]["lr"]
@@ -275,9 +307,10 @@ class Run(RunView):
             self.step()
         except BaseException as error:
             is_open, in_optimizer = self._order.window is window, self._order.in_optimizer
+            may_retry = is_open and not self._peers.count_on_this
             if is_open:
                 self._abandon()
-            failure = self._recovery.failure_of(error, in_optimizer=in_optimizer) if is_open else None
+            failure = self._recovery.failure_of(error, in_optimizer=in_optimizer) if may_retry else None
             if failure is None:
                 raise
             return failure
@@ -329,40 +362,19 @@ class Run(RunView):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
-    # State that a resumed run needs beside model, optimizer and the data's position.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return counters, the precision in use and its loss scaler, k with its averages, and the limits in force."""
-        return {name: part.state_dict() for name, part in self._parts()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`.
-
-        Raises:
-            UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
-        """
-        loading_parts(dict(self._parts()), state)()
-        self._note_precision("it was left before")
-
-    def _parts(self) -> Iterator[tuple[str, Any]]:
-        yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
-        yield "memory", self._recovery.limit
-        if isinstance(self._control, BatchControl):
-            yield "batch", self._control
-        yield "precision", self._precision
-
     # What a window reports.
 
     def open_window(self, window: Window) -> None:
         """Called by the window before its first micro-batch."""
         self._require_open()
         self._order.open(window)
-        if self._may_void:
+        window.match(self._peers.steps(window.num_micro_batches))
+        if self._may_void or not window.rows:
             self._recovery.note_start()
         self._control.opened(window.num_batches, window.num_micro_batches)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         optimizers.drop_gradients(self._optimizer)
-        self._weights.open(window.rows, window.num_micro_batches)
+        self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)
 
     @property
     def _may_void(self) -> bool:
@@ -372,7 +384,7 @@ class Run(RunView):
         """Called by the window before each micro-batch."""
         self._require_open()
         self._order.begin_micro_batch(window, rows, last=last)
-        self._sync.begin(last=last)
+        self._backend.begin(last=last)
         self._control.begun(rows, of_next=of_next, last=last)
 
     def end_micro_batch(self, window: Window) -> None:
@@ -392,7 +404,8 @@ class Run(RunView):
             self._precision.renew()
         optimizers.drop_gradients(self._optimizer)
         self._order.reset()
-        self._sync.end()
+        self._peers.over()
+        self._backend.end()
         self._control.dropped()
 
     def _require_open(self) -> None:

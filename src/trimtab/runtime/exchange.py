@@ -1,15 +1,21 @@
-"""Host figures that ranks share, once a window: what is put in one window is taken, from all ranks, in a later one."""
+"""Host figures that ranks share, a few times a window: what one rank says is gathered from all of them.
+
+Every rank says as many figures, in the same order of calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 Figures = Sequence[float]
+Gathered = list[list[float]]
 
 
 class Exchange(Protocol):
-    """Between ranks. Every rank puts as many figures, in the same windows.
+    """Between ranks.
 
     `has_peers`: whether what one rank alone sees, as its own loss, may differ from what others do.
     """
@@ -17,14 +23,20 @@ class Exchange(Protocol):
     num_ranks: int
     has_peers: bool
 
-    def put(self, figures: Figures) -> None:
-        """Send this rank's figures; does not wait for the others."""
+    def ask(self, figures: Figures) -> Callable[[], Gathered]:
+        """Send this rank's figures without waiting; returns what waits for those of every rank."""
 
-    def take(self) -> list[list[float]] | None:
+    def put(self, figures: Figures) -> None:
+        """Send this rank's figures, to be taken in a later window; does not wait for the others."""
+
+    def take(self) -> Gathered | None:
         """Return the figures of every rank that were put last, once; None where nothing is under way."""
 
-    def share(self, figures: Figures) -> list[list[float]]:
+    def share(self, figures: Figures) -> Gathered:
         """Return the figures of every rank, beside what was put; waits for all of them."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over ranks of a scalar where it is, without waiting for its device."""
 
     def close(self) -> None:
         """Nothing more is put or taken."""
@@ -43,18 +55,26 @@ class Alone:
         self.has_peers = has_peers
         self._figures: list[float] | None = None
 
+    def ask(self, figures: Figures) -> Callable[[], Gathered]:
+        """Return what returns the figures."""
+        return lambda: [list(figures)]
+
     def put(self, figures: Figures) -> None:
         """Keep the figures."""
         self._figures = list(figures)
 
-    def take(self) -> list[list[float]] | None:
+    def take(self) -> Gathered | None:
         """Return them."""
         figures, self._figures = self._figures, None
         return None if figures is None else [figures]
 
-    def share(self, figures: Figures) -> list[list[float]]:
+    def share(self, figures: Figures) -> Gathered:
         """Return the figures."""
         return [list(figures)]
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value
 
     def close(self) -> None:
         """Drop what was put."""

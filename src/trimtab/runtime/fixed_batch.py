@@ -22,10 +22,6 @@ class FixedBatch:
         """Do nothing."""
         return contextlib.nullcontext()
 
-    def agreed(self, num_batches: int) -> float:
-        """Return them."""
-        return num_batches
-
     def rate_factor(self, num_batches: float) -> float:
         """Return 1."""
         return 1.0
@@ -45,7 +41,7 @@ class FixedBatch:
     def stepping(self, *window: Any) -> None:
         """Do nothing."""
 
-    def stepped(self, num_batches: int, *, applied: bool) -> None:
+    def stepped(self, num_batches: int, agreed: float, *, applied: bool) -> None:
         """Do nothing."""
 
     def dropped(self) -> None:

@@ -48,7 +48,7 @@ class NoiseSums:
 
     @classmethod
     def of_ranks(cls, each: Sequence[Sequence[float]], *, sharded: bool = False) -> NoiseSums:
-        """Return the sums over ranks, whose mean gradients weigh alike, as they do in a reduction.
+        """Return the sums over ranks, whose terms weigh alike.
 
         Args:
             each: of a rank: sum ||g_j||^2 n_j, n = sum n_j, sum n_j / m_j, sum n_j^2 / m_j of `n_j` terms, number of
@@ -56,15 +56,16 @@ class NoiseSums:
             sharded: norms are of each rank's shards of gradients that are means over the ranks: a micro-batch is then
                 one of all ranks, of as many times the rows, and its norm the sum of theirs.
         """
-        ranks = len(each)
+        ranks, terms = len(each), sum(rank[1] for rank in each)
         norms, per_row, squares = (
-            sum(rank[i] / (ranks * rank[1]) ** power if rank[1] > 0 else math.nan for rank in each)
+            sum(rank[i] for rank in each) / terms**power if terms > 0 else math.nan
             for i, power in ((0, 1), (2, 1), (3, 2))
         )
         num, norm2 = sum(rank[4] for rank in each), each[0][5]
         if not sharded:
             return cls(norms, per_row, squares, num, norm2)
-        return cls(norms * ranks, per_row / ranks, squares, num / ranks, sum(rank[5] for rank in each))
+        norm2 = sum(rank[5] for rank in each)
+        return cls(norms * ranks, per_row / ranks, squares, num / ranks, norm2)
 
     def noise(self) -> WindowNoise | None:
         """Return what the window says, or None."""

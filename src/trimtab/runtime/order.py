@@ -32,6 +32,11 @@ class LoopOrder:
         self.unscaled = self.in_optimizer = False
         self._last = self._awaiting_backward = False
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch at hand is the window's last."""
+        return self._last
+
     def open(self, window: Window) -> None:
         """A window's first micro-batch is asked for."""
         self.require_idle("window")

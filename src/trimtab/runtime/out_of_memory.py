@@ -87,6 +87,11 @@ class MicroBatchLimit(Part):
         self.rows, self._good, self._grew = -(-rows // 2), 0, False
         return self.rows
 
+    def adopt(self, rows: int | None) -> None:
+        """Keep to what fits on another rank: all cut their batches alike."""
+        if rows is not None and (self.rows is None or rows < self.rows):
+            self.rows, self._good, self._grew = rows, 0, False
+
     def passed(self, planned: int) -> int | None:
         """A window fitted; returns the larger micro-batch that is tried from the next one on, or None."""
         if self.is_idle:

@@ -19,27 +19,33 @@ from trimtab.runtime.window_start import WindowStart
 
 POLICIES = ("split", "stop")
 # Added to an error that passes.
-_HINT = "In one process, trimtab.start(..., out_of_memory='split') runs the window again in smaller micro-batches."
+_HINT = (
+    "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') runs the window again in smaller "
+    "micro-batches, as long as the other ranks do not count on this one."
+)
 
 
-def recovers_from(policy: str | None, plan: Plan, model: nn.Module, num_ranks: int) -> bool:
+def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
     """Return whether a run splits a window that memory ran out in.
 
-    By default it does where splitting keeps the maths as far as is known. One rank of several does not: the others
-    would wait for it.
+    By default it does where splitting keeps the maths as far as is known.
+
+    Args:
+        may_retry: whether this rank can begin a window anew while others are in it.
 
     Raises:
-        ValueGivenError: "split" on several ranks, or no such policy.
+        ValueGivenError: "split" where that cannot be, or no such policy.
     """
     if policy is None:
-        return num_ranks == 1 and keeps_maths(plan, model)
+        return may_retry and keeps_maths(plan, model)
     checks.one_of("out_of_memory", policy, POLICIES)
-    if policy == "split" and num_ranks > 1:
+    if policy == "split" and not may_retry:
         raise ValueGivenError(
             "out_of_memory",
-            given=f"split on {num_ranks} ranks",
+            given="split, on ranks that exchange more than a gradient in a window",
             expected="stop",
-            way_out="Where one rank begins anew the others would wait for it: plan a smaller micro-batch.",
+            way_out="Where one rank begins anew the others would wait for it: plan a smaller micro-batch, or have the "
+            "plan share the model (zero_stage=0).",
         )
     return policy == "split"
 

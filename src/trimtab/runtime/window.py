@@ -51,10 +51,11 @@ class Window:
         self._batches, self._batch_rows = tuple(batches), tuple(rows)
         self._micro_batches = tuple(micro_batches)
         self._used = False
+        self._padding, self._num_padding = None, 0
         self.num_micro_batches = self._count()
 
     def _count(self) -> int:
-        count = 0
+        count = self._num_padding
         for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True):
             count += -(-rows // micro)
         return count
@@ -62,12 +63,12 @@ class Window:
     @property
     def micro_batch(self) -> int:
         """Rows of the largest micro-batch."""
-        return max(min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True))
+        return max((min(pair) for pair in zip(self._batch_rows, self._micro_batches, strict=True)), default=0)
 
     @property
     def batch_rows(self) -> int:
         """Rows of the largest loader batch."""
-        return max(self._batch_rows)
+        return max(self._batch_rows, default=0)
 
     def holds_nan(self) -> bool:
         """Return whether a value of its batches is no number; waits for the device. A mask may well be infinite."""
@@ -79,6 +80,17 @@ class Window:
         self._micro_batches = tuple(min(micro_batch, each) for each in self._micro_batches)
         self.num_micro_batches = self._count()
         self._used = False
+
+    def pad(self, micro_batch: Any, num: int) -> None:
+        """Begin with `num` more micro-batches that count as no rows: for the collectives in them, other ranks' too."""
+        self._padding, self._num_padding = micro_batch, num
+        self.num_micro_batches = self._count()
+
+    def match(self, num: int) -> None:
+        """Have as many micro-batches as every rank has."""
+        if num > self.num_micro_batches:
+            micro_batch, _ = next(slices(self._batches[0], self._batch_rows[0], self._micro_batches[0]))
+            self.pad(micro_batch, num - self.num_micro_batches)
 
     def is_of(self, loop: Loop) -> bool:
         """Return whether this run made the window."""
@@ -93,6 +105,11 @@ class Window:
         self._loop.open_window(self)
         self._used = True
         left = self.num_micro_batches
+        for _ in range(self._num_padding):
+            left -= 1
+            self._loop.begin_micro_batch(self, 0, of_next=False, last=left == 0)
+            yield to_device(self._padding, self._device)
+            self._loop.end_micro_batch(self)
         for batch, rows, micro_batch in zip(self._batches, self._batch_rows, self._micro_batches, strict=True):
             of_next = True
             for micro, micro_rows in slices(batch, rows, micro_batch):

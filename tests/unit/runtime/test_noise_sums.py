@@ -23,13 +23,11 @@ def figures_of(each, rows, norm2):
     return [float((each.square().sum(1) * m).sum()), float(m.sum()), float(len(rows)), float(m.sum()), len(rows), norm2]
 
 
-def test_ranks_weigh_alike_whatever_rows_they_have():
-    """A reduction takes the mean over ranks, not over rows: micro-batch j of rank r weighs `m_j / (R m_r)`."""
-    found, weights, rows = gradients(), [], []
-    for sizes in SIZES:
-        weights += [m / (len(SIZES) * sum(sizes)) for m in sizes]
-        rows += sizes
-    w, m, g = torch.tensor(weights, dtype=torch.float64), torch.tensor(rows, dtype=torch.float64), torch.cat(found)
+def test_terms_weigh_alike_on_whatever_rank_they_are():
+    """Micro-batch j of rank r weighs `m_j / sum of all m`."""
+    found, rows = gradients(), [m for sizes in SIZES for m in sizes]
+    m, g = torch.tensor(rows, dtype=torch.float64), torch.cat(found)
+    w = m / m.sum()
     norm2 = float((w[:, None] * g).sum(0).square().sum())
     spread, squares = float((w * (1 - w) / m).sum()), float((w**2 / m).sum())
     expected = window_noise(float((w * g.square().sum(1)).sum()), norm2, spread, squares, len(g))
@@ -37,8 +35,7 @@ def test_ranks_weigh_alike_whatever_rows_they_have():
     assert vars(NoiseSums.of_ranks(each).noise()) == pytest.approx(vars(expected))
 
 
-def test_a_rank_without_terms_makes_a_window_say_nothing():
-    """Its gradient is in the mean, and is none of any row."""
-    one = figures_of(gradients()[0], SIZES[0], 1.0)
-    assert NoiseSums.of_ranks([one, [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]).noise() is None
-    assert NoiseSums.of_ranks([one]).noise() is not None
+def test_a_rank_without_terms_adds_nothing_and_ranks_without_any_say_nothing():
+    one, none = figures_of(gradients()[0], SIZES[0], 1.0), [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert NoiseSums.of_ranks([one, none]).noise() == NoiseSums.of_ranks([one]).noise()
+    assert NoiseSums.of_ranks([none, none]).noise() is None

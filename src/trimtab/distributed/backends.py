@@ -1,0 +1,72 @@
+"""Which backend a plan's model is spread by."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch.distributed as dist
+from torch import nn
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.exchange import connect, has_peers
+from trimtab.distributed.fully_sharded import FullySharded
+from trimtab.distributed.zero import ShardedState
+from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+from trimtab.runtime.backend import Backend, Given
+from trimtab.runtime.exchange import Alone, Exchange
+from trimtab.runtime.gradient_sync import data_parallel
+
+_BACKENDS = {0: DataParallel, 1: ShardedState, 2: FullySharded, 3: FullySharded}
+
+
+def backend_of(model: nn.Module, plan: Plan) -> Backend:
+    """Return what spreads a model over the ranks there are, or what takes it as the loop has it.
+
+    Raises:
+        ValueGivenError: the plan is for other ranks, or for a model that the loop has not wrapped itself; or the ranks'
+            plans differ: on every one of them.
+    """
+    stage = plan.zero_stage.value
+    if stage is None:
+        exchange = connect(model)
+        if exchange is not None:
+            require_one_plan(plan, exchange)
+        return Given(exchange or Alone(has_peers=has_peers()), in_step=exchange is not None and is_sharded(model))
+    ranks = dist.get_world_size() if has_peers() else 1
+    if ranks != plan.num_ranks:
+        raise ValueGivenError(
+            "plan.num_ranks",
+            given=f"{plan.num_ranks}, in {_processes(ranks)}",
+            expected=f"{ranks}, or as many processes as ranks",
+            way_out="Start them with torchrun and join them inside `with trimtab.joined()`, or `trimtab train TASK --ranks N`.",
+        )
+    if data_parallel(model) is not None or is_sharded(model) or is_flat_sharded(model):
+        raise ValueGivenError(
+            "plan.zero_stage",
+            given=f"{stage}, for a model that the loop has wrapped",
+            expected="the model itself, which the plan wraps; or none, to keep the loop's own",
+        )
+    backend: Backend = _BACKENDS[int(stage)]()
+    require_one_plan(plan, backend.exchange)
+    return backend
+
+
+def require_one_plan(plan: Plan, exchange: Exchange) -> None:
+    """Raise `ValueGivenError` on every rank where the values of their plans differ."""
+    values = {name: getattr(plan, name).value for name in Plan.marks()}
+    values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
+    shared = exchange.share([zlib.crc32(repr(value).encode()) for value in values.values()])
+    names = [name for i, name in enumerate(values) if any(each[i] != shared[0][i] for each in shared)]
+    if names:
+        raise ValueGivenError(
+            "plan",
+            given=f"plans of {len(shared)} ranks that differ in {', '.join(names)}",
+            expected="one plan on all ranks",
+            way_out="Plan on one rank, hand its JSON to the others.",
+        )
+
+
+def _processes(number: int) -> str:
+    return "one process" if number == 1 else f"{number} processes"

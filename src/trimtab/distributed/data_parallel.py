@@ -1,0 +1,101 @@
+"""Stage 0: every rank holds the model, and gradients are reduced once a window (torch's DDP)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.core.plan import Plan
+from trimtab.distributed.exchange import RankExchange
+from trimtab.runtime.gradient_sync import GradientSync
+
+_MIB = 2**20
+# Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
+_NAMES = inspect.signature(DistributedDataParallel).parameters
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_WHOLE_MIB = 2**30 // _MIB
+# Windows that PowerSGD sends gradients whole in, at first: factors of early gradients tell least (its own default
+# of 1,000 would be all of a short run).
+_WHOLE_WINDOWS = 10
+
+
+class DataParallel:
+    """A run's backend: replicas of the model.
+
+    Buffers are each rank's own while the run lasts, so that a rank may begin its window anew without the others; those
+    of rank 0 are everybody's afterwards.
+    """
+
+    in_step = False
+    may_retry = True
+
+    def __init__(self) -> None:
+        self.exchange = RankExchange(None)
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Hold the model in DDP: parameters and buffers become rank 0's."""
+        self._inner, self.optimizer = model, optimizer
+        own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, _BUFFERS: False}
+        self.model = DistributedDataParallel(model, **own)
+        self._sync = GradientSync(self.model)
+        broadcast_buffers(model)
+        if plan.powersgd_rank.value is not None:
+            self.model.register_comm_hook(_powersgd(int(plan.powersgd_rank.value)), powerSGD_hook.powerSGD_hook)
+        elif plan.reduce_dtype.value == "bf16":
+            self.model.register_comm_hook(None, reduce_in_bf16)
+
+    def begin(self, *, last: bool) -> None:
+        """Have its backward reduce, or not."""
+        self._sync.begin(last=last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Have it."""
+        loss.backward()
+
+    def end(self) -> None:
+        """Reduce again."""
+        self._sync.end()
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return nothing more: every rank's optimizer steps all."""
+        return contextlib.nullcontext()
+
+    def gather(self, error: BaseException | None) -> None:
+        """Let go of the model."""
+        if error is None:
+            broadcast_buffers(self._inner)
+        self.exchange.close()
+        del self.model  # its hooks on the parameters go with it
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Make rank 0's buffers everybody's."""
+    with torch.no_grad():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201 - DDP looks at annotations
+    """Reduce a bucket of gradients as bf16: half of the bytes, and a mean rounded to 8 bits (torch's refuses CPUs)."""
+    whole = bucket.buffer()
+    sent = whole.div(dist.get_world_size()).to(torch.bfloat16)
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda done: whole.copy_(done.value()[0]))
+
+
+def _bucket_mib(plan: Plan) -> float | None:
+    if plan.powersgd_rank.value is not None:
+        return _WHOLE_MIB  # with more than one bucket its collectives have no order over gloo
+    size = plan.bucket_bytes.value
+    return None if size is None else int(size) / _MIB
+
+
+def _powersgd(rank: int) -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=_WHOLE_WINDOWS)

@@ -1,0 +1,116 @@
+"""Data dealt out to ranks: each takes its rows of every batch that a loader yields, none twice and none lost."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from trimtab.core.errors import BatchError, ValueGivenError
+from trimtab.runtime.batches import count_rows, iterate, row_slice
+from trimtab.runtime.joining import NoRows
+
+
+def share_of(rows: int, rank: int, num_ranks: int) -> slice:
+    """Return the rows of one rank, in order: as many on each, or one more on the first ones."""
+    each, more = divmod(rows, num_ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+class Dealt:
+    """A loader of whole batches, of which this rank loads or keeps its own rows."""
+
+    def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int) -> None:
+        self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in iterate("loader", self._loader):
+            rows = share_of(count_rows(batch), self._rank, self._num_ranks)
+            yield row_slice(batch, rows) if rows.stop > rows.start else NoRows()
+
+
+class _Share:
+    """Batches of indices, of which only this rank's are loaded."""
+
+    def __init__(self, batches: Iterable[Sequence[int]], rank: int, num_ranks: int) -> None:
+        self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        is_first = True
+        for batch in self._batches:
+            if is_first:
+                _require_one_order(batch)
+            is_first = False
+            yield batch[share_of(len(batch), self._rank, self._num_ranks)]
+
+
+class _Collate:
+    """A loader's own, of batches that have rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return self._collate(rows) if rows else NoRows()
+
+
+def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None = None) -> Iterable[Any]:
+    """Return a loader of this rank's rows of every batch of another, which all ranks make alike.
+
+    Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers; its order must be the
+    same on every rank, and is compared once an epoch. Of any other whole batches are drawn, and the rest is dropped.
+
+    Args:
+        loader: yields batches of the whole job. rank, num_ranks: this process's; by default its process group's.
+
+    Raises:
+        ValueGivenError: a rank that is none of so many. BatchError: while iterating, another order than on other ranks.
+    """
+    is_one_of_several = dist.is_available() and dist.is_initialized()
+    ranks = num_ranks if num_ranks is not None else dist.get_world_size() if is_one_of_several else 1
+    own = rank if rank is not None else dist.get_rank() if is_one_of_several else 0
+    if not 0 <= own < ranks:
+        raise ValueGivenError("rank", given=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
+    if ranks == 1:
+        return loader
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__getitem__"):
+        return Dealt(loader, own, ranks)
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=_Share(loader.batch_sampler, own, ranks),
+        num_workers=loader.num_workers,
+        collate_fn=_Collate(loader.collate_fn),
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+    )
+
+
+def _require_one_order(batch: Sequence[int]) -> None:
+    """Raise on every rank where an epoch's first batch is not the same on all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, zlib.crc32(repr([int(index) for index in batch]).encode()))
+    if len(set(said)) > 1:
+        raise BatchError(
+            "loader",
+            given="another order on each rank, in which rows would be lost and others seen twice",
+            expected="the same order on all ranks",
+            way_out="Seed it alike: DataLoader(..., generator=torch.Generator().manual_seed(seed)).",
+        )

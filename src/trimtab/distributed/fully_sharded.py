@@ -1,0 +1,98 @@
+"""Stages 2 and 3: gradients and optimizer state are sharded, and parameters, by block (torch's FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from trimtab.core.plan import Plan
+from trimtab.distributed.exchange import RankExchange
+from trimtab.distributed.repoint import names_of, point_at
+from trimtab.measure.blocks import find_blocks
+
+
+class FullySharded:
+    """A run's backend: each rank holds a shard of every parameter, and gathers a block's when it runs.
+
+    At stage 2 parameters stay gathered from a window's first forward to its last backward, at stage 3 as long as their
+    block runs. The model stays sharded after the run: torch has no way back.
+    """
+
+    in_step = True
+    may_retry = False
+
+    def __init__(self) -> None:
+        self.exchange = RankExchange(None)
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, and its state is theirs."""
+        names, device = names_of(model, optimizer), next(model.parameters()).device
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        self._stage, self._reduces_once = plan.zero_stage.value, bool(plan.reduces_once.value)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        reduce_dtype = torch.bfloat16 if plan.reduce_dtype.value == "bf16" else None
+        how: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self._stage == 3,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        }
+        for block in blocks_apart(model, plan.recompute_blocks):
+            fully_shard(block, **how)
+        self.model: Any = fully_shard(model, **how)
+        point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
+        self.optimizer = optimizer
+
+    def begin(self, *, last: bool) -> None:
+        """Say what becomes of parameters and gradients after the micro-batch's backward."""
+        if self._reduces_once:
+            self.model.set_requires_gradient_sync(last)
+        if self._stage == 2:
+            self.model.set_reshard_after_backward(last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Have it."""
+        loss.backward()
+
+    def end(self) -> None:
+        """Be as for the last micro-batch."""
+        self.begin(last=True)
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return nothing more: the user's optimizer steps the shards."""
+        return contextlib.nullcontext()
+
+    def gather(self, error: BaseException | None) -> None:
+        """Leave the model sharded."""
+        self.end()
+        self.exchange.close()
+
+
+def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:
+    """Return a model's blocks that share no parameter with what is outside of them: a shared one stays the model's."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = [modules[name] for name in find_blocks(model, named)]
+    uses: dict[Tensor, int] = {}
+    for module in set(model.modules()):
+        for parameter in set(module.parameters(recurse=False)):
+            uses[parameter] = uses.get(parameter, 0) + 1
+
+    def is_apart(block: nn.Module) -> bool:
+        within: dict[Tensor, int] = {}
+        for module in set(block.modules()):
+            for parameter in set(module.parameters(recurse=False)):
+                within[parameter] = within.get(parameter, 0) + 1
+        return bool(within) and all(uses[parameter] == count for parameter, count in within.items())
+
+    return [block for block in blocks if is_apart(block)]
+
+
+def _sharded_like(value: Tensor, parameter: Any) -> Tensor:
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

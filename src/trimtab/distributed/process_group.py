@@ -1,0 +1,75 @@
+"""The process group of a job that a launcher started: joined by its environment, with a time limit of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+
+# A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
+TIMEOUT_S = 60.0
+# What launchers call a process's rank, the number of them, and its rank on its machine.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among those of its job."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+
+
+def place(environment: Mapping[str, str] | None = None) -> Place:
+    """Return where a launcher put this process; the only one, where none did.
+
+    Raises:
+        ValueGivenError: a launcher's variables are no numbers.
+    """
+    variables = os.environ if environment is None else environment
+    for rank, number, local in _LAUNCHERS.values():
+        if rank in variables and number in variables:
+            return Place(*(_number(name, variables.get(name, "0")) for name in (rank, number, local)))
+    return Place()
+
+
+@contextlib.contextmanager
+def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
+    """Be one of the job's ranks inside the block: gloo for the host, NCCL for CUDA devices, each rank its own device.
+
+    Nothing happens in a process that no launcher started, or whose process group is there already.
+
+    Args:
+        timeout_s: seconds after which a rank that is waited for is taken for dead.
+    """
+    found = place()
+    limit = timedelta(seconds=checks.number("timeout_s", timeout_s, low=0, open_low=True))
+    if found.num_ranks == 1 or dist.is_initialized():
+        yield found
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
+    names = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
+    try:
+        yield found
+    finally:
+        dist.destroy_process_group()
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdigit():
+        raise ValueGivenError(name, given=repr(value), expected="a whole number, as the launcher sets it")
+    return int(value)

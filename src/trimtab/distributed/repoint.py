@@ -1,0 +1,53 @@
+"""The user's optimizer object, pointed at other parameters: groups in their order, state moved along by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import OptimizerError
+
+Name = str
+
+
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Name]]:
+    """Return the names of the parameters of each of an optimizer's groups.
+
+    Raises:
+        OptimizerError: one is not the model's.
+    """
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    if any(parameter not in known for params in groups for parameter in params):
+        given = "a parameter that is not the model's"
+        raise OptimizerError("optimizer", given=given, expected="an optimizer built from this model's parameters")
+    return [[known[parameter] for parameter in params] for params in groups]
+
+
+def point_at(
+    optimizer: torch.optim.Optimizer,
+    names: list[list[Name]],
+    parameters: Mapping[Name, nn.Parameter],
+    move: Callable[[Tensor, nn.Parameter], Tensor],
+) -> None:
+    """Have an optimizer's groups hold the parameters that now have those names, and its state be theirs.
+
+    Args:
+        move: returns a state tensor of a parameter's shape as the new parameter's.
+    """
+    before = [group["params"] for group in optimizer.param_groups]
+    state: dict[Tensor, Any] = {}
+    for group, old_parameters, new_names in zip(optimizer.param_groups, before, names, strict=True):
+        group["params"] = [parameters[name] for name in new_names]
+        for old, new in zip(old_parameters, group["params"], strict=True):
+            if old in optimizer.state:
+                state[new] = {key: _moved(value, old, new, move) for key, value in optimizer.state[old].items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _moved(value: Any, old: Tensor, new: nn.Parameter, move: Callable[[Tensor, nn.Parameter], Tensor]) -> Any:
+    return move(value, new) if isinstance(value, Tensor) and value.shape == old.shape and value.dim() else value

@@ -1,0 +1,109 @@
+"""Stage 1: as stage 0, and each rank steps its share of the parameters, whose optimizer state it alone holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from trimtab.core.errors import OptimizerError
+from trimtab.core.plan import Plan
+from trimtab.distributed.data_parallel import DataParallel
+
+
+class ShardedState(DataParallel):
+    """A run's backend: replicas of the model, and torch's ZeroRedundancyOptimizer around the user's own optimizer.
+
+    The user's object steps this rank's share: its groups hold that share while the run lasts, with the options and the
+    learning rates that the user's loop gives them.
+    """
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Divide the parameters between ranks, and drop the state of the others' shares."""
+        kinds = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+        if len(kinds) > 1:
+            raise OptimizerError(
+                "plan.zero_stage",
+                given=f"1, for parameters of {', '.join(sorted(map(str, kinds)))}",
+                expected="parameters of one type, as ZeroRedundancyOptimizer has them",
+            )
+        super().spread(model, optimizer, plan)
+        self._user, self._whole = optimizer, [list(group["params"]) for group in optimizer.param_groups]
+        groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
+        self.optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=self._share)
+
+    def _share(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the user's optimizer, of this rank's share."""
+        for group, own in zip(self._user.param_groups, groups, strict=True):
+            group["params"] = list(own["params"])
+        kept = {parameter for group in groups for parameter in group["params"]}
+        for parameter in [each for each in self._user.state if each not in kept]:
+            del self._user.state[parameter]
+        return self._user
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Step by the options of the user's groups, which keep their learning rates."""
+        rates = [group["lr"] for group in self._user.param_groups]
+        for user, whole in zip(self._user.param_groups, self.optimizer.param_groups, strict=True):
+            whole.update({name: value for name, value in user.items() if name != "params"})
+        try:
+            yield
+        finally:
+            for user, rate in zip(self._user.param_groups, rates, strict=True):
+                user["lr"] = rate
+
+    def gather(self, error: BaseException | None) -> None:
+        """Give the user's optimizer all parameters back, and the state of all: each rank sends that of its share."""
+        owners = dict(self.optimizer._param_to_rank)
+        for group, parameters in zip(self._user.param_groups, self._whole, strict=True):
+            group["params"] = parameters
+        if error is None:
+            for parameters in self._whole:
+                for parameter in parameters:
+                    _send_state(self._user, parameter, owners[parameter])
+        super().gather(error)
+
+
+def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int) -> None:
+    """Give every rank the state of a parameter that one of them has."""
+    is_own = dist.get_rank() == owner
+    state = optimizer.state.get(parameter, {}) if is_own else {}
+    shapes = {key: _shape_of(value) for key, value in state.items()}
+    received: list[Any] = [shapes]
+    dist.broadcast_object_list(received, src=owner)
+    found = {}
+    for key, value in received[0].items():
+        if isinstance(value, _Shape):
+            tensor = state[key] if is_own else value.empty(parameter)
+            sent = tensor.to(parameter.device)
+            dist.broadcast(sent, src=owner)
+            found[key] = tensor if is_own else sent.to(value.device_of(parameter))
+        else:
+            found[key] = value
+    if found:
+        optimizer.state[parameter] = found
+
+
+class _Shape:
+    """What a tensor of state is made of, besides its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.on_host = tuple(tensor.shape), tensor.dtype, not tensor.is_cuda
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        """Return where it lies: on the host, or beside its parameter."""
+        return torch.device("cpu") if self.on_host else parameter.device
+
+    def empty(self, parameter: Tensor) -> Tensor:
+        """Return room for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_of(parameter))
+
+
+def _shape_of(value: Any) -> Any:
+    return _Shape(value) if isinstance(value, Tensor) else value

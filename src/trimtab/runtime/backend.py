@@ -1,0 +1,79 @@
+"""What a run asks of the devices that its model is spread over; other layers spread it over several."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.plan import Plan
+from trimtab.runtime.exchange import Alone, Exchange
+from trimtab.runtime.gradient_sync import GradientSync
+
+
+class Backend(Protocol):
+    """Between a run and the ranks it is one of.
+
+    Attributes:
+        exchange: with the other ranks. in_step: whether every micro-batch waits for them, so that all have as many.
+        may_retry: whether one rank may begin a window anew, as long as it has not reduced its gradient.
+        model: to be called. optimizer: to be stepped; its groups have every parameter that is. Both once it is spread.
+    """
+
+    exchange: Exchange
+    in_step: bool
+    may_retry: bool
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Spread a model and its optimizer's state, in place. Raises before anything is changed, or undoes it."""
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch is about to be handed out."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Have a micro-batch's backward, which reduces the window's gradient in its last one."""
+
+    def end(self) -> None:
+        """The window was given up."""
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return what the optimizer's step is to be inside of: what steps goes by the user's groups."""
+
+    def gather(self, error: BaseException | None) -> None:
+        """Undo `spread`, with what was trained; after an error only what needs no other rank."""
+
+
+class Given:
+    """A model as the loop made it: on one device, or wrapped by the loop itself."""
+
+    def __init__(self, exchange: Exchange | None = None, *, in_step: bool = False) -> None:
+        self.in_step = in_step
+        self.exchange = exchange or Alone()
+        self.may_retry = self.exchange.num_ranks == 1
+
+    def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Change nothing."""
+        self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model)
+
+    def begin(self, *, last: bool) -> None:
+        """Keep it from being reduced, unless it is the last."""
+        self._sync.begin(last=last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Have it."""
+        loss.backward()
+
+    def end(self) -> None:
+        """Reduce again."""
+        self._sync.end()
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return nothing more: the user's optimizer steps."""
+        return contextlib.nullcontext()
+
+    def gather(self, error: BaseException | None) -> None:
+        """Change nothing."""

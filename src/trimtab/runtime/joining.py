@@ -1,0 +1,58 @@
+"""A rank whose data are at their end, in a window of ranks that have more: it joins with what weighs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trimtab.core.errors import BatchError
+from trimtab.core.stop import StopReason
+from trimtab.runtime.batches import slices
+from trimtab.runtime.peers import Peers
+from trimtab.runtime.window import Loop, Window
+
+
+class NoRows:
+    """Of a batch of all ranks, the rows of one that has none of it: in place of a batch, in a loader."""
+
+
+class Joining:
+    """Knows whether others go on, and keeps a micro-batch to join them with."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._kept: Any = None
+        self._wanted = 0
+
+    def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
+        """A window is made of a batch: its first micro-batch may be needed again."""
+        if self._peers.num_ranks > 1:
+            self._kept, _ = next(slices(batch, rows, micro_batch))
+
+    def goes_on(self, reason: StopReason | None) -> bool:
+        """Return whether another rank has a window, though this one has none; waits for them to say.
+
+        Args:
+            reason: why this rank stops, which all then do after that window; None: its data are at their end.
+
+        Raises:
+            BatchError: there was never a batch to join with.
+        """
+        if self._peers.num_ranks == 1:
+            return False
+        self._wanted = self._peers.others_go_on(reason)
+        if self._wanted and self._kept is None:
+            raise BatchError(
+                "loader",
+                given="no batch on this rank, and some on others",
+                expected="a batch on every rank at least",
+                way_out="trimtab.shard(loader) deals each batch of a loader out to all ranks.",
+            )
+        return bool(self._wanted)
+
+    def window(self, loop: Loop, device: torch.device) -> Window:
+        """Return the window to join the others in."""
+        window = Window(loop, (), (), (), device)
+        window.pad(self._kept, self._wanted)
+        return window

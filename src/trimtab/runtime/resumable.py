@@ -1,0 +1,50 @@
+"""What a resumed run needs beside model, optimizer and the data's position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trimtab.core.state_parts import loading_parts
+from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.recovery import Recovery
+from trimtab.runtime.stopping import StopTest
+from trimtab.runtime.voids import Voids
+
+
+class Resumable:
+    """A run's state."""
+
+    _consumed: Consumed
+    _voids: Voids
+    _stopping: StopTest
+    _recovery: Recovery
+    _control: BatchControl | FixedBatch
+    _precision: MixedPrecision
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, the precision in use and its loss scaler, k with its averages, and the limits in force."""
+        return {name: part.state_dict() for name, part in self._parts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`.
+
+        Raises:
+            UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
+        """
+        loading_parts(dict(self._parts()), state)()
+        self._note_precision("it was left before")
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
+        yield "memory", self._recovery.limit
+        if isinstance(self._control, BatchControl):
+            yield "batch", self._control
+        yield "precision", self._precision
+
+    def _note_precision(self, reason: str) -> None:
+        """Say that another precision is computed in than planned, where it is."""
+        raise NotImplementedError

@@ -1,0 +1,85 @@
+"""One rank of a job that trains the same cases by every backend; run by test_backends.py.
+
+    python backend_rank.py RANK RANKS FOLDER
+
+Rank 0 writes, of each case, how far its weights are from one process's after all steps, and what else it saw.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_cases import CASES, Case, Tokens, batches_of, optimizer_of, scheduler_of, weights_of
+
+import trimtab
+
+
+def train(case: Case, *, ranks: int, windows: list) -> dict:
+    """Return what a run of a case ends with: on one process, or on this one of several."""
+    model = Tokens(case.dtype)
+    optimizer = optimizer_of(model, case.optimizer)
+    scheduler = scheduler_of(optimizer)
+    plan = case.plan(ranks)
+    losses, rates = [], []
+    with trimtab.start(model, optimizer, plan, clip_norm=case.clip_norm, total_samples=case.total_samples) as run:
+        for window in run.windows(windows):
+            before = run.applied_steps
+            run.train_step(window, case.loss)
+            if run.applied_steps > before:  # a void window steps nothing
+                scheduler.step()
+            losses.append(float(run.loss))
+            rates.append(optimizer.param_groups[0]["lr"])
+        found = {"weights": weights_of(run.model), "rows": run.consumed_rows, "steps": run.applied_steps}
+        found["scale"] = run.loss_scale
+        norm = run.grad_norm
+        found["norm"] = None if norm is None else float(norm)
+    names = [[str(tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
+    state = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
+    return found | {"losses": losses, "rates": rates, "names": names, "state": state}
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    ours = {}
+    chosen = {name: case for name, case in CASES.items() if len(sys.argv) < 5 or sys.argv[4] in name}
+    for name, case in chosen.items():
+        print(name, flush=True)
+        torch.manual_seed(rank)  # weights are rank 0's, whatever others begin with
+        try:
+            loader = trimtab.shard(batches_of(case))
+            ours[name] = train(case, ranks=ranks, windows=loader)
+        except Exception:
+            ours[name] = {"error": traceback.format_exc()[-1500:]}
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        report = {}
+        for name, case in chosen.items():
+            torch.manual_seed(0)
+            report[name] = compared(ours[name], train(case.alone(ranks), ranks=1, windows=batches_of(case)))
+        (folder / "report.json").write_text(json.dumps(report))
+    else:
+        kept = {name: {k: v for k, v in each.items() if k != "weights"} for name, each in ours.items()}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(kept))
+
+
+def compared(ours: dict, theirs: dict) -> dict:
+    if "error" in ours:
+        return ours
+    pairs = list(zip(ours.pop("weights"), theirs.pop("weights"), strict=True))
+    largest = [(float((a - b).abs().max()), float(b.abs().max())) for a, b in pairs]
+    of_all = max(a for a, _ in largest) / max(b for _, b in largest)
+    return {"difference": max(a / b for a, b in largest), "of_all": of_all, "ours": ours, "theirs": theirs}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
