@@ -32,7 +32,12 @@ LAYERS = (
 )
 # Stricter than the order: all that a package (or one module) may import of trimtab. The longest prefix decides.
 ONLY = {
-    "trimtab": {"trimtab.core", "trimtab.api", "trimtab.runtime", "trimtab.distributed"},  # the package root alone, not what is below it
+    "trimtab": {
+        "trimtab.core",
+        "trimtab.api",
+        "trimtab.runtime",
+        "trimtab.distributed",
+    },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},

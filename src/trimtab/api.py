@@ -27,10 +27,8 @@ from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose, choose_there
 from trimtab.distributed.backends import backend_of
-from trimtab.runtime.backend import Given
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
-from trimtab.runtime.exchange import Alone
 from trimtab.runtime.recorder import Recorder
 
 ADAPTATIONS = ("learning_rate", "batch")

@@ -11,10 +11,12 @@ import shutil
 import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
+from rank_cases import CASES
 from training_cases import class_batches, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
+from trimtab.core.sharing import KEPT, STAGES
 from trimtab.measure import allocator
 
 ROWS = 4
@@ -34,6 +36,8 @@ CHANGES = {
     "batch_policy": ("fixed",),  # two batches a window
     "clip_norm": (0.01,),
 }
+# Those that several ranks share a model by: tests/distributed holds each of them against one process.
+SHARED = {"zero_stage", "engine", "reduce_dtype", "bucket_bytes", "reduces_once", "powersgd_rank"}
 MARKS = Plan.marks()
 changes = [(name, value) for name, values in CHANGES.items() for value in values]
 # Units of rounding of the field's own precision: bf16 keeps 8 bits, fp16 11. A gradient through 3 layers and a few
@@ -58,7 +62,15 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
 
 
 def test_every_choice_has_a_value_to_try():
-    assert CHANGES.keys() == MARKS.keys()
+    assert CHANGES.keys() | SHARED == MARKS.keys()
+    assert not CHANGES.keys() & SHARED
+    assert {"zero_stage", *KEPT} == SHARED
+
+
+def test_every_choice_of_ranks_has_a_case_on_ranks():
+    tried = {(name, value) for case in CASES.values() for name, value in case.values.items()}
+    assert {name for name, value in tried if name in SHARED and value != KEPT.get(name)} == SHARED - {"engine"}
+    assert {value for name, value in tried if name == "zero_stage"} == set(STAGES)
 
 
 @pytest.mark.parametrize(("name", "value"), changes)

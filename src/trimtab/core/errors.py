@@ -12,6 +12,7 @@
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
     ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
+    ├── RankError             another rank of the job ended, or does not answer (also a RuntimeError)
     ├── DataMissingError      a public data set is not on this machine; says how to get it
     └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
@@ -89,6 +90,10 @@ class MemoryLimitError(TrimtabError, MemoryError):
 
 class NonFiniteError(TrimtabError, ArithmeticError):
     """Gradients are no numbers, and stay so."""
+
+
+class RankError(TrimtabError, RuntimeError):
+    """Another rank of the job ended, or does not answer."""
 
 
 class DataMissingError(TrimtabError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import zlib
 
 import torch.distributed as dist
@@ -9,16 +10,19 @@ from torch import nn
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.distributed.data_parallel import DataParallel
 from trimtab.distributed.exchange import connect, has_peers
-from trimtab.distributed.fully_sharded import FullySharded
-from trimtab.distributed.zero import ShardedState
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.backend import Backend, Given
 from trimtab.runtime.exchange import Alone, Exchange
 from trimtab.runtime.gradient_sync import data_parallel
 
-_BACKENDS = {0: DataParallel, 1: ShardedState, 2: FullySharded, 3: FullySharded}
+# Of each stage, imported where it is wanted: torch's sharded optimizer alone takes a second.
+_BACKENDS = {
+    0: ("trimtab.distributed.data_parallel", "DataParallel"),
+    1: ("trimtab.distributed.zero", "ShardedState"),
+    2: ("trimtab.distributed.fully_sharded", "FullySharded"),
+    3: ("trimtab.distributed.fully_sharded", "FullySharded"),
+}
 
 
 def backend_of(model: nn.Module, plan: Plan) -> Backend:
@@ -40,7 +44,7 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             "plan.num_ranks",
             given=f"{plan.num_ranks}, in {_processes(ranks)}",
             expected=f"{ranks}, or as many processes as ranks",
-            way_out="Start them with torchrun and join them inside `with trimtab.joined()`, or `trimtab train TASK --ranks N`.",
+            way_out="Start them with torchrun, and train inside `with trimtab.joined():`.",
         )
     if data_parallel(model) is not None or is_sharded(model) or is_flat_sharded(model):
         raise ValueGivenError(
@@ -48,7 +52,8 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             given=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
         )
-    backend: Backend = _BACKENDS[int(stage)]()
+    module, name = _BACKENDS[int(stage)]
+    backend: Backend = getattr(importlib.import_module(module), name)()
     require_one_plan(plan, backend.exchange)
     return backend
 

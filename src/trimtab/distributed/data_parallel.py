@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +81,7 @@ def broadcast_buffers(model: nn.Module) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201 - DDP looks at annotations
+def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
     """Reduce a bucket of gradients as bf16: half of the bytes, and a mean rounded to 8 bits (torch's refuses CPUs)."""
     whole = bucket.buffer()
     sent = whole.div(dist.get_world_size()).to(torch.bfloat16)

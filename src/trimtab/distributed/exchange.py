@@ -99,7 +99,7 @@ class RankExchange:
     def _connected(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._of or dist.group.WORLD)
         limit = timedelta(seconds=self._timeout_s)
-        # Where only some of the ranks meet, the name of their group is made of them, and a second one's would be the same.
+        # Where some of the ranks meet alone, their group is named after them, and so would be a second one.
         is_part = len(ranks) < dist.get_world_size()
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_part)
         return made

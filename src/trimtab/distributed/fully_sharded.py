@@ -32,7 +32,7 @@ class FullySharded:
         self.exchange = RankExchange(None)
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, and its state is theirs."""
+        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, with their state."""
         names, device = names_of(model, optimizer), next(model.parameters()).device
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from trimtab.core import checks
 from trimtab.core.errors import LoopError
-from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.plan import Plan
 from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, as_loss
@@ -30,7 +29,7 @@ from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.peers import Agreed, Peers, Share
-from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.precision import MixedPrecision, in_place
 from trimtab.runtime.rank_weights import weights_of
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
@@ -241,11 +240,13 @@ class Run(RunView, Resumable):
         if not applied:
             self._precision.keep_scale(where=self._voids.is_no_overflow(self.loss))
         if self._recorder is not None:
-            self._recorder.step(self._record_of(window, factor, applied))
+            self._recorder.step(self._record_of(agreed, window.num_micro_batches, factor, applied))
         self._order.reset()
         self._weights.close()
         self._control.stepped(window.num_batches, agreed.num_batches, applied=applied)
-        self._follow(agreed)
+        self._recovery.limit.adopt(agreed.limit)
+        self._stopping.adopt(agreed.reason)
+        self._peers.over()
         if applied:
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan)
@@ -257,17 +258,10 @@ class Run(RunView, Resumable):
                 self._precision.leave_fp16()
                 self._note_precision(reason)
 
-    def _follow(self, agreed: Agreed) -> None:
-        """Do as the other ranks do from here on."""
-        self._recovery.limit.adopt(agreed.limit)
-        self._stopping.reason = self._stopping.reason or agreed.reason
-        self._peers.over()
-
-    def _record_of(self, window: Window, factor: float, applied: bool) -> Step:
+    def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
         rate = factor * self._optimizer.param_groups[0]["lr"]
         noise = None if self.noise is None else self.noise.scale
-        k, terms = window.num_micro_batches, self._weights.terms
-        return Step(window.rows, k, terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
+        return Step(agreed.rows, k, agreed.terms, self.loss, rate, applied, self.grad_norm, self.loss_scale, noise)
 
     def discard(self) -> None:
         """Give the open window up: its gradients are dropped, it is not counted, and the next one can be opened.
@@ -320,8 +314,7 @@ class Run(RunView, Resumable):
         """Say in plan and record that another precision is computed in than planned."""
         before, after = self.plan.precision.value, self._precision.name
         if before != after:
-            choice = Choice(after, f"in place of {before}: {reason}", Mark.ROUNDING, changed=True)
-            self.plan = replace(self.plan, precision=choice)
+            self.plan = in_place(self.plan, after, reason)
             self._note("precision", {"from": before, "to": after, "reason": reason})
 
     def evaluated(self, value: float, name: str = "metric") -> None:
@@ -355,12 +348,6 @@ class Run(RunView, Resumable):
                 self._note("account", each)
         if self._recorder is not None:
             self._recorder.close(self.stop_reason, error)
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(error)
 
     # What a window reports.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.runtime.modes import SharedMode
 
@@ -137,6 +139,12 @@ class MixedPrecision(Part):
                 scaler.load_state_dict(checked)
 
         return load
+
+
+def in_place(plan: Plan, name: str, reason: str) -> Plan:
+    """Return a plan with another precision in place of its own."""
+    choice = Choice(name, f"in place of {plan.precision.value}: {reason}", Mark.ROUNDING, changed=True)
+    return replace(plan, precision=choice)
 
 
 def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:

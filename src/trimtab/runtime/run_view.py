@@ -1,6 +1,8 @@
-"""What a run says of itself: read-only."""
+"""What a run says of itself, read-only, and its `with` block."""
 
 from __future__ import annotations
+
+from typing import Self
 
 from trimtab.core.stop import StopReason
 from trimtab.decide.accumulation import Noise
@@ -12,7 +14,7 @@ from trimtab.runtime.stopping import StopTest
 
 
 class RunView:
-    """Counters and standing of a run."""
+    """Counters and standing of a run, which is closed where its `with` block ends."""
 
     _consumed: Consumed
     _control: BatchControl | FixedBatch
@@ -48,3 +50,13 @@ class RunView:
     def loss_scale(self) -> float | None:
         """The fp16 loss scale; None under any other precision."""
         return self._precision.loss_scale
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, by an error or without one."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)

@@ -50,6 +50,10 @@ class StopTest(Part):
         if self._stop is not None and self._stop.is_met(value):
             self.reason = StopReason.TARGET
 
+    def adopt(self, reason: StopReason | None) -> None:
+        """Another rank stops, for a reason; or none does."""
+        self.reason = self.reason or reason
+
     def _add(self, norm: float) -> None:
         assert self._stop is not None
         assert self._stop.grad_norm is not None

@@ -869,7 +869,7 @@ def test_adam_keeps_its_moments_when_k_changes(always_measured):
 
 def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
     """Their gradients may be reduced by hand, in windows that would then be unlike."""
-    monkeypatch.setattr("trimtab.api.has_peers", lambda: True)
+    monkeypatch.setattr("trimtab.distributed.backends.has_peers", lambda: True)
     problem = Regression(8, BatchRule())
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*a k of its own"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)

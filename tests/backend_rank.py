@@ -1,15 +1,16 @@
 """One rank of a job that trains the same cases by every backend; run by test_backends.py.
 
-    python backend_rank.py RANK RANKS FOLDER
+    python backend_rank.py RANK RANKS FOLDER PATTERN [MUTANT]
 
-Rank 0 writes, of each case, how far its weights are from one process's after all steps, and what else it saw.
+PATTERN, a regular expression, names the cases; MUTANT what is broken first. Rank 0 writes, of each case, how far its
+weights are from one process's after all steps, and what else it saw.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +20,29 @@ import torch.distributed as dist
 from rank_cases import CASES, Case, Tokens, batches_of, optimizer_of, scheduler_of, weights_of
 
 import trimtab
+from trimtab.measure.sharded_norms import local
+from trimtab.runtime import gradients
+from trimtab.runtime.rank_weights import RankWeights
+
+
+def _mean_of_means() -> None:
+    RankWeights.correction = property(lambda self: self._peers.agreed() and float(self.divisor) / max(self._count, 1))
+
+
+def _local_clip() -> None:
+    gradients.norm = lambda optimizer: torch.nn.utils.get_total_norm(
+        [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    )
+
+
+def _lost_rows() -> None:
+    trimtab.shard.__globals__["share_of"] = lambda rows, rank, ranks: slice(
+        rank * (rows // ranks), (rank + 1) * (rows // ranks)
+    )
+
+
+# What the comparison has to notice.
+MUTANTS = {"mean-of-means": _mean_of_means, "local-clip": _local_clip, "lost-rows": _lost_rows}
 
 
 def train(case: Case, *, ranks: int, windows: list) -> dict:
@@ -45,13 +69,13 @@ def train(case: Case, *, ranks: int, windows: list) -> dict:
     return found | {"losses": losses, "rates": rates, "names": names, "state": state}
 
 
-def main(rank: int, ranks: int, folder: Path) -> None:
+def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "") -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     ours = {}
-    chosen = {name: case for name, case in CASES.items() if len(sys.argv) < 5 or sys.argv[4] in name}
+    chosen = {name: case for name, case in CASES.items() if re.search(pattern, name)}
+    MUTANTS.get(mutant, lambda: None)()
     for name, case in chosen.items():
-        print(name, flush=True)
         torch.manual_seed(rank)  # weights are rank 0's, whatever others begin with
         try:
             loader = trimtab.shard(batches_of(case))
@@ -81,5 +105,5 @@ def compared(ours: dict, theirs: dict) -> dict:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
     os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error

@@ -1,0 +1,90 @@
+"""One rank's trouble is everyone's: what ended it is told through the store that ranks met in, or who is missing is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trimtab.core.errors import RankError
+
+# What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each
+# other, but for those whose own time limit began later.
+_ANSWER_S = 5.0
+# How torch's errors of a collective that lost a rank are told from others of their type.
+_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store")
+_PREFIX = "trimtab/trouble"
+
+
+class Trouble:
+    """The store of a process group, as a place to say what happened. `number`: of the run, the same on every rank."""
+
+    def __init__(self, number: int) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._prefix = f"{_PREFIX}/{number}"
+        self._has_told = False
+
+    def tell(self, error: BaseException) -> None:
+        """Say what ends this rank, unless it is what another said."""
+        if not isinstance(error, RankError):
+            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+            with self._store() as store:
+                store.set(f"{self._prefix}/{self._rank}", text)
+                self._has_told = True
+
+    def recovered(self) -> None:
+        """What was told did not end this rank."""
+        if self._has_told:
+            with self._store() as store:
+                store.delete_key(f"{self._prefix}/{self._rank}")
+            self._has_told = False
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return what is behind an error of a collective: another rank's, or its silence; any other error as it is."""
+        text = str(error).lower()
+        is_lost = isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+        if not is_lost or isinstance(error, RankError):
+            return error
+        said, silent = self._roll_call()
+        if said:
+            given = "; ".join(f"rank {rank} with {text}" for rank, text in said.items())
+            return RankError("rank", given=f"the end of {given}", expected="all ranks to go on", way_out=_SAID)
+        if silent:
+            given = f"no answer from rank {', '.join(map(str, silent))}, of {self._ranks}"
+            return RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT)
+        return error
+
+    def _roll_call(self) -> tuple[dict[int, str], list[int]]:
+        """Return what ranks said that ended, and those that neither said so nor answer."""
+        said: dict[int, str] = {}
+        silent: list[int] = []
+        with self._store() as store:
+            store.set(f"{self._prefix}/here/{self._rank}", "")
+            for rank in range(self._ranks):
+                if rank == self._rank:
+                    continue
+                if store.check([f"{self._prefix}/{rank}"]):
+                    said[rank] = store.get(f"{self._prefix}/{rank}").decode()
+                elif not self._answers(store, rank):
+                    silent.append(rank)
+            return said, silent
+        return {}, [0] if self._rank else []  # whose process holds the store, where no launcher does
+
+    def _answers(self, store: dist.Store, rank: int) -> bool:
+        try:
+            store.wait([f"{self._prefix}/here/{rank}"], timedelta(seconds=_ANSWER_S))
+        except (RuntimeError, dist.DistError):
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[dist.Store]:
+        """Use the store; where it cannot be reached, nothing is said."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            yield dist.distributed_c10d._get_default_store()
+
+
+_SAID = "Mend that; the others stopped because of it."
+_SILENT = "It was killed, hangs, or its machine is gone: look at its own log and its machine's."

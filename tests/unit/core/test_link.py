@@ -1,0 +1,154 @@
+"""Links and the ways to share: what is refused at the door, and what the table of published figures has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.link import LINKS, USUAL, Link, absent_link
+from trimtab.core.parallelism import Parallelism, StepShape
+
+LINK = Link("made up", 1e-5, 1e9, "made up")
+SHAPE = StepShape(1.0, 2.0, 0.5, (40, 80), (0.25, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", None),
+        ("source", ""),
+        ("latency_s", -1e-9),
+        ("latency_s", math.nan),
+        ("latency_s", "1"),
+        ("bytes_per_s", 0),
+        ("bytes_per_s", math.inf),
+        ("bytes_per_s", True),
+        ("calibrated", 1),
+    ],
+)
+def test_a_link_that_is_none_is_refused_by_field(field, value):
+    with pytest.raises(ValueGivenError, match=rf"link\.{field}: given "):
+        replace(LINK, **{field: value})
+
+
+def test_each_row_says_where_it_stands_and_is_found_by_its_name():
+    for name, link in LINKS.items():
+        assert link.name == name
+        assert absent_link(name) is absent_link(name.upper()) is link
+        assert not link.calibrated
+        assert "latency" in link.source
+        assert 1e-6 < link.latency_s < 1e-4
+        assert 1e9 < link.bytes_per_s < 1e12
+
+
+@pytest.mark.parametrize(
+    ("device", "giga_bytes"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 300),
+        ("A100 80GB", 300),
+        ("NVIDIA H100 80GB HBM3", 450),
+        ("H100 SXM", 450),
+        ("NVIDIA H200", 450),
+        ("nvidia b200", 900),
+    ],
+)
+def test_nvlink_is_the_device_s_own(device, giga_bytes):
+    assert absent_link("nvlink", device).bytes_per_s == giga_bytes * 1e9
+
+
+@pytest.mark.parametrize(("name", "giga_bits"), [("ib", 400), ("ib:HDR", 200), ("ethernet", 100), ("Ethernet:25", 25)])
+def test_a_network_is_the_usual_one_or_the_one_named(name, giga_bits):
+    assert absent_link(name, "NVIDIA L4").bytes_per_s == giga_bits * 1e9 / 8
+
+
+def test_what_is_usual_is_in_the_table():
+    assert set(USUAL.values()) <= set(LINKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("nvlink", ""),
+        ("nvlink", "NVIDIA L4"),
+        ("nvlink", "NVIDIA H100 PCIe"),
+        ("nvlink", "NVIDIA A100-PCIE-40GB"),
+        ("nvlink", "NVIDIA H100 NVL"),
+        ("nvlink", "NVIDIA GH200 480GB"),
+        ("nvlink:V100", "H100"),
+        ("ib:FDR", "H100"),
+        ("", "H100"),
+        ("string", ""),
+        (None, ""),
+    ],
+)
+def test_what_the_table_lacks_is_refused_and_the_names_are_listed(name, device):
+    with pytest.raises(ValueGivenError) as caught:
+        absent_link(name, device)
+    for known in (*LINKS, *USUAL, "nvlink (where the device is A100, H100, H200, B200)"):
+        assert known in caught.value.expected
+    assert device in caught.value.given
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ranks", 0),
+        ("ranks", 2.0),
+        ("zero_stage", 4),
+        ("zero_stage", -1),
+        ("reduce_dtype", "fp8"),
+        ("bucket_bytes", 0),
+        ("bucket_bytes", 1e6),
+        ("overlaps", 1),
+        ("reduces_once", None),
+        ("gathers_once", "no"),
+    ],
+)
+def test_a_way_to_share_that_is_none_is_refused_by_field(field, value):
+    with pytest.raises(ValueGivenError, match=rf"parallelism\.{field}: given "):
+        replace(Parallelism(2), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("forward_s", 0.0),
+        ("backward_s", -1.0),
+        ("backward_s", math.inf),
+        ("optimizer_s", -1e-9),
+        ("num_tensors", 0),
+        ("block_bytes", (40, -1)),
+        ("block_bytes", (40, 0.5)),
+        ("block_shares", (1.0,)),
+        ("block_shares", (0.0, 0.0)),
+        ("block_shares", (-0.5, 1.5)),
+        ("block_shares", (math.nan, 1.0)),
+    ],
+)
+def test_a_step_that_is_none_is_refused_by_field(field, value):
+    with pytest.raises(ValueGivenError, match=rf"step\.{field}: given "):
+        replace(SHAPE, **{field: value})
+
+
+def test_a_step_has_a_block():
+    with pytest.raises(ValueGivenError, match="a block at least"):
+        StepShape(1.0, 2.0, 0.0, (), ())
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=8).filter(any))
+def test_shares_sum_to_one_and_are_read_back_as_written(shares):
+    shape = StepShape(1.0, 2.0, 0.0, (1,) * len(shares), tuple(shares))
+    assert math.fsum(shape.block_shares) == pytest.approx(1)
+    assert from_json(StepShape, to_json(shape)) == shape
+
+
+@pytest.mark.parametrize("value", [LINK, replace(LINK, calibrated=True), Parallelism(8, 2, "bf16", 2**20, False), SHAPE])
+def test_values_are_read_back_as_written(value):
+    assert from_json(type(value), to_json(value)) == value
