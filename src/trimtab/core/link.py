@@ -19,6 +19,8 @@ class Link:
         bytes_per_s: that a rank sends while it receives as many.
         source: where both figures come from; "assumed" of one that nobody published.
         calibrated: whether they were measured here, rather than read from a data sheet.
+        scatters: whether a reduce-scatter sends each rank its shard alone; over torch's gloo it is an all-reduce of the
+            whole, of which each rank keeps a shard (ProcessGroupGloo.cpp).
 
     Raises:
         ValueGivenError: a figure is out of range.
@@ -29,6 +31,7 @@ class Link:
     bytes_per_s: float
     source: str
     calibrated: bool = False
+    scatters: bool = True
 
     def __post_init__(self) -> None:
         for field in ("name", "source"):
@@ -36,8 +39,9 @@ class Link:
                 raise ValueGivenError(f"link.{field}", given=repr(value), expected="a few words")
         checks.number("link.latency_s", self.latency_s, low=0)
         checks.number("link.bytes_per_s", self.bytes_per_s, low=0, open_low=True)
-        if not isinstance(self.calibrated, bool):
-            raise ValueGivenError("link.calibrated", given=repr(self.calibrated), expected="true or false")
+        for field in ("calibrated", "scatters"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise ValueGivenError(f"link.{field}", given=repr(value), expected="true or false")
 
 
 # Latencies of a hop of the ring, as NCCL itself reckons with (2.30, src/graph/tuning.cc: hwLatencies, ring, Simple, the

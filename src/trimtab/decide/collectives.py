@@ -33,7 +33,7 @@ def reduce_scatter_s(link: Link, ranks: int, num_bytes: float) -> float:
     Args:
         num_bytes: of the whole, which each rank has before.
     """
-    return _around_s(link, ranks, num_bytes)
+    return _around_s(link, ranks, num_bytes) if link.scatters else all_reduce_s(link, ranks, num_bytes)
 
 
 def all_gather_s(link: Link, ranks: int, num_bytes: float) -> float:
@@ -69,7 +69,7 @@ class Fit(NamedTuple):
     miss: float
 
 
-def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured") -> Fit:
+def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured", *, scatters: bool = True) -> Fit:
     """Return the link by which all-reduces of a process group take what they were timed to take.
 
     The least squares of relative errors, so that small ones, which tell the latency, and large ones, which tell the
@@ -77,6 +77,7 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
 
     Args:
         points: (bytes, seconds) of each.
+        scatters: of the link.
 
     Raises:
         ValueGivenError: one rank; fewer than three sizes, or no two of which one is twice the other; seconds that do
@@ -89,7 +90,8 @@ def fit(points: Sequence[tuple[float, float]], ranks: int, name: str = "measured
         given = "all-reduces that take no longer the larger they are"
         raise ValueGivenError("link.points", given=given, expected="larger ones, or more of each")
     hops = 2 * (ranks - 1)
-    link = Link(name, base_s / hops, hops / ranks / byte_s, f"all-reduces of {ranks} ranks, timed", calibrated=True)
+    said = f"all-reduces of {ranks} ranks, timed"
+    link = Link(name, base_s / hops, hops / ranks / byte_s, said, calibrated=True, scatters=scatters)
     return Fit(link, max(abs(all_reduce_s(link, ranks, size) / seconds - 1) for size, seconds in points))
 
 

@@ -5,6 +5,7 @@ One collective runs at a time, in the order they are asked for: those of one pro
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -92,7 +93,7 @@ def spent_on_buckets(how: Parallelism, link: Link, shape: StepShape) -> Spent:
 def bucket_sizes(num_bytes: int, bucket_bytes: int | None) -> list[int]:
     """Return the bytes of DDP's buckets, in the order they are reduced in; None: its own sizes."""
     first, others = (FIRST_BYTES, BUCKET_BYTES) if bucket_bytes is None else (bucket_bytes, bucket_bytes)
-    others = max(others, num_bytes // MOST_BUCKETS)
+    others = max(others, math.ceil(num_bytes / MOST_BUCKETS))
     first = min(first, num_bytes)
     full, left = divmod(num_bytes - first, others)
     return [size for size in (first, *[others] * full, left) if size]

@@ -70,6 +70,8 @@ class DataParallel:
         """Let go of the model."""
         if error is None:
             broadcast_buffers(self._inner)
+        else:
+            self.exchange.failed(error)
         self.exchange.close()
         del self.model  # its hooks on the parameters go with it
 

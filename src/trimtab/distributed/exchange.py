@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.distributed.process_group import TIMEOUT_S
+from trimtab.distributed.trouble import Trouble
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.exchange import Figures, Gathered
 from trimtab.runtime.gradient_sync import data_parallel
@@ -37,6 +39,9 @@ def has_peers() -> bool:
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
+_numbers = itertools.count()
+
+
 class RankExchange:
     """Gathers every rank's figures over gloo: they are on the host, and no device has to wait for them.
 
@@ -51,6 +56,7 @@ class RankExchange:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self._trouble = Trouble(next(_numbers))
         self.num_ranks = dist.get_world_size(group)
         self._of = group
         self._group: dist.ProcessGroup | None = None
@@ -65,7 +71,10 @@ class RankExchange:
         work: dist.Work = dist.all_gather(gathered, own, group=self._group, async_op=True)
 
         def wait() -> Gathered:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:  # a rank is gone, or was waited for too long
+                raise self.failed(error) from error
             return [each.tolist() for each in gathered]
 
         return wait
@@ -88,6 +97,16 @@ class RankExchange:
         total = value.detach().clone()
         dist.all_reduce(total, group=self._of)
         return total
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+        reason = self._trouble.explained(error)
+        self._trouble.tell(reason)
+        return reason
+
+    def recovered(self) -> None:
+        """What this rank told did not end it."""
+        self._trouble.recovered()
 
     def close(self) -> None:
         """Give up the group that was made, and what is still under way."""

@@ -72,6 +72,8 @@ class FullySharded:
     def gather(self, error: BaseException | None) -> None:
         """Leave the model sharded."""
         self.end()
+        if error is not None:
+            self.exchange.failed(error)
         self.exchange.close()
 
 

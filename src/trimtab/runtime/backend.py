@@ -77,3 +77,6 @@ class Given:
 
     def gather(self, error: BaseException | None) -> None:
         """Change nothing."""
+        if error is not None:
+            self.exchange.failed(error)
+        self.exchange.close()

@@ -82,7 +82,7 @@ class Run(RunView, Resumable):
         self.plan, self._recorder = for_model(plan, model), recorder
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._peers = Peers(exchange, in_step=backend.in_step)
+        self._peers = Peers(exchange, self._note, in_step=backend.in_step)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         recovers = recovers_from(out_of_memory, plan, model, may_retry=backend.may_retry)
@@ -301,11 +301,11 @@ class Run(RunView, Resumable):
             self.step()
         except BaseException as error:
             is_open, in_optimizer = self._order.window is window, self._order.in_optimizer
-            may_retry = is_open and not self._peers.count_on_this
+            where = {"in_optimizer": in_optimizer, "may_retry": not self._peers.count_on_this}
             if is_open:
                 self._abandon()
-            failure = self._recovery.failure_of(error, in_optimizer=in_optimizer) if may_retry else None
-            if failure is None:
+            if not is_open or (failure := self._recovery.failure_of(error, **where)) is None:
+                self._peers.failed(error)
                 raise
             return failure
         return None

@@ -38,6 +38,12 @@ class Exchange(Protocol):
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum over ranks of a scalar where it is, without waiting for its device."""
 
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
+
+    def recovered(self) -> None:
+        """What this rank told did not end it."""
+
     def close(self) -> None:
         """Nothing more is put or taken."""
 
@@ -75,6 +81,13 @@ class Alone:
     def sum(self, value: Tensor) -> Tensor:
         """Return the value."""
         return value
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return the error: there is nobody to tell."""
+        return error
+
+    def recovered(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Drop what was put."""

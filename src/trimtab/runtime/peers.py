@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from trimtab.core.errors import LossError
 from trimtab.core.stop import StopReason
+from trimtab.decide.batch_decider import Note
 from trimtab.runtime.accumulation import Count
 from trimtab.runtime.exchange import Exchange, Gathered
+from trimtab.runtime.straggler import Late, Straggler
 
 _NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # kinds of loss
 _REASONS = tuple(StopReason)
@@ -60,14 +64,17 @@ class Peers:
     """The ranks of a run.
 
     Args:
-        in_step: whether every micro-batch is a collective (FSDP2): all ranks then have as many.
+        note: called with an event's name and figures. in_step: whether every micro-batch is a collective (FSDP2): all
+            ranks then have as many.
     """
 
-    def __init__(self, exchange: Exchange, *, in_step: bool = False) -> None:
+    def __init__(self, exchange: Exchange, note: Note, *, in_step: bool = False) -> None:
         self._exchange, self.in_step = exchange, in_step and exchange.num_ranks > 1
         self.num_ranks = exchange.num_ranks
         self._answer: Callable[[], Gathered] | None = None
         self._agreed: Agreed | None = None
+        self._straggler, self._note = Straggler(), note
+        self._began = time.perf_counter()  # this rank's part of a window, which no other waits for
         self._steps: int | None = None  # micro-batches of the window, where all ranks have as many
         self._on_device: Tensor | None = None
         self._kept_on: torch.device | None = None  # where counts are, if they are not read
@@ -93,9 +100,10 @@ class Peers:
         if isinstance(terms, Tensor) and stays_on_device(terms):
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
         kind = _SUM if share.is_sum else _MEAN
-        self._answer = self._exchange.ask(
-            [share.rows, share.num_batches, float(terms), kind, 0.0, share.limit or math.inf]
-        )
+        took_s = time.perf_counter() - self._began
+        figures = (share.rows, share.num_batches, float(terms), kind, 0.0, share.limit or math.inf, took_s)
+        self._exchange.recovered()
+        self._answer = self._exchange.ask(figures)
 
     def others_go_on(self, reason: StopReason | None) -> int:
         """Return in how many micro-batches this rank joins the others, that has no data: 0 where all are at an end.
@@ -109,7 +117,7 @@ class Peers:
         if self._kept_on is not None:
             self._on_device = self._exchange.sum(torch.zeros((), dtype=torch.float64, device=self._kept_on))
         code = 0.0 if reason is None else 1.0 + _REASONS.index(reason)
-        self._answer = self._exchange.ask([0.0, 0.0, 0.0, _NOTHING, code, math.inf])
+        self._answer = self._exchange.ask([0.0, 0.0, 0.0, _NOTHING, code, math.inf, 0.0])
         if self._steps is not None:
             return self._steps
         if not self.agreed().goes_on:
@@ -142,6 +150,8 @@ class Peers:
             given = f"a mean on rank {kinds.index(_MEAN)} and (loss_sum, count) on rank {kinds.index(_SUM)}"
             raise LossError("loss", given=given, expected="the same kind on every rank")
         rows, terms = int(sum(each[0] for each in said)), sum(each[2] for each in said)
+        if _NOTHING not in kinds:
+            self._say(self._straggler.add([each[6] for each in said]))
         code, limit = int(max(each[4] for each in said)), min(each[5] for each in said)
         return Agreed(
             rows,
@@ -152,13 +162,33 @@ class Peers:
             limit=None if math.isinf(limit) else int(limit),
         )
 
+    def _say(self, late: Late | None) -> None:
+        """Name the rank that the others wait for."""
+        if late is not None:
+            self._note("straggler", {"rank": late.rank, "window_s": late.seconds, "others_s": late.others_s})
+            text = (
+                f"rank {late.rank} takes {late.seconds:.3g} s a window and the others {late.others_s:.3g} s, and wait"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
     def most(self, value: float) -> float:
         """Return the highest of a figure of every rank; waits for all of them."""
         return value if self.num_ranks == 1 else max(each[0] for each in self._exchange.share([value]))
 
+    def failed(self, error: BaseException) -> None:
+        """Tell the others what ends this rank.
+
+        Raises:
+            RankError: it is another's end that does.
+        """
+        reason = self._exchange.failed(error)
+        if reason is not error:
+            raise reason from error
+
     def over(self) -> None:
         """The window is."""
         self._answer = self._agreed = self._on_device = self._steps = None
+        self._began = time.perf_counter()
 
 
 def stays_on_device(terms: Tensor) -> bool:

@@ -86,8 +86,11 @@ class Recovery:
         """Return rows per micro-batch where a plan has `planned`."""
         return self.limit.of(planned)
 
-    def failure_of(self, error: BaseException, *, in_optimizer: bool) -> str | None:
+    def failure_of(self, error: BaseException, *, in_optimizer: bool, may_retry: bool = True) -> str | None:
         """Return what the allocator said where a window that was given up can be run again; None for any other error.
+
+        Args:
+            may_retry: whether no other rank counts on it by now.
 
         Raises:
             MemoryLimitError: memory ran out inside the optimizer's step.
@@ -97,7 +100,7 @@ class Recovery:
         failure = str(error).partition("\n")[0][:200]
         if in_optimizer:
             raise out_of_memory_in_step(failure) from error
-        if not self.is_on:
+        if not self.is_on or not may_retry:
             error.add_note(_HINT)
             return None
         return failure if self._is_noted else None

@@ -31,6 +31,7 @@ SHAPE = StepShape(1.0, 2.0, 0.5, (40, 80), (0.25, 0.75))
         ("bytes_per_s", math.inf),
         ("bytes_per_s", True),
         ("calibrated", 1),
+        ("scatters", None),
     ],
 )
 def test_a_link_that_is_none_is_refused_by_field(field, value):
@@ -149,6 +150,8 @@ def test_shares_sum_to_one_and_are_read_back_as_written(shares):
     assert from_json(StepShape, to_json(shape)) == shape
 
 
-@pytest.mark.parametrize("value", [LINK, replace(LINK, calibrated=True), Parallelism(8, 2, "bf16", 2**20, False), SHAPE])
+@pytest.mark.parametrize(
+    "value", [LINK, replace(LINK, calibrated=True), Parallelism(8, 2, "bf16", 2**20, False), SHAPE]
+)
 def test_values_are_read_back_as_written(value):
     assert from_json(type(value), to_json(value)) == value

@@ -1,0 +1,164 @@
+"""One rank's trouble is everyone's: all stop, or go on together, and each says the same reason."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+RANK = """
+    import json, os, signal, sys, time, warnings
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    import trimtab
+    from trimtab.core.errors import TrimtabError
+    from trimtab.distributed import exchange, trouble
+
+    torch.set_num_threads(1)
+    rank, ranks, folder, fault, stage = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
+    trouble._ANSWER_S = 1.0
+    limit_s = 6.0 if fault == "stop" else 60.0
+    exchange.RankExchange.__init__.__defaults__ = (limit_s,)
+    found = {"steps": 0, "micro": [], "rows": 0}
+
+    def loss(model, batch):
+        at = found["steps"]
+        if rank == 1 and at == 5:
+            if fault == "raises":
+                raise ValueError("a bad batch")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "memory" and len(batch) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if rank == 1 and fault == "slow":
+            time.sleep(0.02)
+        return model(batch).square().mean()
+
+    def loader():
+        generator = torch.Generator().manual_seed(3)
+        for index in range(40 if fault == "slow" else 12 - 4 * (fault == "ends" and rank == 1)):
+            yield torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+    try:
+        with trimtab.joined(limit_s):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            micro = 2 if fault == "plans" and rank == 1 else 4
+            plan = trimtab.Plan.fixed(4, micro, zero_stage=stage, num_ranks=ranks)
+            with warnings.catch_warnings(record=True) as caught, trimtab.start(model, optimizer, plan) as run:
+                warnings.simplefilter("always")
+                for window in run.windows(loader()):
+                    found["micro"].append(window.micro_batch)
+                    run.train_step(window, loss)
+                    found["steps"], found["rows"] = found["steps"] + 1, run.consumed_rows
+            found["warned"] = [str(each.message) for each in caught if each.category is RuntimeWarning]
+            found["weights"] = [float(getattr(p, "full_tensor", lambda: p)().sum()) for p in model.parameters()]
+    except BaseException as error:
+        found["error"], found["kind"] = str(error), type(error).__name__
+    with open(f"{folder}/rank-{rank}.json", "w") as file:
+        json.dump(found, file)
+    os._exit(0)
+"""
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(folder: Path, fault: str, stage: int = 0, ranks: int = 2, leaves: tuple[int, ...] = (0, 1)):
+    """Return what the ranks found that end by themselves, and the seconds until the last of these did."""
+    port = free_port()
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    running = [
+        subprocess.Popen([*command, *map(str, (rank, ranks, folder, fault, stage, port))], stderr=subprocess.DEVNULL)
+        for rank in range(ranks)
+    ]
+    start = time.monotonic()
+    try:
+        for rank in leaves:
+            running[rank].wait(120)
+        seconds = time.monotonic() - start
+    finally:
+        for each in running:
+            each.send_signal(signal.SIGKILL)
+            each.wait()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in leaves], seconds
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_that_raises_ends_all_by_its_reason(tmp_path, stage):
+    (one, other), _ = run(tmp_path, "raises", stage)
+    assert (other["kind"], other["error"]) == ("ValueError", "a bad batch")
+    assert one["kind"] == "RankError"
+    assert "rank 1 with ValueError: a bad batch" in one["error"]
+    assert one["steps"] == other["steps"] == 5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_killed_is_named(tmp_path, stage):
+    ((one,), _) = run(tmp_path, "kill", stage, leaves=(0,))
+    assert one["kind"] == "RankError"
+    assert "no answer from rank 1, of 2" in one["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_hangs_is_named_once_the_time_limit_is_over(tmp_path, stage):
+    ((one,), _) = run(tmp_path, "stop", stage, leaves=(0,))
+    assert one["kind"] == "RankError"
+    assert "no answer from rank 1, of 2" in one["error"]
+
+
+def test_a_rank_whose_memory_runs_out_begins_its_window_anew_and_all_cut_alike(tmp_path):
+    (one, other), _ = run(tmp_path, "memory")
+    assert "error" not in one
+    assert "error" not in other
+    assert one["weights"] == other["weights"]
+    assert one["steps"] == other["steps"] == 12
+    assert other["micro"][5:8] == [4, 2, 2]  # as it was made, and after what all agreed on
+    assert one["micro"][5:8] == [4, 2, 2]
+
+
+def test_where_it_cannot_begin_anew_all_stop_with_one_reason(tmp_path):
+    (one, other), _ = run(tmp_path, "memory", stage=3)
+    assert other["kind"] == "OutOfMemoryError"
+    assert "rank 1 with OutOfMemoryError: CUDA out of memory" in one["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loader_that_ends_early_loses_no_data_of_the_others(tmp_path, stage):
+    (one, other), _ = run(tmp_path, "ends", stage)
+    assert "error" not in one
+    assert "error" not in other
+    assert one["steps"] == other["steps"] == 12
+    assert one["rows"] == other["rows"] == 4 * (12 + 8)
+    assert one["weights"] == other["weights"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plans_that_differ_are_refused_by_all(tmp_path, stage):
+    for each in run(tmp_path, "plans", stage)[0]:
+        assert each["kind"] == "ValueGivenError"
+        assert "plans of 2 ranks that differ in micro_batch" in each["error"]
+
+
+def test_a_rank_that_the_others_wait_for_is_named_once(tmp_path):
+    for each in run(tmp_path, "slow")[0]:
+        assert "error" not in each
+        (said,) = [text for text in each["warned"] if "takes" in text]
+        assert said.startswith("rank 1 takes")
