@@ -342,7 +342,7 @@ class Run(RunView, Resumable):
         self._abandon()
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
-        self._undo.close()
+        self._undo.__exit__(type(error) if error else None, error, None)
         for each in (self._recovery.account(), self._control.close()):
             if each is not None:
                 self._note("account", each)

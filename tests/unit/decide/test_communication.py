@@ -52,7 +52,7 @@ def at_most(one: float, other: float) -> bool:
 
 
 def test_a_window_of_replicas_by_hand():
-    """Buckets by hand (`test_overlap.py`), behind 3 micro-batches of 3 s; and what it is with half of it hidden, or none."""
+    """Buckets as `test_overlap.py` has them, behind 3 micro-batches of 3 s; with half of it hidden too, and none."""
     shape, link = StepShape(1.0, 2.0, 0.5, (100, 100), (0.5, 0.5)), link_of(0.0, 160.0)
     how = Parallelism(2, bucket_bytes=80)
     cost = window_s(how, link, shape, 3)
