@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from trimtab.core.errors import DependencyError, FormatError, TrimtabError, ValueGivenError
+from trimtab.core.errors import DependencyError, FormatError, RankError, TrimtabError, ValueGivenError
 
 try:
     import typer
@@ -122,25 +122,38 @@ def train(
     seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
     record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
     adapt: Adapt = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train a task through a plan, and evaluate it."""
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.plan import Plan
+    from trimtab.decide.ranks import replicated
+    from trimtab.distributed.process_group import joined, place
+    from trimtab.experiments.ranks import launch_with, plan_on_ranks
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
-    _require_new(record)
+    here, loaded = place(), load_task(task)
+
+    def make(each: Any) -> Plan:
+        plans = _plan(each, Budget(), Objective(), adapt)
+        return plans.plans.get("F", plans.plans["S"])
+
+    _require_new(None if here.rank else record)
     if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
-        chosen = read_json(Plan, plan_file)
-    else:
-        plans = _plan(task, Budget(), Objective(), adapt)
-        chosen = plans.plans.get("F", plans.plans["S"])
-    with _progress() as progress:
-        found = train_task(load_task(task), chosen, steps=steps, seed=seed, record=record, progress=progress)
-    _print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
+    if ranks > 1 and here.num_ranks == 1:
+        chosen = plan_on_ranks(loaded, make, ranks) if plan_file is None else read_json(Plan, plan_file)
+        launch_with(replicated(chosen, ranks), sys.argv[1:], ranks)
+        return
+    with joined():
+        chosen = plan_on_ranks(loaded, make) if plan_file is None else read_json(Plan, plan_file)
+        with _progress() as progress:
+            found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, progress=progress)
+    if here.rank == 0:
+        _print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
 
 
 @app.command()
@@ -235,7 +248,8 @@ def main() -> None:
     except (TrimtabError, OSError) as error:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
-        typer.echo(f"trimtab: {error}", err=True)
+        if not (isinstance(error, RankError) and "TORCHELASTIC_RUN_ID" in os.environ):  # the rank itself says it
+            typer.echo(f"trimtab: {error}", err=True)
         sys.exit(1)
     except Exception as error:  # a task's own code, mostly
         if os.environ.get("TRIMTAB_TRACEBACK"):
@@ -248,7 +262,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def _plan(task: str, budget: Any, objective: Any, adapt: str | None, *, traces: bool = False) -> Any:
+def _plan(task: Any, budget: Any, objective: Any, adapt: str | None, *, traces: bool = False) -> Any:
     import torch
 
     from trimtab.experiments.planning import make_plans
@@ -257,7 +271,7 @@ def _plan(task: str, budget: Any, objective: Any, adapt: str | None, *, traces: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = _adaptation(adapt, ("learning-rate", "batch"))
     with _progress() as progress:
-        loaded = load_task(task)
+        loaded = load_task(task) if isinstance(task, str) else task
         data = loaded.load_data()
         return make_plans(
             loaded,

@@ -122,7 +122,7 @@ def scaling_efficiency(how: Parallelism, link: Link, shape: StepShape, k: int, *
     return alone.total_s / window_s(how, link, shape, k, overlap_share=overlap_share).total_s
 
 
-def samples_to_efficiency(
+def micro_batches_to_efficiency(
     wanted: float, how: Parallelism, link: Link, shape: StepShape, *, overlap_share: float = 1.0, most: int = MOST
 ) -> int | None:
     """Return the fewest micro-batches a window whose efficiency is as wanted; None: none up to `most` are enough.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from trimtab.core import checks
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import RankError, ValueGivenError
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
+_AS_LONG_AS_IT_TAKES = timedelta(hours=2)  # where rank 0 ends instead, its launcher ends the others
+_numbers = itertools.count()  # the same on every rank, which ask in the same order
 # What launchers call a process's rank, the number of them, and its rank on its machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -73,3 +76,32 @@ def _number(name: str, value: str) -> int:
     if not value.isdigit():
         raise ValueGivenError(name, given=repr(value), expected="a whole number, as the launcher sets it")
     return int(value)
+
+
+def total(value: float) -> float:
+    """Return the sum over ranks of a figure; itself where there is one process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found)  # joined by us, the job has gloo for what lies on the host
+    return float(found)
+
+
+def from_first(make: Callable[[], str]) -> str:
+    """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return make()
+    store, key = dist.distributed_c10d._get_default_store(), f"trimtab/from_first/{next(_numbers)}"
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+        except BaseException as error:
+            store.set(key, "!" + f"{type(error).__name__}: {error}")
+            raise
+        store.set(key, "=" + made)
+        return made
+    store.wait([key], _AS_LONG_AS_IT_TAKES)
+    found = store.get(key).decode()
+    if found[0] == "!":
+        raise RankError("rank 0", given=found[1:], expected="a plan", way_out="Mend that; the others wait for it.")
+    return found[1:]

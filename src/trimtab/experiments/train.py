@@ -16,6 +16,8 @@ from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header, RecordWriter
+from trimtab.distributed.dealing import shard
+from trimtab.distributed.process_group import place, total
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.tasks.task import Task
@@ -34,24 +36,25 @@ def train_task(
 
     Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds.
     """
-    if plan.batch_rows != task.batch_rows:
-        raise FormatError(
-            "plan.batch_rows", given=f"{plan.batch_rows}, made for another batch", expected=f"{task.batch_rows}"
-        )
+    here = place()
+    rows = -(-task.batch_rows // here.num_ranks)
+    if plan.batch_rows != rows:
+        given = f"{plan.batch_rows}, made for another batch or other ranks"
+        raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = task.load_data()
     torch.manual_seed(seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
     header = Header(task.name, seed, to_jsonable(plan), environment(), {"data": to_jsonable(data.source)})
-    writer = None if record is None else _new_record(record, header)
-    counted, total = _Counted(task), steps * task.batch_rows
-    batches = data.batches(seed, task.batch_rows)
+    writer = None if record is None or here.rank else _new_record(record, header)
+    counted, rows = _Counted(task), steps * task.batch_rows
+    batches = shard(itertools.islice(data.batches(seed, task.batch_rows), steps))
     begin = time.perf_counter()
-    with start(model, optimizer, plan, total_samples=total, record=writer) as run:
+    with start(model, optimizer, plan, total_samples=rows, record=writer) as run:
         done = 0
-        while done < steps:
-            window = run.window(*itertools.islice(batches, min(run.num_batches, steps - done)))
+        for window in run.windows(batches):
+            counted.pending = window.num_padding
             run.train_step(window, counted.loss)
             done += window.num_batches
             progress(f"batch {done} of {steps}", done / steps)
@@ -65,9 +68,10 @@ def train_task(
     return {
         "task": task.name,
         "steps": steps,
-        "rows": total,
+        "rows": rows,
+        "ranks": here.num_ranks,
         "train_s": round(seconds, 3),
-        f"{task.terms}_per_s": round(counted.terms(total) / seconds, 1),
+        f"{task.terms}_per_s": round(counted.terms(rows) / seconds, 1),
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
@@ -82,13 +86,15 @@ class _Counted:
         self._is_mean = False
         self._sum: Any = 0.0  # a tensor where the counts are: to read each of them would be to wait for it
         self._last: Any = 0.0
+        self.pending = 0  # micro-batches that are run for other ranks' sake, and count nothing
 
     def loss(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return the task's loss."""
         self._add_last()
         result = self._task.loss_fn(model, batch)
         count = result[1] if isinstance(result, tuple) and len(result) == 2 else None
-        self._is_mean, self._last = count is None, 0.0 if count is None else count
+        self._is_mean, self._last = count is None, 0.0 if count is None or self.pending > 0 else count
+        self.pending -= 1
         return result
 
     def _add_last(self) -> None:
@@ -97,9 +103,9 @@ class _Counted:
         self._sum, self._last = self._sum + last, 0.0
 
     def terms(self, rows: int) -> float:
-        """Return the terms of so many rows, all there were."""
+        """Return the terms of so many rows, all there were, on all ranks."""
         self._add_last()
-        return rows * float(self._task.terms_per_row) if self._is_mean else float(self._sum)
+        return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))
 
 
 def _new_record(path: Path, header: Header) -> RecordWriter:

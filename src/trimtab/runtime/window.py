@@ -86,6 +86,11 @@ class Window:
         self._padding, self._num_padding = micro_batch, num
         self.num_micro_batches = self._count()
 
+    @property
+    def num_padding(self) -> int:
+        """Micro-batches that count as no rows; the first ones."""
+        return self._num_padding
+
     def match(self, num: int) -> None:
         """Have as many micro-batches as every rank has."""
         if num > self.num_micro_batches:

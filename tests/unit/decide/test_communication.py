@@ -13,7 +13,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.decide.collectives import all_gather_s
-from trimtab.decide.communication import WindowCost, samples_to_efficiency, scaling_efficiency, window_s
+from trimtab.decide.communication import WindowCost, micro_batches_to_efficiency, scaling_efficiency, window_s
 
 MIB = 2**20
 
@@ -195,18 +195,18 @@ def test_efficiency_by_hand():
     how = Parallelism(2, overlaps=False)
     assert scaling_efficiency(how, link, shape, 4) == pytest.approx(12.5 / 13.75)
     # (3 k + 0.5) / (3 k + 1.75) is 0.95 at 7.75.
-    assert samples_to_efficiency(0.95, how, link, shape) == 8
-    assert samples_to_efficiency(0.95, how, link, shape, most=8) == 8
-    assert samples_to_efficiency(0.95, how, link, shape, most=7) is None
-    assert samples_to_efficiency(1.0, how, link, shape) is None
-    assert samples_to_efficiency(0.5, how, link, shape) == 1
+    assert micro_batches_to_efficiency(0.95, how, link, shape) == 8
+    assert micro_batches_to_efficiency(0.95, how, link, shape, most=8) == 8
+    assert micro_batches_to_efficiency(0.95, how, link, shape, most=7) is None
+    assert micro_batches_to_efficiency(1.0, how, link, shape) is None
+    assert micro_batches_to_efficiency(0.5, how, link, shape) == 1
 
 
 def test_sharded_state_may_bring_more_than_all_and_less_of_it_the_longer_the_window():
     shape, link = StepShape(0.1, 0.2, 8.0, (10, 10), (0.5, 0.5)), link_of(0.0, 1e6)
     how = Parallelism(4, 1)
     assert scaling_efficiency(how, link, shape, 1) > scaling_efficiency(how, link, shape, 8) > 1
-    assert samples_to_efficiency(1.0, how, link, shape) == 1
+    assert micro_batches_to_efficiency(1.0, how, link, shape) == 1
 
 
 @given(shapes(), links, ways, st.floats(0.05, 1.0), overlap_shares)
@@ -214,7 +214,7 @@ def test_the_fewest_micro_batches_are_enough_and_one_less_is_not(shape, link, ho
     def efficiency(k: int) -> float:
         return scaling_efficiency(how, link, shape, k, overlap_share=share)
 
-    found = samples_to_efficiency(wanted, how, link, shape, overlap_share=share)
+    found = micro_batches_to_efficiency(wanted, how, link, shape, overlap_share=share)
     if found is None:
         assert efficiency(1) < wanted
         assert efficiency(2**20) < wanted
@@ -226,4 +226,4 @@ def test_the_fewest_micro_batches_are_enough_and_one_less_is_not(shape, link, ho
 @pytest.mark.parametrize("wanted", [0.0, -1.0, math.nan, "0.9"])
 def test_an_efficiency_that_is_none_is_refused(wanted):
     with pytest.raises(ValueGivenError, match="wanted: "):
-        samples_to_efficiency(wanted, Parallelism(2), link_of(0.0, 1.0), StepShape(1.0, 2.0, 0.5, (100,), (1.0,)))
+        micro_batches_to_efficiency(wanted, Parallelism(2), link_of(0.0, 1.0), StepShape(1.0, 2.0, 0.5, (100,), (1.0,)))

@@ -1,0 +1,114 @@
+"""`trimtab train --ranks`: torchrun's launcher starts the ranks, which train as one process does, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.core.codec import to_json
+from trimtab.core.plan import Plan
+from trimtab.core.record import read_record
+
+TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
+COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
+FAULTY = """
+import os, signal
+from dataclasses import replace
+import tiny
+
+calls = 0
+
+def loss_fn(model, batch):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1":
+        FAULT
+    return tiny.loss_fn(model, batch)
+
+task = replace(tiny.task, loss_fn=loss_fn)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    return tmp_path
+
+
+def train(folder: Path, *arguments: object, environment=None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*COMMAND, "train", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(folder)} | (environment or {}),
+    )
+
+
+def rows() -> int:
+    sys.path.insert(0, str(TINY_TASK.parent))
+    try:
+        import tiny_task
+    finally:
+        sys.path.pop(0)
+    return tiny_task.task.batch_rows
+
+
+def written(folder: Path, **values) -> Path:
+    path = folder / "plan.json"
+    path.write_text(to_json(Plan.fixed(values.pop("batch_rows", rows()), **values)))
+    return path
+
+
+def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
+    whole = train(folder, "tiny:task", "--steps", 6, "--plan", written(folder), "--json")
+    assert whole.returncode == 0, whole.stderr
+    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=3)
+    record = folder / "run.jsonl"
+    two = train(folder, "tiny:task", "--steps", 6, "--plan", path, "--ranks", 2, "--json", "--record", record)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("\n") == 1
+    alone, ours = json.loads(whole.stdout), json.loads(two.stdout)
+    assert (alone["ranks"], ours["ranks"]) == (1, 2)
+    assert ours["rows"] == alone["rows"]
+    metric = next(name for name in ours if name not in {"loss", "data", "task"} and isinstance(ours[name], float))
+    assert metric in alone
+    found = read_record(record)
+    assert [step.rows for step in found.steps] == [rows()] * 6
+
+
+def test_a_plan_of_one_process_is_shared_by_replicas(folder):
+    path = written(folder, batch_rows=-(-rows() // 2))
+    done = train(folder, "tiny:task", "--steps", 4, "--plan", path, "--ranks", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1, which was ended by SIGKILL"),
+        ('raise ValueError("a bad batch")', "a bad batch"),
+    ],
+)
+def test_a_rank_that_ends_ends_the_job_with_one_reason(folder, fault, said):
+    (folder / "faulty.py").write_text(FAULTY.replace("FAULT", fault))
+    path = written(folder, batch_rows=-(-rows() // 2), num_ranks=2, zero_stage=0)
+    done = train(folder, "faulty:task", "--steps", 6, "--plan", path, "--ranks", 2)
+    assert done.returncode == 1
+    assert done.stderr.count(said) == 1
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_more_ranks_than_rows_are_refused(folder):
+    done = train(folder, "tiny:task", "--ranks", rows() + 1)
+    assert done.returncode == 1
+    assert "a row of each batch for every rank" in done.stderr
