@@ -60,10 +60,11 @@ def train(case: Case, *, ranks: int, windows: list) -> dict:
                 scheduler.step()
             losses.append(float(run.loss))
             rates.append(optimizer.param_groups[0]["lr"])
-        found = {"weights": weights_of(run.model), "rows": run.consumed_rows, "steps": run.applied_steps}
+        found = {"rows": run.consumed_rows, "steps": run.applied_steps}
         found["scale"] = run.loss_scale
         norm = run.grad_norm
         found["norm"] = None if norm is None else float(norm)
+    found["weights"] = weights_of(model)
     names = [[str(tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
     state = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
     return found | {"losses": losses, "rates": rates, "names": names, "state": state}

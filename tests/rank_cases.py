@@ -19,6 +19,7 @@ STAGES = {
     "zero-3": {"zero_stage": 3},
     "zero-3-each": {"zero_stage": 3, "reduces_once": False},
 }
+DEEPSPEED = ("mean", "mean-k3", "tokens", "tokens-k3-clip", "uneven-ends", "rank-without-rows", "recompute")
 DROPPED = -1  # a target that the loss leaves out
 
 
@@ -138,6 +139,10 @@ def _cases():
     }
     for (stage, values), (way, case) in itertools.product(STAGES.items(), ways.items()):
         yield f"{stage}/{way}", replace(case, values=case.values | values)
+    for stage, (way, case) in itertools.product((1, 2, 3), ways.items()):  # whose weights are fp32
+        if way in DEEPSPEED:
+            how = {"engine": "deepspeed", "zero_stage": stage, "reduces_once": stage == 1 or way != "tokens-k3-clip"}
+            yield f"deepspeed-{stage}/{way}", replace(case, values=case.values | how, dtype=torch.float32)
     for stage in STAGES:
         values = STAGES[stage] | {"reduce_dtype": "bf16"}
         yield f"{stage}/bf16-reduction", Case(values, micro=2, dtype=torch.float32)

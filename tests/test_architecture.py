@@ -62,6 +62,7 @@ OPTIONAL = {
     "rich": {"trimtab.cli", "trimtab.experiments.report", "trimtab.experiments.report.terminal"},
     "matplotlib": {"trimtab.experiments.report.svg"},
     "sklearn": {"trimtab.tasks.embedded"},
+    "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150

@@ -17,7 +17,8 @@ PROGRAM = Path(__file__).parents[1] / "backend_rank.py"
 ON_FOUR = [name for name in CASES if name.endswith(("/tokens-k3-clip", "/rank-without-rows", "/mean-k3"))]
 # Of a weight in double precision; of the largest weight where gradients are sent in bf16 (8 bits, each a mean of ranks
 # rounded once) and where each micro-batch is computed in fp16 (11 bits).
-EXACT, HALF = 1e-12, {"bf16-reduction": 2**-8, "fp16-clip": 2**-11}
+# DeepSpeed's weights are fp32, and each of twenty steps rounds them.
+EXACT, SINGLE, HALF = 1e-12, 20 * 2**-24, {"bf16-reduction": 2**-8, "fp16-clip": 2**-11}
 
 
 def job(folder: Path, ranks: int, pattern: str, *mutant: str) -> dict:
@@ -36,28 +37,32 @@ def on_four(tmp_path_factory):
     return job(tmp_path_factory.mktemp("four"), 4, "|".join(f"^{name}$" for name in ON_FOUR))
 
 
-def check(found: dict, way: str) -> None:
+def check(found: dict, name: str) -> None:
+    way = name.partition("/")[2]
     assert "error" not in found, found["error"]
-    if way in HALF:
+    if name.startswith("deepspeed"):
+        assert found["of_all"] <= SINGLE
+    elif way in HALF:
         assert found["of_all"] <= HALF[way]
     else:
         assert found["difference"] <= EXACT
     ours, theirs = found["ours"], found["theirs"]
+    rough = 1e-3 if way in HALF else 1e-5 if name.startswith("deepspeed") else 1e-12
     assert (ours["rows"], ours["steps"]) == (theirs["rows"], theirs["steps"])
     assert ours["steps"] >= STEPS - 1  # fp16's first window overflows, on all ranks alike
     assert ours["scale"] == theirs["scale"]
     if theirs["norm"] is not None:
-        assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-3 if way in HALF else 1e-12)
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=rough)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("powersgd")])
 def test_two_ranks_train_as_one_process_does(on_two, name):
-    check(on_two[0][name], name.partition("/")[2])
+    check(on_two[0][name], name)
 
 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_do_too(on_four, name):
-    check(on_four[name], name.partition("/")[2])
+    check(on_four[name], name)
 
 
 def test_powersgd_is_other_dynamics_and_still_learns(on_two):
@@ -77,7 +82,7 @@ def test_ranks_take_as_many_steps_at_the_same_rates(on_two, name):
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, "deepspeed-1", "deepspeed-2", "deepspeed-3"])
 def test_the_optimizer_object_holds_the_same_groups_with_their_state_afterwards(on_two, stage):
     found = on_two[0][f"{stage}/mean"]
     assert found["ours"]["names"] == found["theirs"]["names"]
@@ -96,4 +101,4 @@ def test_the_optimizer_object_holds_the_same_groups_with_their_state_afterwards(
 def test_the_comparison_notices_what_would_be_wrong(tmp_path, mutant, case):
     found = job(tmp_path, 2, f"^{case}$", mutant)[case]
     with pytest.raises(AssertionError):
-        check(found, case.partition("/")[2])
+        check(found, case)

@@ -63,7 +63,7 @@ def rows() -> int:
 
 def written(folder: Path, **values) -> Path:
     path = folder / "plan.json"
-    path.write_text(to_json(Plan.fixed(values.pop("batch_rows", rows()), **values)))
+    path.write_text(to_json(Plan.fixed(values.pop("batch_rows", None) or rows(), **values)))
     return path
 
 
@@ -82,6 +82,22 @@ def test_two_ranks_train_as_one_process_does_and_one_of_them_says_so(folder):
     assert metric in alone
     found = read_record(record)
     assert [step.rows for step in found.steps] == [rows()] * 6
+
+
+def test_deepspeed_and_torch_share_a_gpt_to_the_same_losses(folder):
+    """ZeRO-2 of both, with accumulation: one task, two engines."""
+    from trimtab.tasks import load_task
+
+    rows, losses = load_task("source_gpt").batch_rows // 2, {}
+    for engine in ("torch", "deepspeed"):
+        path = written(folder, batch_rows=rows, micro_batch=rows // 2, num_ranks=2, zero_stage=2, engine=engine)
+        record = folder / f"{engine}.jsonl"
+        done = train(folder, "source_gpt", "--steps", 8, "--plan", path, "--ranks", 2, "--record", record)
+        assert done.returncode == 0, done.stderr
+        losses[engine] = [step.loss for step in read_record(record).steps]
+    assert len(losses["torch"]) == 8
+    assert losses["deepspeed"] == pytest.approx(losses["torch"], rel=1e-5)
+    assert losses["torch"][-1] < losses["torch"][0]
 
 
 def test_a_plan_of_one_process_is_shared_by_replicas(folder):

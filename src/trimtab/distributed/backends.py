@@ -23,6 +23,7 @@ _BACKENDS = {
     2: ("trimtab.distributed.fully_sharded", "FullySharded"),
     3: ("trimtab.distributed.fully_sharded", "FullySharded"),
 }
+_DEEPSPEED = ("trimtab.distributed.deepspeed_zero", "DeepSpeedZero")
 
 
 def backend_of(model: nn.Module, plan: Plan) -> Backend:
@@ -52,7 +53,7 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             given=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
         )
-    module, name = _BACKENDS[int(stage)]
+    module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
     backend: Backend = getattr(importlib.import_module(module), name)()
     require_one_plan(plan, backend.exchange)
     return backend

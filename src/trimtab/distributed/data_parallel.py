@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
+from trimtab.runtime.backend import Torch
 from trimtab.runtime.gradient_sync import GradientSync
 
 _MIB = 2**20
@@ -25,7 +25,7 @@ _WHOLE_MIB = 2**30 // _MIB
 _WHOLE_WINDOWS = 10
 
 
-class DataParallel:
+class DataParallel(Torch):
     """A run's backend: replicas of the model.
 
     Buffers are each rank's own while the run lasts, so that a rank may begin its window anew without the others; those
@@ -54,17 +54,9 @@ class DataParallel:
         """Have its backward reduce, or not."""
         self._sync.begin(last=last)
 
-    def backward(self, loss: Tensor) -> None:
-        """Have it."""
-        loss.backward()
-
     def end(self) -> None:
         """Reduce again."""
         self._sync.end()
-
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return nothing more: every rank's optimizer steps all."""
-        return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:
         """Let go of the model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
 from trimtab.measure.blocks import find_blocks
+from trimtab.runtime.backend import Torch
 
 
-class FullySharded:
+class FullySharded(Torch):
     """A run's backend: each rank holds a shard of every parameter, and gathers a block's when it runs.
 
     At stage 2 parameters stay gathered from a window's first forward to its last backward, at stage 3 as long as their
@@ -57,17 +57,9 @@ class FullySharded:
         if self._stage == 2:
             self.model.set_reshard_after_backward(last)
 
-    def backward(self, loss: Tensor) -> None:
-        """Have it."""
-        loss.backward()
-
     def end(self) -> None:
         """Be as for the last micro-batch."""
         self.begin(last=True)
-
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return nothing more: the user's optimizer steps the shards."""
-        return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:
         """Leave the model sharded."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.core.plan import Plan
+from trimtab.runtime import gradients
 from trimtab.runtime.exchange import Alone, Exchange
 from trimtab.runtime.gradient_sync import GradientSync
+from trimtab.runtime.precision import MixedPrecision
 
 
 class Backend(Protocol):
@@ -40,6 +42,15 @@ class Backend(Protocol):
     def end(self) -> None:
         """The window was given up."""
 
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply the window's gradient."""
+
+    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
+        """Multiply the window's gradient and clip it; returns its norm between the two, where it is wanted."""
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; returns whether it stepped."""
+
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Return what the optimizer's step is to be inside of: what steps goes by the user's groups."""
 
@@ -47,7 +58,33 @@ class Backend(Protocol):
         """Undo `spread`, with what was trained; after an error only what needs no other rank."""
 
 
-class Given:
+class Torch:
+    """What backends share whose gradients are the parameters' own."""
+
+    optimizer: torch.optim.Optimizer
+
+    def backward(self, loss: Tensor) -> None:
+        """Have a micro-batch's backward."""
+        loss.backward()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply the window's gradient."""
+        gradients.multiply(self.optimizer, factor)
+
+    def finish(self, factor: float | Tensor, clip_norm: float | None, *, wants_norm: bool = False) -> Tensor | None:
+        """Multiply the window's gradient and clip it; returns its norm between the two, where it is wanted."""
+        return gradients.finish(self.optimizer, factor, clip_norm, wants_norm=wants_norm)
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; returns whether it stepped."""
+        return precision.step(self.optimizer)
+
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """Return nothing more: the user's optimizer steps by its own groups."""
+        return contextlib.nullcontext()
+
+
+class Given(Torch):
     """A model as the loop made it: on one device, or wrapped by the loop itself."""
 
     def __init__(self, exchange: Exchange | None = None, *, in_step: bool = False) -> None:
@@ -63,17 +100,9 @@ class Given:
         """Keep it from being reduced, unless it is the last."""
         self._sync.begin(last=last)
 
-    def backward(self, loss: Tensor) -> None:
-        """Have it."""
-        loss.backward()
-
     def end(self) -> None:
         """Reduce again."""
         self._sync.end()
-
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Return nothing more: the user's optimizer steps."""
-        return contextlib.nullcontext()
 
     def gather(self, error: BaseException | None) -> None:
         """Change nothing."""

@@ -178,7 +178,7 @@ class Run(RunView, Resumable):
         self._measure()
         self._order.unscaled = True
         self._precision.unscale(self._optimizer)
-        gradients.multiply(self._optimizer, self._weights.correction)
+        self._backend.multiply(self._weights.correction)
 
     def _measure(self) -> None:
         """Let the noise monitor see the whole gradient, before anybody changes it."""
@@ -203,7 +203,7 @@ class Run(RunView, Resumable):
         self._measure()
         remaining: float | Tensor = 1.0 if self._order.unscaled else self._weights.correction
         wants_norm = self._voids.wants_norm or self._stopping.wants_norm
-        self.grad_norm = gradients.finish(self._optimizer, remaining, self._clip_norm, wants_norm=wants_norm)
+        self.grad_norm = self._backend.finish(remaining, self._clip_norm, wants_norm=wants_norm)
         self._order.unscaled = True  # a second try, after an optimizer that raised, must not multiply again
         self.loss = self._weights.mean_loss if window.rows else self.loss
         factor = self._rate_factor(window)
@@ -211,7 +211,7 @@ class Run(RunView, Resumable):
         if applied:
             with self._backend.stepping(), scaled_rates(self._optimizer, factor):
                 self._order.in_optimizer = True
-                applied = self._precision.step(self._optimizer)
+                applied = self._backend.step(self._precision)
         self._stepped(window, factor, applied)
         return applied
 
