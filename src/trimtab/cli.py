@@ -130,26 +130,25 @@ def train(
     from trimtab.core.objective import Budget, Objective
     from trimtab.core.plan import Plan
     from trimtab.decide.ranks import replicated
+    from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import joined, place
-    from trimtab.experiments.ranks import launch_with, plan_on_ranks
+    from trimtab.experiments.ranks import plan_on_ranks, task_of_rank
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
     here, loaded = place(), load_task(task)
-
-    def make(each: Any) -> Plan:
-        plans = _plan(each, Budget(), Objective(), adapt)
-        return plans.plans.get("F", plans.plans["S"])
-
     _require_new(None if here.rank else record)
     if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
     if ranks > 1 and here.num_ranks == 1:
-        chosen = plan_on_ranks(loaded, make, ranks) if plan_file is None else read_json(Plan, plan_file)
-        launch_with(replicated(chosen, ranks), sys.argv[1:], ranks)
+        task_of_rank(loaded, ranks)
+        launch(sys.argv[1:], ranks)
         return
     with joined():
-        chosen = plan_on_ranks(loaded, make) if plan_file is None else read_json(Plan, plan_file)
+        if plan_file is None:
+            chosen = plan_on_ranks(loaded, lambda each: _plan(each, Budget(), Objective(), adapt))
+        else:
+            chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with _progress() as progress:
             found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, progress=progress)
     if here.rank == 0:

@@ -106,3 +106,24 @@ def _nvlink_of(device_name: str) -> str:
 def _names() -> list[str]:
     devices = ", ".join(name.split(":")[1] for name in LINKS if name.startswith("nvlink:"))
     return [f"nvlink (where the device is {devices})", *USUAL, *LINKS]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A process group as it was timed, the same figures on every rank.
+
+    Args:
+        link: of its all-reduces. miss: by how much the worst of them is missed, as a share of its seconds.
+        overlap_share: of communication that runs beside computation, how much is hidden by it, from 0 to 1.
+        cast_s_per_byte: seconds to make bf16 of a byte of fp32, and fp32 of it again.
+    """
+
+    link: Link
+    miss: float = 0.0
+    overlap_share: float = 1.0
+    cast_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.number("calibration.miss", self.miss, low=0)
+        checks.number("calibration.overlap_share", self.overlap_share, low=0, high=1)
+        checks.number("calibration.cast_s_per_byte", self.cast_s_per_byte, low=0)

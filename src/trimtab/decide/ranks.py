@@ -1,10 +1,37 @@
-"""From a plan of one process to one of several ranks."""
+"""From a plan of one process to one of several ranks: how gradients are sent, by what the link was timed to do."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.core.link import Calibration
+from trimtab.core.parallelism import Parallelism, StepShape
+from trimtab.core.plan import Choice, Plan, Rejected, Scalar
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide.communication import WindowCost, window_s
+
+# Bytes of gradients sent at once that are considered, beside what torch does by itself.
+BUCKETS = (None, 2**20, 2**22, 2**27)
+# A window is predicted, and not run: what is worth less than this share of it is not changed.
+WORTH = 0.05
+_MARKS = Plan.marks()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A way to send gradients, and what a window is predicted to take with it."""
+
+    reduce_dtype: str
+    bucket_bytes: int | None
+    cost: WindowCost
+    cast_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a window."""
+        return self.cost.total_s + self.cast_s
 
 
 def replicated(plan: Plan, num_ranks: int) -> Plan:
@@ -12,7 +39,64 @@ def replicated(plan: Plan, num_ranks: int) -> Plan:
 
     One that says how it is shared stays so.
     """
-    if plan.zero_stage.value is not None:
+    if plan.zero_stage.value is not None or num_ranks == 1:
         return plan
     reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
-    return replace(plan, num_ranks=num_ranks, zero_stage=Choice(0, reason, Mark.ROUNDING))
+    return replace(plan, num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"]))
+
+
+def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
+    """Return a plan of replicas whose gradients are sent as is predicted to be fastest, where that is worth a change.
+
+    Args:
+        shape: of a micro-batch of the plan, on one rank.
+    """
+    ways = ways_to_send(plan, calibration, shape)
+    usual = ways["fp32", None]
+    best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))
+    chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
+    said = _said(calibration, shape, usual)
+    return replace(
+        plan,
+        reduce_dtype=_choice("reduce_dtype", chosen, ways, f"{said}; {_won(chosen, usual)}"),
+        bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(chosen, usual)),
+    )
+
+
+def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapping[tuple[str, int | None], Sent]:
+    """Return every way with its cost, by (reduce_dtype, bucket_bytes)."""
+    found = {}
+    for dtype, bucket in itertools.product(("fp32", "bf16"), BUCKETS):
+        how = Parallelism(plan.num_ranks, int(plan.zero_stage.value or 0), dtype, bucket)
+        cost = window_s(how, calibration.link, shape, plan.num_micro_batches, overlap_share=calibration.overlap_share)
+        cast_s = calibration.cast_s_per_byte * sum(shape.block_bytes) if dtype == "bf16" else 0.0
+        found[dtype, bucket] = Sent(dtype, bucket, cost, cast_s)
+    return found
+
+
+def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent], reason: str) -> Choice:
+    value: Scalar = getattr(chosen, name)
+    others: dict[Scalar, float] = {}
+    for way in ways.values():
+        other = getattr(way, name)
+        if other != value:
+            others[other] = min(way.total_s, others.get(other, way.total_s))
+    losers = tuple(Rejected(other, f"{format_seconds(seconds)} a window at best") for other, seconds in others.items())
+    return Choice(
+        value, reason, _MARKS[name], changed=value != ("fp32" if name == "reduce_dtype" else None), losers=losers
+    )
+
+
+def _said(calibration: Calibration, shape: StepShape, usual: Sent) -> str:
+    link, size = calibration.link, format_bytes(sum(shape.block_bytes))
+    return (
+        f"{size} of gradients over {link.name} ({format_seconds(link.latency_s)} a hop, "
+        f"{format_bytes(int(link.bytes_per_s))}/s) take {format_seconds(usual.cost.communication_s)}"
+    )
+
+
+def _won(chosen: Sent, usual: Sent) -> str:
+    if chosen is usual:
+        return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
+    before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)
+    return f"a window is predicted to take {after} in place of {before}"

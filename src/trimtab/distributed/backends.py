@@ -53,6 +53,12 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             given=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
         )
+    if stage >= 2 and plan.memory_layout.value != "keep":
+        raise ValueGivenError(
+            "plan.memory_layout",
+            given=f"{plan.memory_layout.value}, at stage {stage}, whose shards have no layout",
+            expected="keep, or a stage of 0 or 1",
+        )
     module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
     backend: Backend = getattr(importlib.import_module(module), name)()
     require_one_plan(plan, backend.exchange)

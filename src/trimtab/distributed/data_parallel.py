@@ -41,6 +41,8 @@ class DataParallel(Torch):
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Hold the model in DDP: parameters and buffers become rank 0's."""
         self._inner, self.optimizer = model, optimizer
+        if plan.memory_layout.value == "channels_last":
+            _settle_strides(model)
         own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, _BUFFERS: False}
         self.model = DistributedDataParallel(model, **own)
         self._sync = GradientSync(self.model)
@@ -66,6 +68,14 @@ class DataParallel(Torch):
             self.exchange.failed(error)
         self.exchange.close()
         del self.model  # its hooks on the parameters go with it
+
+
+def _settle_strides(model: nn.Module) -> None:
+    """Give kernels of one element the strides that their gradients come in: DDP's buckets are laid out as they are."""
+    for parameter in model.parameters():
+        if parameter.dim() == 4 and parameter.shape[2:].numel() == 1:
+            laid_out = torch.empty_like(parameter.data, memory_format=torch.channels_last)
+            parameter.data = laid_out.copy_(parameter.data)
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -87,6 +87,13 @@ def total(value: float) -> float:
     return float(found)
 
 
+def slowest(seconds: float) -> float:
+    """Return the longest of what every rank took."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
 def from_first(make: Callable[[], str]) -> str:
     """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

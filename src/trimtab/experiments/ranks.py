@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import torch
+
+from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.decide.ranks import replicated
-from trimtab.distributed.launch import launch
+from trimtab.decide.ranks import replicated, sending
+from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.process_group import from_first, place
+from trimtab.experiments.planning import Plans
 from trimtab.tasks.task import Task
 
 
@@ -29,29 +32,37 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     return replace(task, **share)
 
 
-def plan_on_ranks(task: Task, make: Callable[[Task], Plan], num_ranks: int | None = None) -> Plan:
-    """Return the plan of a job: rank 0 makes it for its share, the others get it; as it is where there is one process.
+@dataclass(frozen=True)
+class _Made:
+    """What rank 0 hands to the others. A JSON value."""
+
+    plan: Plan
+    shape: StepShape | None = None
+
+
+def plan_on_ranks(task: Task, make: Callable[[Task], Plans]) -> Plan:
+    """Return the plan of this job: rank 0 makes it for its share of a batch, then all time the link between them.
 
     Args:
-        num_ranks: of a job that is still to be started; None: of this one.
+        make: returns the plans of a task.
     """
-    ranks = place().num_ranks if num_ranks is None else num_ranks
+    ranks = place().num_ranks
     if ranks == 1:
-        return make(task)
+        return _preferred(make(task))
 
     def made() -> str:
-        return to_json(replicated(make(task_of_rank(task, ranks)), ranks))
+        plans = make(task_of_rank(task, ranks))
+        plan = replicated(_preferred(plans), ranks)
+        with torch.device("meta"):
+            model = task.make_model()
+        return to_json(_Made(plan, step_shape(model, plans.profiles["S"], plan)))
 
-    return from_json(Plan, made() if num_ranks is not None else from_first(made))
+    found = from_json(_Made, from_first(made))
+    if found.shape is None:
+        return found.plan
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return sending(found.plan, calibrate(device), found.shape)
 
 
-def launch_with(plan: Plan, arguments: Sequence[str], num_ranks: int) -> None:
-    """Run the command as so many ranks, all by one plan.
-
-    Raises:
-        RankError: as of `launch`.
-    """
-    with tempfile.TemporaryDirectory(prefix="trimtab-plan-") as folder:
-        path = Path(folder) / "plan.json"
-        path.write_text(to_json(plan), encoding="utf-8")
-        launch([*arguments, "--plan", str(path)], num_ranks)
+def _preferred(plans: Plans) -> Plan:
+    return plans.plans.get("F", plans.plans["S"])

@@ -29,6 +29,16 @@ def require_free(model: nn.Module) -> None:
         )
 
 
+def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
+    """Change what has to be as planned before a model is spread over ranks; returns what undoes it."""
+    with contextlib.ExitStack() as undo:
+        if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
+            undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
+        if plan.memory_layout.value == "channels_last":
+            undo.callback(layout.use_channels_last(model, optimizer))
+        return undo.pop_all()
+
+
 def apply_plan(
     model: nn.Module,
     called: nn.Module,
@@ -39,7 +49,7 @@ def apply_plan(
     *,
     make_state: bool = False,
 ) -> contextlib.ExitStack:
-    """Change what the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
+    """Change what else the plan changes, in place; returns what undoes it. A failure half-way undoes what was done.
 
     Args:
         called: the model as the loop calls it, itself or what holds it. forward: what is to see its forward.
@@ -49,10 +59,6 @@ def apply_plan(
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
-        if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
-            undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
-        if plan.memory_layout.value == "channels_last":
-            undo.callback(layout.use_channels_last(model, optimizer))
         if plan.loss_chunk.value is not None:
             undo.callback(loss_head.use_chunks(model, int(plan.loss_chunk.value)))
         if plan.recompute.value is not None:

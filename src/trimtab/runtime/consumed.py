@@ -13,6 +13,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.late import Late
 from trimtab.runtime.accumulation import Count
+from trimtab.runtime.exchange import Exchange
 
 
 class Consumed(Part):
@@ -21,19 +22,18 @@ class Consumed(Part):
     Counts on an accelerator are read a window late, but for the first; until then a window is taken to hold as many a
     row as the last one that was read.
 
-    The schedule of one of several ranks goes by loader batches, as if each had as many rows as the largest so far: a
-    rank whose loader ends in fewer rows than another's would have a rate of its own, and soon weights of its own.
+    Ranks count what all of them have. Where they reduce gradients by hand none knows of the others', and the schedule
+    goes by loader batches, as if each had as many rows as the largest so far: a rank whose loader ends in fewer rows
+    than another's would have a rate of its own, and soon weights of its own.
 
     Args:
-        has_peers: whether this is one of several ranks.
+        exchange: with the other ranks.
 
     Raises:
         ValueGivenError: a total is not a number, both are given, or the plan's schedule needs one and has none.
     """
 
-    def __init__(
-        self, plan: Plan, total_samples: int | None, total_tokens: int | None, *, has_peers: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, total_samples: int | None, total_tokens: int | None, exchange: Exchange) -> None:
         self._total_samples = None if total_samples is None else checks.integer("total_samples", total_samples)
         self._total_tokens = None if total_tokens is None else checks.integer("total_tokens", total_tokens)
         if self._total_samples is not None and self._total_tokens is not None:
@@ -45,7 +45,7 @@ class Consumed(Part):
                 expected="the samples this run will train on",
                 way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
-        self._has_peers, self._batch_rows = has_peers, 0
+        self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
         self.rows = self.applied = 0
         self._scheduled = self._next = 0.0  # rows that the schedule knows of, and those of the window that is over
         self._tokens = self._per_row = 0.0
@@ -61,7 +61,7 @@ class Consumed(Part):
             LossError: the total is in tokens, and the loss counts none.
         """
         self._batch_rows = max(self._batch_rows, batch_rows)
-        self._next = num_batches * self._batch_rows if self._has_peers else rows
+        self._next = num_batches * self._batch_rows if self._by_hand else rows
         if self._total_samples is not None:
             return (self._scheduled + self._next) / self._total_samples
         if self._total_tokens is None:

@@ -21,7 +21,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, as_loss
-from trimtab.runtime.applied import apply_plan, require_free
+from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given
 from trimtab.runtime.batch_control import control_of
 from trimtab.runtime.batches import count_rows, iterate
@@ -75,8 +75,7 @@ class Run(RunView, Resumable):
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         self._backend = backend = backend or Given()
         exchange = backend.exchange
-        by_hand = exchange.has_peers and exchange.num_ranks == 1
-        self._consumed = Consumed(plan, total_samples, total_tokens, has_peers=by_hand)
+        self._consumed = Consumed(plan, total_samples, total_tokens, exchange)
         self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
         require_free(model)
         self.plan, self._recorder = for_model(plan, model), recorder
@@ -88,6 +87,7 @@ class Run(RunView, Resumable):
         recovers = recovers_from(out_of_memory, plan, model, may_retry=backend.may_retry)
         self._recovery = Recovery(model, self._note, is_on=recovers)
         with contextlib.ExitStack() as undo:
+            undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
             undo.push(lambda kind, error, traceback: backend.gather(error))
             self.model, self._optimizer = backend.model, backend.optimizer

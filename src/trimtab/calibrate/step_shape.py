@@ -1,0 +1,54 @@
+"""A step as communication sees it: the bytes of a model's blocks, and the seconds that a profile timed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trimtab.core.parallelism import StepShape
+from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
+from trimtab.measure.blocks import find_blocks
+
+
+def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | None:
+    """Return the shape of a plan's micro-batch; None where its seconds are not known.
+
+    The forward's and the backward's share of it are those of the loop as it was found; a block's is that of its
+    parameters among those that are multiplied by: an embedding is looked up.
+
+    Args:
+        model: may be without memory.
+    """
+    cost, phases = plan.measured or plan.predicted, profile.phases_s
+    if cost is None or not phases.get("forward") or not phases.get("backward"):
+        return None
+    whole_s = sum(phases.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
+    unit = cost.step_s / whole_s
+    k = plan.num_micro_batches
+    sizes, shares = zip(*_blocks(model), strict=True)
+    return StepShape(
+        unit * phases["forward"] / k,
+        unit * phases["backward"] / k,
+        unit * phases.get("optimizer", 0.0),
+        sizes,
+        shares if any(shares) else (1.0,) * len(sizes),
+        sum(1 for p in model.parameters() if p.requires_grad),
+    )
+
+
+def _blocks(model: nn.Module) -> list[tuple[int, float]]:
+    """Return bytes and a share of the seconds, of the model outside of its blocks, then of each block."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = [modules[name] for name in find_blocks(model)]
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    outside = [p for p in model.parameters() if p not in inside]
+    looked_up = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    multiplied = {p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    groups = [outside, *(list(block.parameters()) for block in blocks)]
+    return [
+        (
+            sum(p.numel() * 4 for p in group if p.requires_grad),
+            float(sum(p.numel() for p in group if p in multiplied or p not in looked_up)),
+        )
+        for group in groups
+    ]

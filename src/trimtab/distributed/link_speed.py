@@ -1,0 +1,84 @@
+"""What the link between a job's ranks does: a few all-reduces, timed together and beside a computation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.core.link import Calibration
+from trimtab.decide.collectives import fit
+from trimtab.distributed.process_group import slowest
+
+# Bytes of the all-reduces that are timed: from one that is all latency to one that is next to none.
+_SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
+_TIMES, _CAST_BYTES, _SIDE = 5, 2**22, 256
+_LONGEST_S = 1.0  # of one all-reduce, after which no larger one is timed: a slow link is known by then
+
+
+def calibrate(device: torch.device) -> Calibration:
+    """Time the job's process group; every rank calls it, and gets the same. About a second where the link is not slow.
+
+    Raises:
+        ValueGivenError: as of `fit`, where times say nothing of a link.
+    """
+    points = []
+    for size in _SIZES:
+        sent = torch.zeros(size // 4, device=device)
+        points.append((float(size), slowest(_seconds(lambda sent=sent: dist.all_reduce(sent), device))))
+        if points[-1][1] > _LONGEST_S and len(points) >= 3:
+            break
+    ranks = dist.get_world_size()
+    is_gloo = device.type == "cpu"
+    found = fit(points, ranks, f"{'gloo' if is_gloo else dist.get_backend()} of {ranks} ranks", scatters=not is_gloo)
+    cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
+    return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a call, after one that is not counted."""
+    taken = []
+    for _ in range(_TIMES + 1):
+        _wait_for(device)
+        start = time.perf_counter()
+        run()
+        _wait_for(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def _cast_seconds(device: torch.device) -> float:
+    whole = torch.zeros(_CAST_BYTES // 4, device=device)
+    return _seconds(lambda: whole.copy_(whole.to(torch.bfloat16)), device)
+
+
+def _overlap(device: torch.device, size: int) -> float:
+    """Return how much of an all-reduce a computation of about as many seconds hides, on the rank that hides least."""
+    sent, factor = torch.zeros(size // 4, device=device), torch.full((_SIDE, _SIDE), 1e-3, device=device)
+    sending_s = slowest(_seconds(lambda: dist.all_reduce(sent), device))
+    once_s = slowest(_seconds(lambda: _computes(factor, 1), device))
+    count = max(1, round(sending_s / once_s))
+    computing_s = slowest(_seconds(lambda: _computes(factor, count), device))
+
+    def both() -> None:
+        work = dist.all_reduce(sent, async_op=True)
+        _computes(factor, count)
+        work.wait()
+
+    together_s = slowest(_seconds(both, device))
+    hidden_s = sending_s + computing_s - together_s
+    return min(1.0, max(0.0, hidden_s / min(sending_s, computing_s)))
+
+
+def _computes(factor: Tensor, times: int) -> None:
+    for _ in range(times):
+        torch.mm(factor, factor)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

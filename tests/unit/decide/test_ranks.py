@@ -1,0 +1,71 @@
+"""How gradients are sent, by what a link was timed to do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.link import Calibration, Link
+from trimtab.core.parallelism import StepShape
+from trimtab.core.plan import Plan
+from trimtab.decide.ranks import WORTH, replicated, sending, ways_to_send
+
+SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
+
+
+def calibration(latency_s: float, bytes_per_s: float, cast_s_per_byte: float = 0.0, overlap: float = 0.0):
+    link = Link("planted", latency_s, bytes_per_s, "planted", calibrated=True)
+    return Calibration(link, overlap_share=overlap, cast_s_per_byte=cast_s_per_byte)
+
+
+def plan(ranks: int = 2) -> Plan:
+    return replicated(Plan.fixed(16, 8), ranks)
+
+
+def test_one_process_shares_nothing_and_a_plan_that_says_how_stays_so():
+    assert replicated(Plan.fixed(8), 1) == Plan.fixed(8)
+    shared = Plan.fixed(8, num_ranks=2, zero_stage=3)
+    assert replicated(shared, 2) == shared
+
+
+def test_on_a_fast_link_nothing_is_changed():
+    found = sending(plan(), calibration(1e-6, 1e11), SHAPE)
+    assert found.changes == ("micro_batch",)
+    assert "no way to send them is predicted" in found.reduce_dtype.reason
+
+
+def test_on_a_slow_link_half_of_the_bytes_are_sent():
+    found = sending(plan(), calibration(1e-6, 1e8), SHAPE)
+    assert (found.reduce_dtype.value, found.reduce_dtype.changed) == ("bf16", True)
+    assert found.tier == "S"
+    assert "8 MiB of gradients over planted" in found.reduce_dtype.reason
+
+
+def test_where_casting_takes_as_long_as_sending_it_is_not_done():
+    assert sending(plan(), calibration(1e-6, 1e8, cast_s_per_byte=1e-7), SHAPE).reduce_dtype.value == "fp32"
+
+
+def test_where_a_hop_takes_long_gradients_are_sent_together():
+    found = sending(plan(), calibration(0.05, 1e10), SHAPE)
+    assert found.bucket_bytes.value == 2**27
+    assert {loser.value for loser in found.bucket_bytes.losers} == {None, 2**20, 2**22}
+
+
+@given(
+    st.floats(1e-6, 0.1),
+    st.floats(1e6, 1e11),
+    st.floats(0.0, 1e-8),
+    st.floats(0.0, 1.0),
+    st.integers(2, 64),
+)
+def test_a_change_is_predicted_to_be_worth_it_and_nothing_considered_is_faster(latency, speed, cast, overlap, ranks):
+    known = calibration(latency, speed, cast, overlap)
+    found, ways = sending(plan(ranks), known, SHAPE), ways_to_send(plan(ranks), known, SHAPE)
+    chosen = ways[found.reduce_dtype.value, found.bucket_bytes.value]
+    usual, fastest = ways["fp32", None], min(way.total_s for way in ways.values())
+    if chosen is usual:
+        assert fastest >= (1 - WORTH) * usual.total_s
+    else:
+        assert chosen.total_s == pytest.approx(fastest)
+        assert chosen.total_s < (1 - WORTH) * usual.total_s

@@ -1,0 +1,40 @@
+"""Where a launcher put a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.core.errors import UsageError
+from trimtab.distributed.process_group import Place, joined, place
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, Place()),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Place(3, 8, 1)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, Place(3, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "9"}, Place(0, 2, 0)),
+        ({"RANK": "3"}, Place()),
+    ],
+)
+def test_launchers_are_known_by_their_variables(variables, found):
+    assert place(variables) == found
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(UsageError, match="WORLD_SIZE"):
+        place({"RANK": "0", "WORLD_SIZE": "two"})
+
+
+def test_one_process_joins_nothing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    with joined() as here:
+        assert here == Place()
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan")])
+def test_a_time_limit_that_is_none_is_refused(limit):
+    with pytest.raises(UsageError, match="timeout_s"), joined(limit):
+        pass
