@@ -13,6 +13,7 @@ from torch import nn
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.rate_range import range_test
+from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
@@ -26,7 +27,8 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose, choose_there
-from trimtab.distributed.backends import backend_of
+from trimtab.distributed.backends import backend_of, is_to_share
+from trimtab.distributed.planning import Made, plan_together
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
@@ -178,6 +180,9 @@ def plan(
 ) -> Plan:
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
 
+    On several ranks, of a model that the loop has not wrapped, all call it: rank 0 measures its share of a batch, and
+    the plan it hands to the others says how they share the model.
+
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
             test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
@@ -197,29 +202,37 @@ def plan(
     rule = _batch_rule("batch" in freed, batch_rule)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
-    found = profile(
-        model,
-        optimizer,
-        loss_fn,
-        example_batch,
-        budget=budget,
-        objective=objective,
-        reference=reference,
-        longest_batch=longest_batch,
-        data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
-        total_steps=total_steps,
-        blocks=blocks,
-        frees_batch=rule is not None and rule.spans_batches,
-        num_blocks=num_blocks,
-        progress=progress,
-    )
-    chosen = choose(found, objective, budget)
-    if by_range and data is not None:
-        chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
-    if rule is None:
-        return chosen
-    rule = default_rule(chosen) if batch_rule is None else rule
-    return chosen.freed(rule, FREED if rule.spans_batches else CUT)
+    is_shared = is_to_share(model)
+    if is_shared and isinstance(data, Iterator):
+        given = "an iterator, which planning would draw from on one of several ranks"
+        raise ValueGivenError("data", given=given, expected="a loader, or nothing")
+
+    def make() -> Made:
+        found = profile(
+            model,
+            optimizer,
+            loss_fn,
+            example_batch,
+            budget=budget,
+            objective=objective,
+            reference=reference,
+            longest_batch=longest_batch,
+            data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
+            total_steps=total_steps,
+            blocks=blocks,
+            frees_batch=rule is not None and rule.spans_batches,
+            num_blocks=num_blocks,
+            progress=progress,
+        )
+        chosen = choose(found, objective, budget)
+        if by_range and data is not None:
+            chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
+        if rule is not None:
+            wanted = default_rule(chosen) if batch_rule is None else rule
+            chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
+        return Made(chosen, step_shape(model, found, chosen) if is_shared else None)
+
+    return plan_together(make, next(model.parameters()).device) if is_shared else make().plan
 
 
 def default_rule(plan: Plan) -> BatchRule:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,51 @@ def test_a_plan_of_one_process_is_shared_by_replicas(folder):
     done = train(folder, "tiny:task", "--steps", 4, "--plan", path, "--ranks", 2, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 2
+
+
+LOOP = """
+    import json, sys, torch, trimtab
+
+    with trimtab.joined() as here:
+        torch.manual_seed(here.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(48, 8, generator=generator)
+        data = torch.utils.data.TensorDataset(rows, (rows.sum(1) > 0).long())
+        order = torch.Generator().manual_seed(2)
+        loader = trimtab.shard(torch.utils.data.DataLoader(data, batch_size=10, shuffle=True, generator=order))
+
+        def loss_fn(model, batch):
+            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        plan = trimtab.plan(model, optimizer, loss_fn, next(iter(loader)), data=loader)
+        losses = []
+        with trimtab.start(model, optimizer, plan) as run:
+            for _ in range(8):
+                for window in run.windows(loader):
+                    run.train_step(window, loss_fn)
+                    losses.append(float(run.loss))
+        weights = [float(p.detach().double().sum()) for p in model.parameters()]
+        said = {"plan": str(plan), "rows": run.consumed_rows, "weights": weights, "losses": losses}
+    with open(f"rank-{here.rank}.json", "w") as file:
+        json.dump(said, file)
+"""
+
+
+def test_a_loop_of_ones_own_plans_together_and_trains_on_its_rows(folder):
+    """Under torchrun itself: rank 0 plans, and both have its plan, weights and rows, of a shuffled DataLoader."""
+    (folder / "loop.py").write_text(textwrap.dedent(LOOP))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, other = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one["plan"] == other["plan"]
+    assert "on each of 2 ranks" in one["plan"]
+    assert "of gradients over gloo of 2 ranks" in one["plan"]
+    assert one["rows"] == other["rows"] == 8 * 48
+    assert one["weights"] == other["weights"]
+    assert one["losses"][-1] < one["losses"][0]
 
 
 @pytest.mark.parametrize(

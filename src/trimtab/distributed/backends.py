@@ -47,7 +47,7 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             expected=f"{ranks}, or as many processes as ranks",
             way_out="Start them with torchrun, and train inside `with trimtab.joined():`.",
         )
-    if data_parallel(model) is not None or is_sharded(model) or is_flat_sharded(model):
+    if ranks > 1 and not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
             given=f"{stage}, for a model that the loop has wrapped",
@@ -63,6 +63,11 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
     backend: Backend = getattr(importlib.import_module(module), name)()
     require_one_plan(plan, backend.exchange)
     return backend
+
+
+def is_to_share(model: nn.Module) -> bool:
+    """Return whether this is one of several ranks, of a model that the loop has not wrapped for them."""
+    return has_peers() and data_parallel(model) is None and not is_sharded(model) and not is_flat_sharded(model)
 
 
 def require_one_plan(plan: Plan, exchange: Exchange) -> None:

@@ -19,6 +19,7 @@ from trimtab.core.errors import RankError, ValueGivenError
 TIMEOUT_S = 60.0
 _AS_LONG_AS_IT_TAKES = timedelta(hours=2)  # where rank 0 ends instead, its launcher ends the others
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
+_is_apart = False
 # What launchers call a process's rank, the number of them, and its rank on its machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -94,6 +95,21 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    global _is_apart
+    _is_apart = True
+    try:
+        yield
+    finally:
+        _is_apart = False
+
+
+def is_apart() -> bool:
+    """Return whether this rank does something that the others wait for: it may not ask them anything."""
+    return _is_apart
+
+
 def from_first(make: Callable[[], str]) -> str:
     """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -101,7 +117,8 @@ def from_first(make: Callable[[], str]) -> str:
     store, key = dist.distributed_c10d._get_default_store(), f"trimtab/from_first/{next(_numbers)}"
     if dist.get_rank() == 0:
         try:
-            made = make()
+            with _apart():
+                made = make()
         except BaseException as error:
             store.set(key, "!" + f"{type(error).__name__}: {error}")
             raise

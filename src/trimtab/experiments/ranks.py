@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from trimtab.calibrate.step_shape import step_shape
-from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
-from trimtab.decide.ranks import replicated, sending
-from trimtab.distributed.link_speed import calibrate
-from trimtab.distributed.process_group import from_first, place
+from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.process_group import place
 from trimtab.experiments.planning import Plans
 from trimtab.tasks.task import Task
 
@@ -32,16 +29,8 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     return replace(task, **share)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What rank 0 hands to the others. A JSON value."""
-
-    plan: Plan
-    shape: StepShape | None = None
-
-
 def plan_on_ranks(task: Task, make: Callable[[Task], Plans]) -> Plan:
-    """Return the plan of this job: rank 0 makes it for its share of a batch, then all time the link between them.
+    """Return the plan of this job, or of this process where it is alone.
 
     Args:
         make: returns the plans of a task.
@@ -50,18 +39,14 @@ def plan_on_ranks(task: Task, make: Callable[[Task], Plans]) -> Plan:
     if ranks == 1:
         return _preferred(make(task))
 
-    def made() -> str:
+    def made() -> Made:
         plans = make(task_of_rank(task, ranks))
-        plan = replicated(_preferred(plans), ranks)
+        plan = _preferred(plans)
         with torch.device("meta"):
             model = task.make_model()
-        return to_json(_Made(plan, step_shape(model, plans.profiles["S"], plan)))
+        return Made(plan, step_shape(model, plans.profiles["S"], plan))
 
-    found = from_json(_Made, from_first(made))
-    if found.shape is None:
-        return found.plan
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return sending(found.plan, calibrate(device), found.shape)
+    return plan_together(made, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _preferred(plans: Plans) -> Plan:
