@@ -12,8 +12,20 @@ from typing import Any
 
 from trimtab.core.errors import RankError
 
-# What a rank runs: the command itself, with what it was called with.
-_PROGRAM = "from trimtab.cli import main; main()"
+# What a rank runs: the command itself, with what it was called with. It leaves without the interpreter's end, which
+# threads of gloo may outlive, and then abort the process.
+_PROGRAM = """
+import os, sys
+from trimtab.cli import main
+code = 0
+try:
+    main()
+except SystemExit as left:
+    code = left.code if isinstance(left.code, int) else int(left.code is not None)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
+"""
 # Seconds after which a rank that does not end when it is told to, as a stopped one, is killed.
 _SHUTDOWN_S = 30
 

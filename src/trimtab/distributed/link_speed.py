@@ -17,11 +17,11 @@ from trimtab.distributed.process_group import slowest
 # Bytes of the all-reduces that are timed: from one that is all latency to one that is next to none.
 _SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
 _TIMES, _CAST_BYTES, _SIDE = 5, 2**22, 256
-_LONGEST_S = 1.0  # of one all-reduce, after which no larger one is timed: a slow link is known by then
+_LONGEST_S = 0.1  # of one all-reduce, after which no larger one is timed: a slow link is known by then
 
 
 def calibrate(device: torch.device) -> Calibration:
-    """Time the job's process group; every rank calls it, and gets the same. About a second where the link is not slow.
+    """Time the job's process group; every rank calls it, and gets the same. Less than a second, and some ten over a slow link.
 
     Raises:
         ValueGivenError: as of `fit`, where times say nothing of a link.
