@@ -21,7 +21,7 @@ _LONGEST_S = 0.1  # of one all-reduce, after which no larger one is timed: a slo
 
 
 def calibrate(device: torch.device) -> Calibration:
-    """Time the job's process group; every rank calls it, and gets the same. Less than a second, and some ten over a slow link.
+    """Time the job's process group; every rank calls it, and gets the same. It takes some ten seconds over a slow link.
 
     Raises:
         ValueGivenError: as of `fit`, where times say nothing of a link.
