@@ -247,7 +247,7 @@ def main() -> None:
     except (TrimtabError, OSError) as error:
         if os.environ.get("TRIMTAB_TRACEBACK"):
             raise
-        if not (isinstance(error, RankError) and "TORCHELASTIC_RUN_ID" in os.environ):  # the rank itself says it
+        if not (isinstance(error, RankError) and error.is_echo):
             typer.echo(f"trimtab: {error}", err=True)
         sys.exit(1)
     except Exception as error:  # a task's own code, mostly

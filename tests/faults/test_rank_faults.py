@@ -67,6 +67,7 @@ RANK = """
             found["weights"] = [float(getattr(p, "full_tensor", lambda: p)().sum()) for p in model.parameters()]
     except BaseException as error:
         found["error"], found["kind"] = str(error), type(error).__name__
+        found["is_echo"] = getattr(error, "is_echo", None)
     with open(f"{folder}/rank-{rank}.json", "w") as file:
         json.dump(found, file)
     os._exit(0)
@@ -106,6 +107,7 @@ def test_a_rank_that_raises_ends_all_by_its_reason(tmp_path, stage):
     (one, other), _ = run(tmp_path, "raises", stage)
     assert (other["kind"], other["error"]) == ("ValueError", "a bad batch")
     assert one["kind"] == "RankError"
+    assert one["is_echo"]  # rank 1 says it
     assert "rank 1 with ValueError: a bad batch" in one["error"]
     assert one["steps"] == other["steps"] == 5
 
@@ -121,6 +123,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path, stage):
 def test_a_rank_that_hangs_is_named_once_the_time_limit_is_over(tmp_path, stage):
     ((one,), _) = run(tmp_path, "stop", stage, leaves=(0,))
     assert one["kind"] == "RankError"
+    assert not one["is_echo"]
     assert "no answer from rank 1, of 2" in one["error"]
 
 

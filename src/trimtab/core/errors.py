@@ -93,7 +93,14 @@ class NonFiniteError(TrimtabError, ArithmeticError):
 
 
 class RankError(TrimtabError, RuntimeError):
-    """Another rank of the job ended, or does not answer."""
+    """Another rank of the job ended, or does not answer. `is_echo`: whether another rank says the same."""
+
+    is_echo = False
+
+    def echoed(self) -> RankError:
+        """Return the error as one that another rank says."""
+        self.is_echo = True
+        return self
 
 
 class DataMissingError(TrimtabError):

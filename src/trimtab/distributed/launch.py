@@ -27,7 +27,7 @@ sys.stderr.flush()
 os._exit(code)
 """
 # Seconds after which a rank that does not end when it is told to, as a stopped one, is killed.
-_SHUTDOWN_S = 30
+_SHUTDOWN_S = 20
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:

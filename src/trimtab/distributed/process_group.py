@@ -127,5 +127,6 @@ def from_first(make: Callable[[], str]) -> str:
     store.wait([key], _AS_LONG_AS_IT_TAKES)
     found = store.get(key).decode()
     if found[0] == "!":
-        raise RankError("rank 0", given=found[1:], expected="a plan", way_out="Mend that; the others wait for it.")
+        way_out = "Mend that; the others wait for it."
+        raise RankError("rank 0", given=found[1:], expected="a plan", way_out=way_out).echoed()
     return found[1:]

@@ -50,10 +50,12 @@ class Trouble:
         said, silent = self._roll_call()
         if said:
             given = "; ".join(f"rank {rank} with {text}" for rank, text in said.items())
-            return RankError("rank", given=f"the end of {given}", expected="all ranks to go on", way_out=_SAID)
+            return RankError("rank", given=f"the end of {given}", expected="all ranks to go on", way_out=_SAID).echoed()
         if silent:
             given = f"no answer from rank {', '.join(map(str, silent))}, of {self._ranks}"
-            return RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT)
+            found = RankError("rank", given=given, expected="all ranks to go on", way_out=_SILENT)
+            is_first = all(rank in silent for rank in range(self._rank))
+            return found if is_first else found.echoed()
         return error
 
     def _roll_call(self) -> tuple[dict[int, str], list[int]]:
