@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
@@ -26,8 +25,6 @@ sys.stdout.flush()
 sys.stderr.flush()
 os._exit(code)
 """
-# Seconds after which a rank that does not end when it is told to, as a stopped one, is killed.
-_SHUTDOWN_S = 20
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:
@@ -42,20 +39,17 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="trimtab-ranks-") as logs:
-        given: dict[str, Any] = {
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "nproc_per_node": num_ranks,
-            "run_id": f"trimtab-{os.getpid()}",
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "localhost:0",
-            "max_restarts": 0,
-            "monitor_interval": 0.1,
-            "logs_specs": DefaultLogsSpecs(log_dir=logs),
-            "shutdown_timeout": _SHUTDOWN_S,
-        }
-        known = inspect.signature(LaunchConfig).parameters  # which has had a time limit to shut down since torch 2.10
-        config = LaunchConfig(**{name: value for name, value in given.items() if name in known})
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=f"trimtab-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
         try:
             elastic_launch(config, sys.executable)("-c", _PROGRAM, *arguments)
         except ChildFailedError as failed:

@@ -12,7 +12,7 @@ from trimtab.core.errors import RankError
 
 # What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each
 # other, but for those whose own time limit began later.
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 # How torch's errors of a collective that lost a rank are told from others of their type.
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store")
 _PREFIX = "trimtab/trouble"
