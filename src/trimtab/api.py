@@ -279,7 +279,7 @@ def start(
             optimizer state and buffers stay as before it. Reads a scalar a window. None: as the loop has it.
         out_of_memory: in `run.train_step`, "split" runs the window again in smaller micro-batches, "stop" raises. None:
             split in one process, unless the plan's check found that splitting changes the maths, or the model has batch
-            statistics. Of several ranks none splits.
+            statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
 
@@ -290,7 +290,11 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    backend = backend_of(model, plan)
+    backend = backend_of(
+        model,
+        plan,
+        {"clip_norm": clip_norm, "nonfinite": nonfinite, "total_samples": total_samples, "total_tokens": total_tokens},
+    )
     exchange = backend.exchange
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
         out_of_memory = out_of_memory or "stop"

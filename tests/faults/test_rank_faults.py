@@ -20,18 +20,25 @@ RANK = """
     from torch import nn
     import trimtab
     from trimtab.core.errors import TrimtabError
-    from trimtab.distributed import exchange, trouble
+    from trimtab.decide.accounts import Account
+    from trimtab.distributed import trouble
 
     torch.set_num_threads(1)
     rank, ranks, folder, fault, stage = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6])
     trouble._ANSWER_S = 1.0
     limit_s = 6.0 if fault == "stop" else 60.0
-    exchange.RankExchange.__init__.__defaults__ = (limit_s,)
     found = {"steps": 0, "micro": [], "rows": 0}
 
     def loss(model, batch):
         at = found["steps"]
+        if fault == "kinds":
+            each = model(batch).square()
+            return each.mean() if rank else (each.sum(), each.numel())
+        if rank == 1 and at == 5 and fault == "words":
+            raise RuntimeError("object store: connection timed out")
+        if rank == 1 and at == 3 and fault == "bad-end":
+            return model(batch).square().mean() * float("nan")
         if rank == 1 and at == 5:
             if fault == "raises":
                 raise ValueError("a bad batch")
@@ -39,7 +46,7 @@ RANK = """
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            if fault == "memory" and len(batch) > 2:
+            if fault.endswith("memory") and len(batch) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if rank == 1 and fault == "slow":
             time.sleep(0.02)
@@ -47,7 +54,8 @@ RANK = """
 
     def loader():
         generator = torch.Generator().manual_seed(3)
-        for index in range(40 if fault == "slow" else 12 - 4 * (fault == "ends" and rank == 1)):
+        fewer = 8 if fault == "bad-end" else 4 if fault.endswith("ends") else 0
+        for index in range(40 if fault == "slow" else 12 - fewer * rank):
             yield torch.randn(4, 6, generator=generator, dtype=torch.float64)
 
     try:
@@ -56,13 +64,27 @@ RANK = """
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             micro = 2 if fault == "plans" and rank == 1 else 4
-            plan = trimtab.Plan.fixed(4, micro, zero_stage=stage, num_ranks=ranks)
-            with warnings.catch_warnings(record=True) as caught, trimtab.start(model, optimizer, plan) as run:
+            sharing = {"zero_stage": stage, "num_ranks": ranks}
+            if fault.startswith("measured"):
+                sharing["batch_rule"] = trimtab.BatchRule("fixed", k=1, learning_rate="none", min_windows=10**6)
+                Account.is_due = lambda self, sparse=0: True
+            plan = trimtab.Plan.fixed(4, micro, **sharing)
+            options = {"nonfinite": "skip"} if fault == "bad-end" else {}
+            options |= {"clip_norm": 1.0} if fault == "options" and rank == 1 else {}
+            started = trimtab.start(model, optimizer, plan, **options)
+            with warnings.catch_warnings(record=True) as caught, started as run:
                 warnings.simplefilter("always")
                 for window in run.windows(loader()):
                     found["micro"].append(window.micro_batch)
+                    if fault == "discards" and rank == 1 and found["steps"] == 5:
+                        for micro in window:
+                            run.backward(loss(run.model, micro))
+                        run.discard()
+                        found["steps"] += 1
+                        continue
                     run.train_step(window, loss)
                     found["steps"], found["rows"] = found["steps"] + 1, run.consumed_rows
+                    found["applied"] = run.applied_steps
             found["warned"] = [str(each.message) for each in caught if each.category is RuntimeWarning]
             found["weights"] = [float(getattr(p, "full_tensor", lambda: p)().sum()) for p in model.parameters()]
     except BaseException as error:
@@ -112,6 +134,40 @@ def test_a_rank_that_raises_ends_all_by_its_reason(tmp_path, stage):
     assert one["steps"] == other["steps"] == 5
 
 
+def test_a_reason_that_sounds_like_a_lost_connection_is_told_all_the_same(tmp_path):
+    (one, other), _ = run(tmp_path, "words")
+    assert (other["kind"], other["error"]) == ("RuntimeError", "object store: connection timed out")
+    assert "rank 1 with RuntimeError: object store" in one["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_different_kinds_of_loss_are_told_in_their_first_window(tmp_path, stage):
+    one, other = run(tmp_path, "kinds", stage)[0]
+    assert {one["steps"], other["steps"]} == {0}
+    assert "a mean on rank 1 and (loss_sum, count) on rank 0" in one["error"] + other["error"]
+
+
+def test_a_reduced_window_that_one_rank_gives_up_ends_all_before_their_weights_are_used(tmp_path):
+    for each in run(tmp_path, "discards")[0]:
+        assert each["kind"] == "RankError"
+        assert each["error"].startswith("rank 1: ")
+        assert "5 windows stepped, and 6 on rank 0" in each["error"]
+
+
+def test_a_rank_whose_data_end_in_a_void_window_voids_no_other(tmp_path):
+    one, other = run(tmp_path, "bad-end")[0]
+    assert "error" not in one
+    assert "error" not in other
+    assert one["weights"] == other["weights"]
+    assert one["applied"] == other["applied"] == 11
+
+
+def test_options_that_differ_are_refused_by_all(tmp_path):
+    for each in run(tmp_path, "options")[0]:
+        assert each["kind"] == "ValueGivenError"
+        assert "differ in clip_norm" in each["error"]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_is_killed_is_named(tmp_path, stage):
     ((one,), _) = run(tmp_path, "kill", stage, leaves=(0,))
@@ -151,6 +207,21 @@ def test_a_loader_that_ends_early_loses_no_data_of_the_others(tmp_path, stage):
     assert one["steps"] == other["steps"] == 12
     assert one["rows"] == other["rows"] == 4 * (12 + 8)
     assert one["weights"] == other["weights"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_it_does_so_too_where_windows_are_measured(tmp_path, stage):
+    one, other = run(tmp_path, "measured-ends", stage)[0]
+    assert "error" not in one
+    assert "error" not in other
+    assert one["steps"] == other["steps"] == 12
+    assert one["weights"] == other["weights"]
+
+
+def test_where_ranks_decide_of_the_batch_none_begins_a_window_anew(tmp_path):
+    one, other = run(tmp_path, "measured-memory")[0]
+    assert other["kind"] == "OutOfMemoryError"
+    assert "rank 1 with OutOfMemoryError: CUDA out of memory" in one["error"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -26,8 +28,11 @@ _BACKENDS = {
 _DEEPSPEED = ("trimtab.distributed.deepspeed_zero", "DeepSpeedZero")
 
 
-def backend_of(model: nn.Module, plan: Plan) -> Backend:
+def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Backend:
     """Return what spreads a model over the ranks there are, or what takes it as the loop has it.
+
+    Args:
+        options: the loop's own, that are to be the same on every rank.
 
     Raises:
         ValueGivenError: the plan is for other ranks, or for a model that the loop has not wrapped itself; or the ranks'
@@ -37,7 +42,7 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
     if stage is None:
         exchange = connect(model)
         if exchange is not None:
-            require_one_plan(plan, exchange)
+            require_one_plan(plan, options, exchange)
         return Given(exchange or Alone(has_peers=has_peers()), in_step=exchange is not None and is_sharded(model))
     ranks = dist.get_world_size() if has_peers() else 1
     if ranks != plan.num_ranks:
@@ -47,11 +52,19 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
             expected=f"{ranks}, or as many processes as ranks",
             way_out="Start them with torchrun, and train inside `with trimtab.joined():`.",
         )
-    if ranks > 1 and not is_to_share(model):
+    if ranks == 1:
+        return Given(Alone())
+    if not is_to_share(model):
         raise ValueGivenError(
             "plan.zero_stage",
             given=f"{stage}, for a model that the loop has wrapped",
             expected="the model itself, which the plan wraps; or none, to keep the loop's own",
+        )
+    if plan.engine.value == "deepspeed" and options.get("nonfinite") is not None:
+        raise ValueGivenError(
+            "nonfinite",
+            given=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
+            expected="None with this engine",
         )
     if stage >= 2 and plan.memory_layout.value != "keep":
         raise ValueGivenError(
@@ -61,7 +74,7 @@ def backend_of(model: nn.Module, plan: Plan) -> Backend:
         )
     module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
     backend: Backend = getattr(importlib.import_module(module), name)()
-    require_one_plan(plan, backend.exchange)
+    require_one_plan(plan, options, backend.exchange)
     return backend
 
 
@@ -70,17 +83,18 @@ def is_to_share(model: nn.Module) -> bool:
     return has_peers() and data_parallel(model) is None and not is_sharded(model) and not is_flat_sharded(model)
 
 
-def require_one_plan(plan: Plan, exchange: Exchange) -> None:
-    """Raise `ValueGivenError` on every rank where the values of their plans differ."""
+def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange) -> None:
+    """Raise `ValueGivenError` on every rank where the values of their plans differ, or the loops' options."""
     values = {name: getattr(plan, name).value for name in Plan.marks()}
     values |= {"batch_rows": plan.batch_rows, "batch_rule": plan.batch_rule, "recompute_blocks": plan.recompute_blocks}
+    values |= options
     shared = exchange.share([zlib.crc32(repr(value).encode()) for value in values.values()])
     names = [name for i, name in enumerate(values) if any(each[i] != shared[0][i] for each in shared)]
     if names:
         raise ValueGivenError(
             "plan",
             given=f"plans of {len(shared)} ranks that differ in {', '.join(names)}",
-            expected="one plan on all ranks",
+            expected="one plan on all ranks, started with the same options",
             way_out="Plan on one rank, hand its JSON to the others.",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
@@ -69,7 +69,8 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
     """Return a loader of this rank's rows of every batch of another, which all ranks make alike.
 
     Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers; its order must be the
-    same on every rank, and is compared once an epoch. Of any other whole batches are drawn, and the rest is dropped.
+    same on every rank, and is compared once an epoch. Of any other whole batches are drawn, and the rest is dropped;
+    its order is not compared.
 
     Args:
         loader: yields batches of the whole job. rank, num_ranks: this process's; by default its process group's.
@@ -84,7 +85,8 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
         raise ValueGivenError("rank", given=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
     if ranks == 1:
         return loader
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__getitem__"):
+    has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not has_indices or loader.batch_sampler is None:
         return Dealt(loader, own, ranks)
     return DataLoader(
         loader.dataset,
@@ -107,7 +109,7 @@ def _require_one_order(batch: Sequence[int]) -> None:
     if not (dist.is_available() and dist.is_initialized()) or is_apart():
         return
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, zlib.crc32(repr([int(index) for index in batch]).encode()))
+    dist.all_gather_object(said, zlib.crc32(repr(list(batch)).encode()))
     if len(set(said)) > 1:
         raise BatchError(
             "loader",

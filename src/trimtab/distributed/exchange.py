@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimtab.distributed.process_group import TIMEOUT_S
+from trimtab.distributed.process_group import time_limit_s
 from trimtab.distributed.trouble import Trouble
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.exchange import Figures, Gathered
@@ -49,13 +49,13 @@ class RankExchange:
     then free, and a rank that is waited for has our time limit, whatever the model's group allows.
 
     Args:
-        group: of the ranks; None: all there are. timeout_s: after which a rank that is waited for is taken for dead.
+        group: of the ranks; None: all there are.
     """
 
     has_peers = True
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._timeout_s = time_limit_s()
         self._trouble = Trouble(next(_numbers))
         self.num_ranks = dist.get_world_size(group)
         self._of = group

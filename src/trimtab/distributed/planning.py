@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.decide.ranks import replicated, sending
@@ -42,4 +43,9 @@ def plan_together(make: Callable[[], Made], device: torch.device) -> Plan:
     found = from_json(Made, from_first(made))
     if found.shape is None or found.plan.zero_stage.value != 0:
         return found.plan
-    return sending(found.plan, calibrate(device), found.shape)
+    try:
+        calibration = calibrate(device)
+    except ValueGivenError as error:  # on every rank, by the same figures
+        reason = f"as by default: the link could not be timed ({error})"
+        return replace(found.plan, reduce_dtype=replace(found.plan.reduce_dtype, reason=reason))
+    return sending(found.plan, calibration, found.shape)

@@ -20,10 +20,12 @@ TIMEOUT_S = 60.0
 _AS_LONG_AS_IT_TAKES = timedelta(hours=2)  # where rank 0 ends instead, its launcher ends the others
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 _is_apart = False
+_joined_s: float | None = None
 # What launchers call a process's rank, the number of them, and its rank on its machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    # The number of a step, that srun sets, and not of a job: a script that sbatch runs is one process.
+    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 
 
@@ -63,14 +65,42 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     if found.num_ranks == 1 or dist.is_initialized():
         yield found
         return
+    _require_meeting_point()
     if torch.cuda.is_available():
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     names = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
     try:
-        yield found
+        with _limited_to(timeout_s):
+            yield found
     finally:
         dist.destroy_process_group()
+
+
+def _require_meeting_point() -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueGivenError(
+            " and ".join(missing),
+            given="nothing, on one of several ranks",
+            expected="the address of rank 0's machine, and a free port there, the same on every rank",
+            way_out="torchrun sets both; before srun: export MASTER_ADDR=$(hostname) MASTER_PORT=29500.",
+        )
+
+
+@contextlib.contextmanager
+def _limited_to(seconds: float) -> Iterator[None]:
+    global _joined_s
+    _joined_s = seconds
+    try:
+        yield
+    finally:
+        _joined_s = None
+
+
+def time_limit_s() -> float:
+    """Return after how many seconds a rank that is waited for is taken for dead."""
+    return TIMEOUT_S if _joined_s is None else _joined_s
 
 
 def _number(name: str, value: str) -> int:

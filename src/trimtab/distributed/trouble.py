@@ -14,7 +14,7 @@ from trimtab.core.errors import RankError
 # other, but for those whose own time limit began later.
 _ANSWER_S = 3.0
 # How torch's errors of a collective that lost a rank are told from others of their type.
-_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "store")
+_SIGNS = ("gloo", "nccl")
 _PREFIX = "trimtab/trouble"
 
 
@@ -44,7 +44,8 @@ class Trouble:
     def explained(self, error: BaseException) -> BaseException:
         """Return what is behind an error of a collective: another rank's, or its silence; any other error as it is."""
         text = str(error).lower()
-        is_lost = isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+        is_lost = isinstance(error, dist.DistError)
+        is_lost = is_lost or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
         if not is_lost or isinstance(error, RankError):
             return error
         said, silent = self._roll_call()

@@ -58,6 +58,14 @@ class Backend(Protocol):
         """Undo `spread`, with what was trained; after an error only what needs no other rank."""
 
 
+def may_retry(backend: Backend, plan: Plan) -> bool:
+    """Return whether one rank may begin a window anew.
+
+    Not where ranks decide of the batch: what one of them does in another way the others would have to be told.
+    """
+    return backend.may_retry and (plan.batch_rule is None or backend.exchange.num_ranks == 1)
+
+
 class Torch:
     """What backends share whose gradients are the parameters' own."""
 

@@ -28,6 +28,7 @@ from trimtab.runtime.measured import Measured, Nothing
 from trimtab.runtime.noise_monitor import NUM_FIGURES
 from trimtab.runtime.schedule import RateFollower, normalises
 from trimtab.runtime.splitting import keeps_maths
+from trimtab.runtime.window import Window
 from trimtab.runtime.window_watch import WindowWatch
 
 
@@ -163,12 +164,14 @@ class BatchControl(Part):
         """Take the time of what runs inside: the next window's batches are drawn."""
         return self._watch.drawing() if self._look_ahead().is_due else contextlib.nullcontext()
 
-    def opened(self, num_batches: int, num_micro_batches: int) -> None:
-        """A window begins."""
+    def opened(self, window: Window) -> None:
+        """A window begins. One with micro-batches that count as no rows shows nothing."""
+        num_batches, num_micro_batches = window.num_batches, window.num_micro_batches
         ahead = self._look_ahead()
         watched = False
         if ahead.is_due or self._retries_probe:
-            watched = self._measures and num_micro_batches * self._watch.seen_apart > 1
+            watched = self._measures and not window.num_padding
+            watched = watched and num_micro_batches * self._watch.seen_apart > 1
             self._role = self._role_of(num_batches, num_micro_batches, watched=watched)
         else:
             self._role = _TRAINS

@@ -22,7 +22,7 @@ from trimtab.core.stop import Stop
 from trimtab.runtime import gradients, optimizers
 from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
-from trimtab.runtime.backend import Backend, Given
+from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
 from trimtab.runtime.batches import count_rows, iterate
 from trimtab.runtime.consumed import Consumed
@@ -84,7 +84,7 @@ class Run(RunView, Resumable):
         self._peers = Peers(exchange, self._note, in_step=backend.in_step)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
-        recovers = recovers_from(out_of_memory, plan, model, may_retry=backend.may_retry)
+        recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
         self._recovery = Recovery(model, self._note, is_on=recovers)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
@@ -165,9 +165,8 @@ class Run(RunView, Resumable):
 
     def _tell(self) -> None:
         """Say what this rank has of the window: the others are about to reduce its gradient."""
-        window, weights = self._order.window, self._weights
-        is_sum, limit = weights.is_sum, self._recovery.limit.rows
-        self._peers.tell(Share(window.rows, window.num_batches, weights.terms, is_sum, limit))
+        window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
+        self._peers.tell(Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit))
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
@@ -246,7 +245,8 @@ class Run(RunView, Resumable):
         self._control.stepped(window.num_batches, agreed.num_batches, applied=applied)
         self._recovery.limit.adopt(agreed.limit)
         self._stopping.adopt(agreed.reason)
-        self._peers.over()
+        self._joining.stepped(applied=applied)
+        self._peers.over(stepped=True)
         if applied:
             self._stopping.stepped(self.grad_norm)
             self._recovery.passed(self.plan)
@@ -358,7 +358,7 @@ class Run(RunView, Resumable):
         window.match(self._peers.steps(window.num_micro_batches))
         if self._may_void or not window.rows:
             self._recovery.note_start()
-        self._control.opened(window.num_batches, window.num_micro_batches)
+        self._control.opened(window)
         # As in a plain loop, not after the step: freed last, they cost thousands of page faults a step (docs/LOG.md).
         optimizers.drop_gradients(self._optimizer)
         self._weights.open(window.rows, window.num_micro_batches, self._control.num_batches)

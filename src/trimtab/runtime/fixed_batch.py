@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from trimtab.runtime.accumulation import Count
+from trimtab.runtime.window import Window
 
 
 class FixedBatch:
@@ -26,7 +27,7 @@ class FixedBatch:
         """Return 1."""
         return 1.0
 
-    def opened(self, num_batches: int, num_micro_batches: int) -> None:
+    def opened(self, window: Window) -> None:
         """Do nothing."""
 
     def begun(self, rows: int, *, of_next: bool, last: bool) -> None:

@@ -23,12 +23,22 @@ class Joining:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._kept: Any = None
+        self._at_hand: Any = None
+        self._has_good = False
         self._wanted = 0
 
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
         """A window is made of a batch: its first micro-batch may be needed again."""
         if self._peers.num_ranks > 1:
-            self._kept, _ = next(slices(batch, rows, micro_batch))
+            self._at_hand, _ = next(slices(batch, rows, micro_batch))
+            if not self._has_good:
+                self._kept = self._at_hand
+
+    def stepped(self, *, applied: bool) -> None:
+        """A window is over; of a void one nothing is used again, as no weight makes nothing of what is no number."""
+        if applied and self._at_hand is not None:
+            self._kept, self._has_good = self._at_hand, True
+        self._at_hand = None
 
     def goes_on(self, reason: StopReason | None) -> bool:
         """Return whether another rank has a window, though this one has none; waits for them to say.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.core.errors import LossError
+from trimtab.core.errors import LossError, RankError
 from trimtab.core.stop import StopReason
 from trimtab.decide.batch_decider import Note
 from trimtab.runtime.accumulation import Count
@@ -25,6 +25,7 @@ from trimtab.runtime.exchange import Exchange, Gathered
 from trimtab.runtime.straggler import Late, Straggler
 
 _NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # kinds of loss
+_ASKS = 3.0  # what is said is one figure, of which the highest is asked for
 _REASONS = tuple(StopReason)
 
 
@@ -75,7 +76,10 @@ class Peers:
         self._agreed: Agreed | None = None
         self._straggler, self._note = Straggler(), note
         self._began = time.perf_counter()  # this rank's part of a window, which no other waits for
+        self._counted = 0  # windows that this rank has stepped
         self._steps: int | None = None  # micro-batches of the window, where all ranks have as many
+        self._absent: tuple[float, ...] | None = None  # what a rank without data says of the window it joins
+        self._asked: float | None = None  # the highest of a figure, of which a rank without data has none
         self._on_device: Tensor | None = None
         self._kept_on: torch.device | None = None  # where counts are, if they are not read
 
@@ -96,6 +100,10 @@ class Peers:
         if self.num_ranks == 1:
             self._agreed = Agreed(share.rows, share.terms, share.num_batches)
             return
+        if self._absent is not None:
+            self._sum_nothing()
+            self._answer = self._exchange.ask(self._absent)
+            return
         terms = share.terms
         if isinstance(terms, Tensor) and stays_on_device(terms):
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
@@ -103,7 +111,7 @@ class Peers:
         took_s = time.perf_counter() - self._began
         figures = (share.rows, share.num_batches, float(terms), kind, 0.0, share.limit or math.inf, took_s)
         self._exchange.recovered()
-        self._answer = self._exchange.ask(figures)
+        self._answer = self._exchange.ask((*figures, self._counted))
 
     def others_go_on(self, reason: StopReason | None) -> int:
         """Return in how many micro-batches this rank joins the others, that has no data: 0 where all are at an end.
@@ -111,19 +119,24 @@ class Peers:
         Args:
             reason: why it stops, as all then do after this window.
         """
-        self._steps = int(self.most(0.0)) if self.in_step else None
-        if self._steps == 0:
-            return 0
-        if self._kept_on is not None:
-            self._on_device = self._exchange.sum(torch.zeros((), dtype=torch.float64, device=self._kept_on))
         code = 0.0 if reason is None else 1.0 + _REASONS.index(reason)
-        self._answer = self._exchange.ask([0.0, 0.0, 0.0, _NOTHING, code, math.inf, 0.0])
-        if self._steps is not None:
+        absent = (0.0, 0.0, 0.0, _NOTHING, code, math.inf, 0.0, self._counted)
+        if self.in_step:
+            self._steps = int(self.most(0.0))
+            self._absent = absent if self._steps else None  # told where the others tell theirs
             return self._steps
-        if not self.agreed().goes_on:
+        self._sum_nothing()
+        while _ASKS in _kinds(said := self._exchange.share(absent)):
+            self._asked = max(each[0] for each in said)
+        self._agreed = self._read(said)
+        if not self._agreed.goes_on:
             self.over()
             return 0
         return 1
+
+    def _sum_nothing(self) -> None:
+        if self._kept_on is not None:
+            self._on_device = self._exchange.sum(torch.zeros((), dtype=torch.float64, device=self._kept_on))
 
     def steps(self, own: int) -> int:
         """Return how many micro-batches a window has on every rank, where each of them is a collective."""
@@ -145,10 +158,9 @@ class Peers:
         return self._agreed
 
     def _read(self, said: Gathered) -> Agreed:
-        kinds = [each[3] for each in said]
-        if _MEAN in kinds and _SUM in kinds:
-            given = f"a mean on rank {kinds.index(_MEAN)} and (loss_sum, count) on rank {kinds.index(_SUM)}"
-            raise LossError("loss", given=given, expected="the same kind on every rank")
+        kinds = _kinds(said)
+        _require_one_kind(kinds)
+        _require_together([int(each[7]) for each in said])
         rows, terms = int(sum(each[0] for each in said)), sum(each[2] for each in said)
         if _NOTHING not in kinds:
             self._say(self._straggler.add([each[6] for each in said]))
@@ -172,8 +184,18 @@ class Peers:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def most(self, value: float) -> float:
-        """Return the highest of a figure of every rank; waits for all of them."""
-        return value if self.num_ranks == 1 else max(each[0] for each in self._exchange.share([value]))
+        """Return the highest of a figure of every rank; waits for all of them.
+
+        Raises:
+            LossError: as of `agreed`, where only ranks with a (loss_sum, count) ask.
+        """
+        if self.num_ranks == 1:
+            return value
+        if self._asked is not None:
+            return self._asked
+        said = self._exchange.share((value, 0.0, 0.0, _ASKS, 0.0, math.inf, 0.0, self._counted))
+        _require_one_kind(_kinds(said))
+        return max(each[0] for each in said)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others what ends this rank.
@@ -185,10 +207,36 @@ class Peers:
         if reason is not error:
             raise reason from error
 
-    def over(self) -> None:
-        """The window is."""
-        self._answer = self._agreed = self._on_device = self._steps = None
+    def over(self, *, stepped: bool = False) -> None:
+        """The window is: it was stepped, or given up."""
+        self._counted += stepped
+        self._answer = self._agreed = self._on_device = None
+        self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()
+
+
+def _kinds(said: Gathered) -> list[float]:
+    return [each[3] for each in said]
+
+
+def _require_one_kind(kinds: list[float]) -> None:
+    """Raise `LossError` where ranks differ. Who asks in the midst of a window has a sum."""
+    sums = [rank for rank, kind in enumerate(kinds) if kind in (_SUM, _ASKS)]
+    if _MEAN in kinds and sums:
+        given = f"a mean on rank {kinds.index(_MEAN)} and (loss_sum, count) on rank {sums[0]}"
+        raise LossError("loss", given=given, expected="the same kind on every rank")
+
+
+def _require_together(counted: list[int]) -> None:
+    """Raise `RankError` where one rank has stepped a window that another gave up: their weights differ."""
+    if len(set(counted)) > 1:
+        fewest = counted.index(min(counted))
+        raise RankError(
+            f"rank {fewest}",
+            given=f"{counted[fewest]} windows stepped, and {max(counted)} on rank {counted.index(max(counted))}",
+            expected="every rank to step the same windows",
+            way_out="A window that others have reduced cannot be given up by one rank: have all of them discard it.",
+        )
 
 
 def stays_on_device(terms: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from trimtab.core.plan import Plan
@@ -54,7 +55,7 @@ class RankWeights(WindowWeights):
 
     def _first_divisor(self, terms: float) -> float:
         if self._first is None:  # a rank that begins its window anew has asked before: the others do not again
-            self._first = super()._first_divisor(self._peers.most(terms))
+            self._first = power_of_two(self._peers.most(max(float(self._rows), terms)))
         return self._first
 
     def _weigh_mean(self, loss: Tensor, rows: int) -> Tensor:
@@ -75,7 +76,7 @@ class RankWeights(WindowWeights):
         agreed, reference = self._peers.agreed(), float(self.divisor)
         terms = agreed.terms if self._is_sum else agreed.rows
         if isinstance(terms, Tensor):
-            return self._peers.num_ranks * reference / terms.clamp(min=1e-300)
+            return self._peers.num_ranks * reference / torch.where(terms == 0, torch.ones_like(terms), terms)
         return self._peers.num_ranks * reference / terms if terms else 1.0
 
     @property

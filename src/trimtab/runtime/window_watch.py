@@ -82,7 +82,8 @@ class WindowWatch:
         """
         seconds = time.perf_counter() - self._opened_s
         if self._said is None:
-            self._usual.add(seconds, num_batches)
+            if num_batches:  # of one that joins other ranks' nothing is usual
+                self._usual.add(seconds, num_batches)
             return None
         extra_s = self._usual.extra(seconds, num_batches) if is_probe else 0.0
         windows = max(1.0, num_batches / decided)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trimtab
 from trimtab.core.errors import UsageError
@@ -50,3 +50,15 @@ def test_one_process_has_its_loader_back():
 def test_a_rank_that_is_none_is_refused():
     with pytest.raises(UsageError, match="2 of 2"):
         trimtab.shard([], 2, 2)
+
+
+class Stream(IterableDataset):
+    """Rows without indices."""
+
+    def __iter__(self):
+        return iter(range(11))
+
+
+def test_of_a_stream_whole_batches_are_drawn_and_the_rest_is_dropped():
+    dealt = [list(trimtab.shard(DataLoader(Stream(), batch_size=4), rank, 2)) for rank in range(2)]
+    assert [[part.tolist() for part in rank] for rank in dealt] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]

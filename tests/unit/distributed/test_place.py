@@ -13,8 +13,8 @@ from trimtab.distributed.process_group import Place, joined, place
     [
         ({}, Place()),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Place(3, 8, 1)),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, Place(3, 8, 1)),
-        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "9"}, Place(0, 2, 0)),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Place(3, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"}, Place(0, 2, 0)),
         ({"RANK": "3"}, Place()),
     ],
 )
@@ -28,7 +28,7 @@ def test_a_variable_that_is_no_number_is_named():
 
 
 def test_one_process_joins_nothing(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     with joined() as here:
         assert here == Place()
