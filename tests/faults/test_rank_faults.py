@@ -42,7 +42,7 @@ RANK = """
         if rank == 1 and at == 5:
             if fault == "raises":
                 raise ValueError("a bad batch")
-            if fault == "kill":
+            if fault.endswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -76,6 +76,12 @@ RANK = """
                 warnings.simplefilter("always")
                 for window in run.windows(loader()):
                     found["micro"].append(window.micro_batch)
+                    if fault == "open-kill":
+                        for micro in window:
+                            run.backward(loss(run.model, micro))
+                        run.step()
+                        found["steps"] += 1
+                        continue
                     if fault == "discards" and rank == 1 and found["steps"] == 5:
                         for micro in window:
                             run.backward(loss(run.model, micro))
@@ -171,6 +177,13 @@ def test_options_that_differ_are_refused_by_all(tmp_path):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_is_killed_is_named(tmp_path, stage):
     ((one,), _) = run(tmp_path, "kill", stage, leaves=(0,))
+    assert one["kind"] == "RankError"
+    assert "no answer from rank 1, of 2" in one["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_it_is_named_in_the_open_form_of_the_loop_too(tmp_path, stage):
+    ((one,), _) = run(tmp_path, "open-kill", stage, leaves=(0,))
     assert one["kind"] == "RankError"
     assert "no answer from rank 1, of 2" in one["error"]
 

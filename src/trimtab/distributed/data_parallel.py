@@ -6,7 +6,7 @@ import inspect
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,11 @@ class DataParallel(Torch):
         """Have its backward reduce, or not."""
         self._sync.begin(last=last)
 
+    def backward(self, loss: Tensor) -> None:
+        """Have a micro-batch's backward; names a rank that is lost in it."""
+        with self.exchange.explaining():
+            super().backward(loss)
+
     def end(self) -> None:
         """Reduce again."""
         self._sync.end()
@@ -63,7 +68,8 @@ class DataParallel(Torch):
     def gather(self, error: BaseException | None) -> None:
         """Let go of the model."""
         if error is None:
-            broadcast_buffers(self._inner)
+            with self.exchange.explaining():
+                broadcast_buffers(self._inner)
         else:
             self.exchange.failed(error)
         self.exchange.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -103,6 +104,18 @@ class RankExchange:
         reason = self._trouble.explained(error)
         self._trouble.tell(reason)
         return reason
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say which rank is behind it where what runs inside loses one; any other error passes."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self._trouble.explained(error)
+            if reason is error:
+                raise
+            self._trouble.tell(reason)
+            raise reason from error
 
     def recovered(self) -> None:
         """What this rank told did not end it."""

@@ -57,6 +57,11 @@ class FullySharded(Torch):
         if self._stage == 2:
             self.model.set_reshard_after_backward(last)
 
+    def backward(self, loss: Tensor) -> None:
+        """Have a micro-batch's backward; names a rank that is lost in it."""
+        with self.exchange.explaining():
+            super().backward(loss)
+
     def end(self) -> None:
         """Be as for the last micro-batch."""
         self.begin(last=True)
