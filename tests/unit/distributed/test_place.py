@@ -38,3 +38,12 @@ def test_one_process_joins_nothing(monkeypatch):
 def test_a_time_limit_that_is_none_is_refused(limit):
     with pytest.raises(UsageError, match="timeout_s"), joined(limit):
         pass
+
+
+def test_one_of_several_without_a_place_to_meet_is_told_what_is_missing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(UsageError, match=r"MASTER_ADDR and MASTER_PORT.*srun"), joined():
+        pass

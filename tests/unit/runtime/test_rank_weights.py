@@ -1,0 +1,45 @@
+"""Weights of one of several ranks: one reference for all of them, and numbers where a window has no terms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimtab.runtime.peers import Agreed
+from trimtab.runtime.rank_weights import RankWeights
+
+
+class Two:
+    """Two ranks, as one of them sees them."""
+
+    num_ranks = 2
+
+    def __init__(self, others: float, agreed: Agreed) -> None:
+        self._others, self._agreed = others, agreed
+
+    def most(self, value: float) -> float:
+        return max(value, self._others)
+
+    def agreed(self) -> Agreed:
+        return self._agreed
+
+
+def weigh(rows: int, others: float, agreed: Agreed, count: float | torch.Tensor) -> RankWeights:
+    weights = RankWeights(Two(others, agreed), 16)
+    weights.open(rows, 2)
+    weights.weigh(torch.tensor(1.0, requires_grad=True), count, rows)
+    return weights
+
+
+def test_ranks_of_other_rows_than_each_other_have_one_reference():
+    agreed = Agreed(24, 3.0, 1)
+    many, few = weigh(20, 4.0, agreed, 2.0), weigh(4, 20.0, agreed, 1.0)
+    assert many.divisor == few.divisor
+    assert many.correction == few.correction == 2 * many.divisor / 3.0
+
+
+@pytest.mark.parametrize("terms", [0.0, torch.tensor(0.0, dtype=torch.float64)])
+def test_a_window_without_terms_leaves_gradients_of_zero_as_they_are(terms):
+    correction = weigh(4, 4.0, Agreed(8, terms, 1), 0.0).correction
+    factor = correction.float() if isinstance(correction, torch.Tensor) else correction
+    assert torch.equal(torch.zeros(3) * factor, torch.zeros(3))
