@@ -174,16 +174,10 @@ def test_options_that_differ_are_refused_by_all(tmp_path):
         assert "differ in clip_norm" in each["error"]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_is_killed_is_named(tmp_path, stage):
-    ((one,), _) = run(tmp_path, "kill", stage, leaves=(0,))
-    assert one["kind"] == "RankError"
-    assert "no answer from rank 1, of 2" in one["error"]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_it_is_named_in_the_open_form_of_the_loop_too(tmp_path, stage):
-    ((one,), _) = run(tmp_path, "open-kill", stage, leaves=(0,))
+@pytest.mark.parametrize(("fault", "stage"), [("kill", 0), ("kill", 3), ("open-kill", 0), ("open-kill", 1)])
+def test_a_rank_that_is_killed_is_named(tmp_path, fault, stage):
+    """In `train_step`, and in the open form of the loop."""
+    ((one,), _) = run(tmp_path, fault, stage, leaves=(0,))
     assert one["kind"] == "RankError"
     assert "no answer from rank 1, of 2" in one["error"]
 

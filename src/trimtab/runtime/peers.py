@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,23 @@ from trimtab.runtime.straggler import Late, Straggler
 _NOTHING, _MEAN, _SUM = 0.0, 1.0, 2.0  # kinds of loss
 _ASKS = 3.0  # what is said is one figure, of which the highest is asked for
 _REASONS = tuple(StopReason)
+
+
+class _Said(NamedTuple):
+    """What goes over the wire, of one width whatever it is about: a rank may not know what the others say.
+
+    `asked`: the figure of which the highest is asked for. `stop`: of `_REASONS`, from 1. `stepped`: windows until now.
+    """
+
+    kind: float
+    stepped: float
+    rows: float = 0.0
+    num_batches: float = 0.0
+    terms: float = 0.0
+    stop: float = 0.0
+    limit: float = math.inf
+    took_s: float = 0.0
+    asked: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ class Peers:
         self._began = time.perf_counter()  # this rank's part of a window, which no other waits for
         self._counted = 0  # windows that this rank has stepped
         self._steps: int | None = None  # micro-batches of the window, where all ranks have as many
-        self._absent: tuple[float, ...] | None = None  # what a rank without data says of the window it joins
+        self._absent: _Said | None = None  # what a rank without data says of the window it joins
         self._asked: float | None = None  # the highest of a figure, of which a rank without data has none
         self._on_device: Tensor | None = None
         self._kept_on: torch.device | None = None  # where counts are, if they are not read
@@ -109,9 +127,9 @@ class Peers:
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
         kind = _SUM if share.is_sum else _MEAN
         took_s = time.perf_counter() - self._began
-        figures = (share.rows, share.num_batches, float(terms), kind, 0.0, share.limit or math.inf, took_s)
+        said = _Said(kind, self._counted, share.rows, share.num_batches, float(terms), took_s=took_s)
         self._exchange.recovered()
-        self._answer = self._exchange.ask((*figures, self._counted))
+        self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
     def others_go_on(self, reason: StopReason | None) -> int:
         """Return in how many micro-batches this rank joins the others, that has no data: 0 where all are at an end.
@@ -120,14 +138,14 @@ class Peers:
             reason: why it stops, as all then do after this window.
         """
         code = 0.0 if reason is None else 1.0 + _REASONS.index(reason)
-        absent = (0.0, 0.0, 0.0, _NOTHING, code, math.inf, 0.0, self._counted)
+        absent = _Said(_NOTHING, self._counted, stop=code)
         if self.in_step:
             self._steps = int(self.most(0.0))
             self._absent = absent if self._steps else None  # told where the others tell theirs
             return self._steps
         self._sum_nothing()
-        while _ASKS in _kinds(said := self._exchange.share(absent)):
-            self._asked = max(each[0] for each in said)
+        while _ASKS in _kinds(said := _all(self._exchange.share(absent))):
+            self._asked = max(each.asked for each in said)
         self._agreed = self._read(said)
         if not self._agreed.goes_on:
             self.over()
@@ -154,21 +172,21 @@ class Peers:
         """
         if self._agreed is None:
             assert self._answer is not None
-            self._agreed, self._answer = self._read(self._answer()), None
+            self._agreed, self._answer = self._read(_all(self._answer())), None
         return self._agreed
 
-    def _read(self, said: Gathered) -> Agreed:
+    def _read(self, said: list[_Said]) -> Agreed:
         kinds = _kinds(said)
         _require_one_kind(kinds)
-        _require_together([int(each[7]) for each in said])
-        rows, terms = int(sum(each[0] for each in said)), sum(each[2] for each in said)
+        _require_together([int(each.stepped) for each in said])
+        rows, terms = int(sum(each.rows for each in said)), sum(each.terms for each in said)
         if _NOTHING not in kinds:
-            self._say(self._straggler.add([each[6] for each in said]))
-        code, limit = int(max(each[4] for each in said)), min(each[5] for each in said)
+            self._say(self._straggler.add([each.took_s for each in said]))
+        code, limit = int(max(each.stop for each in said)), min(each.limit for each in said)
         return Agreed(
             rows,
             terms if self._on_device is None else self._on_device,
-            statistics.fmean(each[1] for each in said),
+            statistics.fmean(each.num_batches for each in said),
             goes_on=any(kind != _NOTHING for kind in kinds),
             reason=_REASONS[code - 1] if code else None,
             limit=None if math.isinf(limit) else int(limit),
@@ -193,9 +211,9 @@ class Peers:
             return value
         if self._asked is not None:
             return self._asked
-        said = self._exchange.share((value, 0.0, 0.0, _ASKS, 0.0, math.inf, 0.0, self._counted))
+        said = _all(self._exchange.share(_Said(_ASKS, self._counted, asked=value)))
         _require_one_kind(_kinds(said))
-        return max(each[0] for each in said)
+        return max(each.asked for each in said)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others what ends this rank.
@@ -215,8 +233,12 @@ class Peers:
         self._began = time.perf_counter()
 
 
-def _kinds(said: Gathered) -> list[float]:
-    return [each[3] for each in said]
+def _all(gathered: Gathered) -> list[_Said]:
+    return [_Said(*figures) for figures in gathered]
+
+
+def _kinds(said: list[_Said]) -> list[float]:
+    return [each.kind for each in said]
 
 
 def _require_one_kind(kinds: list[float]) -> None:

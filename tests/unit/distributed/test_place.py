@@ -16,6 +16,7 @@ from trimtab.distributed.process_group import Place, joined, place
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Place(3, 8, 1)),
         ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "9"}, Place(0, 2, 0)),
         ({"RANK": "3"}, Place()),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Place()),  # a script that sbatch runs, without srun
     ],
 )
 def test_launchers_are_known_by_their_variables(variables, found):
