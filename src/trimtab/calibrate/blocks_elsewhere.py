@@ -22,7 +22,8 @@ from trimtab.core.work import operations
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.stages import Stages, chains_through, require_runs, trace_stages
-from trimtab.measure.step_trace import LossFn, trace_state_bytes
+from trimtab.measure.step_trace import trace_state_bytes
+from trimtab.measure.traced_step import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.runtime.precision import autocast
 

@@ -23,7 +23,7 @@ from trimtab.decide.elsewhere import traced_for, with_blocks
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import blocks_of
 from trimtab.measure.machine import environment
-from trimtab.measure.step_trace import cannot_trace
+from trimtab.measure.traced_step import cannot_trace
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn
 from trimtab.runtime.loss_head import watched

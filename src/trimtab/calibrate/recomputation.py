@@ -23,7 +23,7 @@ from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.memory import storage_bytes
 from trimtab.measure.stages import chains_through, trace_stages
-from trimtab.measure.step_trace import LossFn
+from trimtab.measure.traced_step import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
 from trimtab.runtime.batches import to_device
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -16,6 +16,36 @@ from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.backend import Torch
+
+
+class Shards:
+    """A model in shards, and what becomes of them in a window.
+
+    Args:
+        zero_stage: 2 or 3. mesh: of the ranks. reduces_once, reduce_dtype: as of a plan.
+    """
+
+    def __init__(self, zero_stage: int, mesh: DeviceMesh, *, reduces_once: bool, reduce_dtype: str) -> None:
+        self._stage, self._mesh, self._reduces_once = zero_stage, mesh, reduces_once
+        self._reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None
+
+    def make(self, model: nn.Module, named: tuple[str, ...] = ()) -> None:
+        """Shard the model's blocks and the rest of it; blocks are found, or `named`."""
+        how: dict[str, Any] = {
+            "mesh": self._mesh,
+            "reshard_after_forward": self._stage == 3,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype),
+        }
+        for block in blocks_apart(model, named):
+            fully_shard(block, **how)
+        self._model: Any = fully_shard(model, **how)
+
+    def begin(self, *, last: bool) -> None:
+        """Say before a micro-batch what becomes of parameters and gradients after its backward."""
+        if self._reduces_once:
+            self._model.set_requires_gradient_sync(last)
+        if self._stage == 2:
+            self._model.set_reshard_after_backward(last)
 
 
 class FullySharded(Torch):
@@ -36,26 +66,21 @@ class FullySharded(Torch):
         names, device = names_of(model, optimizer), next(model.parameters()).device
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-        self._stage, self._reduces_once = plan.zero_stage.value, bool(plan.reduces_once.value)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        reduce_dtype = torch.bfloat16 if plan.reduce_dtype.value == "bf16" else None
-        how: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self._stage == 3,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        }
-        for block in blocks_apart(model, plan.recompute_blocks):
-            fully_shard(block, **how)
-        self.model: Any = fully_shard(model, **how)
+        self._shards = Shards(
+            int(plan.zero_stage.value or 0),
+            mesh,
+            reduces_once=bool(plan.reduces_once.value),
+            reduce_dtype=str(plan.reduce_dtype.value),
+        )
+        self._shards.make(model, plan.recompute_blocks)
+        self.model = model
         point_at(optimizer, names, dict(model.named_parameters()), _sharded_like)
         self.optimizer = optimizer
 
     def begin(self, *, last: bool) -> None:
         """Say what becomes of parameters and gradients after the micro-batch's backward."""
-        if self._reduces_once:
-            self.model.set_requires_gradient_sync(last)
-        if self._stage == 2:
-            self.model.set_reshard_after_backward(last)
+        self._shards.begin(last=last)
 
     def backward(self, loss: Tensor) -> None:
         """Have a micro-batch's backward; names a rank that is lost in it."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from trimtab.core.errors import ValueGivenError
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.fakes import Fakes
-from trimtab.measure.step_trace import LossFn, cannot_trace
+from trimtab.measure.traced_step import LossFn, cannot_trace
 
 
 @dataclass(frozen=True)

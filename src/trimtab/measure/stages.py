@@ -22,8 +22,9 @@ from trimtab.core.work import Seen
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.linked_blocks import LinkedBlocks
 from trimtab.measure.scratch import Call, Taken, TooLarge, measured
-from trimtab.measure.step_trace import Autocast, LossFn, Prepare, as_it_is, cannot_trace
+from trimtab.measure.step_trace import Prepare, as_it_is
 from trimtab.measure.storages import Storages
+from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
 
 
 class Stages(NamedTuple):

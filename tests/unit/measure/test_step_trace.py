@@ -270,7 +270,7 @@ def test_an_operator_that_cannot_be_run_cannot_be_traced_with_what_it_takes(monk
     def fails(calls):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("trimtab.measure.step_trace.measured", fails)
+    monkeypatch.setattr("trimtab.measure.traced_step.measured", fails)
     model, optimizer, batch = loop()
     with pytest.raises(ModelError, match="can't allocate memory"):
         trace_step(model, optimizer, loss_fn, batch, counts_scratch=True)

@@ -1,0 +1,120 @@
+"""Peak bytes of a rank at each ZeRO stage, with no other rank there: torch's own sharding, traced on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import SGD, Optimizer
+
+from trimtab.core.errors import DependencyError, ValueGivenError
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.peak_model import PeakModel
+from trimtab.distributed.repoint import names_of
+from trimtab.measure.rank_trace import trace_replica, trace_shard
+from trimtab.measure.traced_step import Autocast, LossFn
+
+
+def trace_rank(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batches: tuple[Any, Any],
+    rows: tuple[int, int],
+    how: Parallelism,
+    *,
+    num_micro_batches: int = 1,
+    autocast: Autocast = contextlib.nullcontext,
+    counts_scratch: bool = False,
+) -> PeakModel:
+    """Return the peak of a rank's step by the rows of its micro-batches.
+
+    Args:
+        batches: of `rows`, the smaller one first and of two at the least. num_micro_batches: of a window; more than
+            two hold what two hold. counts_scratch: as of `trimtab.measure.step_trace.trace_step`.
+
+    Raises:
+        ModelError: the step cannot be traced. ValueGivenError: this process is one of several ranks, or there is one.
+        DependencyError: a torch that has no group without peers.
+    """
+    loop, many = (model, optimizer, loss_fn, batches, rows), 1 if num_micro_batches == 1 else 2
+    seen: dict[str, Any] = {"autocast": autocast, "counts_scratch": counts_scratch}
+    with _pretending(how.ranks):
+        if how.zero_stage < 2:
+            return trace_replica(*loop, share=_Part(model, optimizer, how), **seen)
+        mesh = init_device_mesh("cpu", (how.ranks,))
+        return trace_shard(*loop, share=_Shard(how, mesh), num_micro_batches=many, **seen)
+
+
+@contextlib.contextmanager
+def _pretending(ranks: int) -> Iterator[None]:
+    """Be rank 0 of so many, the others of which are not there."""
+    if ranks < 2:
+        raise ValueGivenError("ranks", given=str(ranks), expected="2 or more")
+    if dist.is_initialized():
+        given = "a process that is one of several ranks"
+        raise ValueGivenError("ranks", given=given, expected="a process of its own", way_out="Plan before joining.")
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        expected = "one that has a process group without peers"
+        raise DependencyError("torch", given="another torch", expected=expected, way_out="Use torch 2.13.") from None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Part:
+    """Of the whole model, at stage 1 the largest part of its parameters that a rank steps."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, how: Parallelism) -> None:
+        self._kept = _largest_part(model, optimizer) if how.zero_stage == 1 else None
+
+    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Have the optimizer step the part alone."""
+        if self._kept is None:
+            return
+        part = {parameter for name, parameter in model.named_parameters() if name in self._kept}
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if each in part]
+        for parameter in [each for each in optimizer.state if each not in part]:
+            del optimizer.state[parameter]
+
+    def begin(self, *, last: bool) -> None:
+        """Have nothing to say: gradients lie in their buckets whether they are reduced or not."""
+
+
+def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+    parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
+    largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
+    return {name for name, parameter in model.named_parameters() if parameter in largest}
+
+
+class _Shard:
+    """Of every parameter, by FSDP2."""
+
+    def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
+        from trimtab.distributed.fully_sharded import Shards
+
+        self._shards = Shards(how.zero_stage, mesh, reduces_once=how.reduces_once, reduce_dtype=how.reduce_dtype)
+        self.begin = self._shards.begin
+
+    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Shard the model, and have the optimizer step the shards, without state yet."""
+        names = names_of(model, optimizer)
+        self._shards.make(model)
+        shards = dict(model.named_parameters())
+        optimizer.state.clear()
+        for group, held in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [shards[name] for name in held]

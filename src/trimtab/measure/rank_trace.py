@@ -1,0 +1,211 @@
+"""Peak bytes of a rank's step, traced on fake tensors as torch shares the model between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trimtab.core.alignment import aligned_peaks
+from trimtab.core.errors import DependencyError
+from trimtab.core.peak_model import PeakModel
+from trimtab.measure.fakes import Fakes
+from trimtab.measure.storages import Storages
+from trimtab.measure.traced_step import Autocast, LossFn, Phase, TracedStep, cannot_trace, make_state
+
+
+class Share(Protocol):
+    """What a rank has of a model, and how its windows go."""
+
+    def spread(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Share a model without memory, and have the optimizer hold what it steps."""
+
+    def begin(self, *, last: bool) -> None:
+        """Say before a micro-batch whether it is its window's last one."""
+
+
+def trace_replica(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batches: tuple[Any, Any],
+    rows: tuple[int, int],
+    *,
+    share: Share,
+    autocast: Autocast = contextlib.nullcontext,
+    counts_scratch: bool = False,
+) -> PeakModel:
+    """Return the peak of a rank that holds the whole model, in windows of any number of micro-batches.
+
+    Its gradients lie in buckets, which are held all the time: each is copied there as it is whole.
+
+    Args:
+        batches: of `rows`, the smaller one first and of two at the least. share: of the optimizer's state.
+
+    Raises:
+        ModelError: the step cannot be traced.
+    """
+    steps = _traced(model, optimizer, loss_fn, batches, autocast, share, Storages())
+    phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
+    few, many = ([*step.again(found), found[-1]] for step, found in zip(steps, phases, strict=True))
+    return _through(few, many, rows)
+
+
+def trace_shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batches: tuple[Any, Any],
+    rows: tuple[int, int],
+    *,
+    share: Share,
+    num_micro_batches: int = 1,
+    autocast: Autocast = contextlib.nullcontext,
+    counts_scratch: bool = False,
+) -> PeakModel:
+    """Return the peak of a rank that holds shards of the parameters, by FSDP2; arguments as of `trace_replica`.
+
+    Args:
+        num_micro_batches: one, or two for several: no more is held in those between the first and the last.
+    """
+    device = next(model.parameters()).device.type
+    with ShardStorages(has_copies=device == "cpu" and counts_scratch).watching() as storages:
+        steps = _traced(model, optimizer, loss_fn, batches, autocast, share, storages, num_micro_batches, warms=True)
+    few, many = (step.by_phase(counts_scratch=counts_scratch) for step in steps)
+    return _through(few, many, rows)
+
+
+def _through(few: list[Phase], many: list[Phase], rows: tuple[int, int]) -> PeakModel:
+    parts = [
+        aligned_peaks(ours, theirs, our_kinds, their_kinds)
+        for (ours, our_kinds), (theirs, their_kinds) in zip(few, many, strict=True)
+    ]
+    return PeakModel.through([v for part, _ in parts for v in part], [v for _, part in parts for v in part], rows)
+
+
+def _traced(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batches: tuple[Any, Any],
+    autocast: Autocast,
+    share: Share,
+    storages: Storages,
+    num_micro_batches: int = 1,
+    *,
+    warms: bool = False,
+) -> list[TracedStep]:
+    """Trace a step of each batch.
+
+    Args:
+        warms: whether a step before them makes what is kept from the first step on.
+    """
+    fakes, steps = Fakes(), list[TracedStep]()
+    how = {"autocast": autocast, "num_micro_batches": num_micro_batches, "begin": share.begin}
+    try:
+        model, optimizer = fakes.copy((model, optimizer))
+        left = [fakes.copy(batch) for batch in batches]
+        with fakes, storages:
+            share.spread(model, optimizer)
+            make_state(optimizer, storages)
+            if warms:
+                TracedStep(model, optimizer, storages, left[0]).run(loss_fn, left[0], **how)
+            while left:
+                steps.append(TracedStep(model, optimizer, storages, left[0], first=steps[0] if steps else None))
+                steps[-1].run(loss_fn, left[0], **how)
+                del left[0]  # the next one's step begins without it
+    except Exception as error:  # whatever a model does, torch may have no fake of it
+        raise cannot_trace(error) from error
+    return steps
+
+
+class ShardStorages(Storages):
+    """Storages of shards, and of parameters that FSDP2 gathers: it lets go of their memory, and not of the tensors.
+
+    Args:
+        has_copies: whether collectives copy what they send, as gloo's do.
+    """
+
+    def __init__(self, *, has_copies: bool) -> None:
+        super().__init__()
+        from torch.distributed.tensor import DTensor
+
+        self._dtensor: Any = DTensor
+        self._has_copies = has_copies
+        self._freed: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, self._dtensor) for each in types):
+            return NotImplemented  # it calls operators of its shards, which are seen then
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._has_copies and func in _copying():
+            self._come_and_go(max(each.numel() * each.element_size() for each in args[:2]))
+        return result
+
+    def _come_and_go(self, num_bytes: int) -> None:
+        self.sizes.append(num_bytes)
+        number = len(self.sizes) - 1
+        self._now.events += [(number, 1), (number, -1)]
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage: of a shard's own."""
+        return super().number_of(tensor._local_tensor if isinstance(tensor, self._dtensor) else tensor)
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the storages that are held, and have their memory."""
+        return super().alive - self._freed
+
+    def _died(self, key: int, number: int) -> None:
+        if number in self._freed:
+            self._freed.remove(number)
+            del self._alive[key]
+        else:
+            super()._died(key, number)
+
+    def _free(self, tensor: Tensor) -> None:
+        number = self.number_of(tensor)
+        if number not in self._freed:
+            self._freed.add(number)
+            self._now.events.append((number, -1))
+
+    def _allocate(self, tensor: Tensor) -> None:
+        number = self.number_of(tensor)
+        if number in self._freed:
+            self._freed.remove(number)
+            self._now.events.append((number, 1))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[ShardStorages]:
+        """See FSDP2 let go of memory and take it again; what torch has for it is private.
+
+        Raises:
+            DependencyError: this torch has it elsewhere.
+        """
+        try:
+            from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+        except ImportError:
+            raise _unknown_torch() from None
+        if not (hasattr(_fsdp_param, "alloc_storage") and hasattr(_fsdp_param, "free_storage")):
+            raise _unknown_torch()
+        with contextlib.ExitStack() as patches:
+            for module in (_fsdp_param, _fsdp_param_group):
+                for name, ours in (("alloc_storage", self._allocate), ("free_storage", self._free)):
+                    if hasattr(module, name):
+                        patches.enter_context(mock.patch.object(module, name, ours))
+            yield self
+
+
+def _copying() -> tuple[Any, ...]:
+    operators = torch.ops.c10d
+    return (operators._reduce_scatter_base_.default, operators._allgather_base_.default)
+
+
+def _unknown_torch() -> DependencyError:
+    given = f"{torch.__version__}, whose FSDP2 frees memory in an unknown place"
+    return DependencyError("torch", given=given, expected="one whose FSDP2 is known", way_out="Use torch 2.13.")
