@@ -42,12 +42,12 @@ def trace_rank(
         DependencyError: a torch that has no group without peers.
     """
     loop, many = (model, optimizer, loss_fn, batches, rows), 1 if num_micro_batches == 1 else 2
-    seen: dict[str, Any] = {"autocast": autocast, "counts_scratch": counts_scratch}
+    seen: dict[str, Any] = {"num_micro_batches": many, "autocast": autocast, "counts_scratch": counts_scratch}
     with _pretending(how.ranks):
         if how.zero_stage < 2:
             return trace_replica(*loop, share=_Part(model, optimizer, how), **seen)
         mesh = init_device_mesh("cpu", (how.ranks,))
-        return trace_shard(*loop, share=_Shard(how, mesh), num_micro_batches=many, **seen)
+        return trace_shard(*loop, share=_Shard(how, mesh), **seen)
 
 
 @contextlib.contextmanager

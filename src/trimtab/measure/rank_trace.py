@@ -37,15 +37,18 @@ def trace_replica(
     rows: tuple[int, int],
     *,
     share: Share,
+    num_micro_batches: int = 1,
     autocast: Autocast = contextlib.nullcontext,
     counts_scratch: bool = False,
 ) -> PeakModel:
-    """Return the peak of a rank that holds the whole model, in windows of any number of micro-batches.
+    """Return the peak of a rank that holds the whole model.
 
-    Its gradients lie in buckets, which are held all the time: each is copied there as it is whole.
+    Buckets for its gradients are held all the time. Of one micro-batch each gradient is copied there as it is whole;
+    of several all are held beside them, until the last one's are added.
 
     Args:
         batches: of `rows`, the smaller one first and of two at the least. share: of the optimizer's state.
+        num_micro_batches: one, or two for several: no more is held in those between the first and the last.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -53,7 +56,8 @@ def trace_replica(
     steps = _traced(model, optimizer, loss_fn, batches, autocast, share, Storages())
     phases = [step.by_phase(counts_scratch=counts_scratch) for step in steps]
     few, many = ([*step.again(found), found[-1]] for step, found in zip(steps, phases, strict=True))
-    return _through(few, many, rows)
+    peak = _through(few, many, rows)
+    return peak.beside(steps[0].gradient_bytes) if num_micro_batches > 1 else peak
 
 
 def trace_shard(

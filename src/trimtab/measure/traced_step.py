@@ -168,7 +168,7 @@ class TracedStep:
         """
         (_, _), (forward, kinds), (backward, _), *_ = phases
         sizes, begin = self._storages.sizes, self._phases[1][0]
-        left = sum(sizes[number] for number in self._gradients)
+        left = self.gradient_bytes
         held = [size + left for size in forward]
         arriving = sorted(self._arrived.items(), key=lambda each: each[1])
         second: Phase = [], []
@@ -181,6 +181,11 @@ class TracedStep:
                 second[0].append(size + left)
                 second[1].append(-1)
         return [(held, kinds), second]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(self._storages.sizes[number] for number in self._gradients)
 
     @property
     def first_work(self) -> list[Seen]:

@@ -1,0 +1,142 @@
+"""Peak memory of a rank at each ZeRO stage, as one process tells it and as two ranks take it.
+
+`python benchmarks/rank_memory.py [--quick] [--json] [--models gpt]` prints `rank_memory` rows: of each stage, and of
+windows of one and of three micro-batches, the predicted peak (traced, nothing run), the larger one of two gloo ranks'
+counted peaks, and how far apart they are. `least_bytes` is the smallest of the counted windows: gloo's own threads let
+go of what they send when they get to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import command
+import torch
+import torch.distributed as dist
+from prediction_models import KINDS, OPTIMIZERS, Kind
+
+import trimtab
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.plan import Plan
+from trimtab.distributed.rank_memory import trace_rank
+from trimtab.measure.memory import peak_growth, storage_bytes
+from trimtab.measure.sharded_norms import local
+
+RANKS, ROWS, SEVERAL = 2, 8, 3
+WARM, WINDOWS = 2, 5
+MODELS = ("gpt", "gpt_tied", "vit", "resnet18", "mlp")
+STAGES = (0, 1, 2, 3)
+
+
+def ways() -> Iterator[tuple[int, int, bool]]:
+    """Yield stage, micro-batches and whether gradients are reduced once a window."""
+    for stage in STAGES:
+        yield stage, 1, True
+        yield stage, SEVERAL, True
+        if stage > 1:
+            yield stage, SEVERAL, False
+
+
+def predicted(kind: Kind, stage: int, k: int, reduces_once: bool) -> int:
+    """Return the peak that is told."""
+    torch.manual_seed(0)
+    model = kind.make()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    few, many = kind.batch(ROWS // 2), kind.batch(ROWS)
+    how = Parallelism(RANKS, stage, reduces_once=reduces_once)
+    seen = {"num_micro_batches": k, "counts_scratch": True}
+    return trace_rank(model, optimizer, kind.loss_fn, (few, many), (ROWS // 2, ROWS), how, **seen).peak_bytes(ROWS)
+
+
+def counted(name: str, stage: int, k: int, reduces_once: bool) -> list[int]:
+    """Return the counted peak of each window, of the rank that took more."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [name, str(stage), str(k), str(int(reduces_once)), folder]
+        one = os.environ | {"OMP_NUM_THREADS": "1"}
+        program = [sys.executable, __file__, "--as-rank", *given]
+        ranks = [subprocess.Popen([*program, str(rank)], env=one) for rank in range(RANKS)]
+        if any([each.wait() for each in ranks]):
+            raise RuntimeError(f"{name} at stage {stage} did not run")
+        found = [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(RANKS)]
+    return [max(each) for each in zip(*found, strict=True)]
+
+
+def run_rank(name: str, stage: int, k: int, reduces_once: bool, folder: Path, rank: int) -> None:
+    """Train some windows as one rank, and write down what each held at most."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    kind = KINDS[name]
+    model = kind.make().train()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    batch = kind.batch(k * ROWS)
+    shared: dict[str, Any] = {"zero_stage": stage} | ({"reduces_once": reduces_once} if stage > 1 else {})
+    plan, peaks = Plan.fixed(k * ROWS, ROWS, num_ranks=RANKS, **shared), []
+    with trimtab.start(model, optimizer, plan) as run:
+        for index, window in enumerate(run.windows([batch] * (WARM + WINDOWS))):
+            if index < WARM:
+                run.train_step(window, kind.loss_fn)
+                continue
+            model.zero_grad(set_to_none=True)  # what is freed in a count has to be in it
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            alive = [local(each) for each in (*model.parameters(), *model.buffers(), *states)]
+            batch_bytes = storage_bytes(batch) // k  # the trace has one micro-batch at a time
+            buckets = sum(p.numel() * p.element_size() for p in model.parameters()) if stage < 2 else 0
+            growth = peak_growth(lambda window=window: run.train_step(window, kind.loss_fn))
+            peaks.append(storage_bytes(alive) + batch_bytes + buckets + growth)
+    Path(folder, str(rank)).write_text(json.dumps(peaks), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def rows_of(name: str) -> Iterator[dict[str, Any]]:
+    """Yield a row of each way."""
+    for way in ways():
+        peaks, told = counted(name, *way), predicted(KINDS[name], *way)
+        stage, k, once = way
+        taken = int(statistics.median(peaks))
+        yield {
+            "row": "rank_memory",
+            "model": name,
+            "ranks": RANKS,
+            "zero_stage": stage,
+            "micro_batches": k,
+            "reduces_once": once,
+            "predicted_bytes": told,
+            "measured_bytes": taken,
+            "least_bytes": min(peaks),
+            "most_bytes": max(peaks),
+            "error": told / taken - 1,
+        }
+
+
+def _line(row: dict[str, Any]) -> str:
+    what = f"{row['model']:<9} stage {row['zero_stage']}, {row['micro_batches']} micro-batches"
+    what += "" if row["reduces_once"] else ", each reduced"
+    told, taken = (row[name] / 2**20 for name in ("predicted_bytes", "measured_bytes"))
+    return f"{what:<50} {told:8.1f} MiB predicted, {taken:8.1f} measured: {row['error']:+.2%}"
+
+
+def main() -> None:
+    """Print the rows."""
+    if sys.argv[1:2] == ["--as-rank"]:
+        name, stage, k, once, folder, rank = sys.argv[2:]
+        run_rank(name, int(stage), int(k), once == "1", Path(folder), int(rank))
+        return
+    parser = command.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=sorted(KINDS))
+    options = parser.parse_args()
+    names = options.models[:1] if options.quick else options.models
+    rows = [row for name in names for row in rows_of(name)]
+    command.show("rank_memory", rows, _line, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
