@@ -63,7 +63,7 @@ def counted(name: str, stage: int, k: int, reduces_once: bool) -> list[int]:
         one = os.environ | {"OMP_NUM_THREADS": "1"}
         program = [sys.executable, __file__, "--as-rank", *given]
         ranks = [subprocess.Popen([*program, str(rank)], env=one) for rank in range(RANKS)]
-        if any([each.wait() for each in ranks]):
+        if sum(each.wait() for each in ranks):
             raise RuntimeError(f"{name} at stage {stage} did not run")
         found = [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(RANKS)]
     return [max(each) for each in zip(*found, strict=True)]

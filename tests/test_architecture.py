@@ -59,7 +59,12 @@ REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.
 OPTIONAL = {
     "typer": {"trimtab.cli"},
-    "rich": {"trimtab.cli", "trimtab.experiments.report", "trimtab.experiments.report.terminal"},
+    "rich": {
+        "trimtab.cli",
+        "trimtab.experiments.progress_bar",
+        "trimtab.experiments.report",
+        "trimtab.experiments.report.terminal",
+    },
     "matplotlib": {"trimtab.experiments.report.svg"},
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},

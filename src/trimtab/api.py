@@ -139,9 +139,14 @@ def profile_there(
     objective: Objective | None = None,
     reference: Reference | None = None,
     blocks: Iterable[str] = (),
+    rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Return what `plan_elsewhere` decides by; arguments and errors as there."""
+    """Return what `plan_elsewhere` decides by; arguments and errors as there.
+
+    Args:
+        rows: of a step, where the batch is an example of other rows.
+    """
     spec = absent_device(device) if isinstance(device, str) else device
     limits = _typed("budget", budget, Budget, Budget()).within(spec.memory_bytes)
     weights = _typed("objective", objective, Objective, Objective())
@@ -156,6 +161,7 @@ def profile_there(
         objective=weights,
         budget=limits,
         named_blocks=checks.names("blocks", blocks),
+        rows=None if rows is None else checks.integer("rows", rows),
         progress=progress,
     )
 

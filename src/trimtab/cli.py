@@ -5,18 +5,15 @@ Exit status: 0 done, 1 an error that was explained, 2 a command line that does n
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from trimtab.core.errors import DependencyError, FormatError, RankError, TrimtabError, ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
 
 try:
     import typer
@@ -44,8 +41,6 @@ Adapt = Annotated[
         help="what a plan may change beyond the same maths: learning-rate, batch, or both: learning-rate,batch"
     ),
 ]
-
-_REDRAW_S = 0.1
 
 
 @app.command()
@@ -91,6 +86,10 @@ def plan(
     step_time: StepTime = None,
     memory_weight: Weight = 0.0,
     device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes to plan for, none of them here: all is predicted")] = 1,
+    link: Annotated[
+        str | None, typer.Option(help="what joins them: nvlink, ib, ethernet, or one such as ib:HDR")
+    ] = None,
     adapt: Adapt = None,
     explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
     as_json: Json = False,
@@ -106,12 +105,47 @@ def plan(
     if task.endswith(".json") or device is not None:
         _refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
+    if ranks > 1 or link is not None:
+        _plan_ranks(task, ranks, link, device, adapt, limits, weights, out, as_json=as_json, explain=explain)
+        return
     wanted = _adaptation(adapt, ("learning-rate", "batch"))
-    with _progress() as progress:
+    with ProgressBar() as progress:
         found = decided(task, limits, weights, device=device, adapt=wanted, progress=progress)
     if out is not None:
         out.write_text(to_json(found.plan, indent=1), encoding="utf-8")
     typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
+
+
+def _plan_ranks(
+    task: str,
+    ranks: int,
+    link: str | None,
+    device: str | None,
+    adapt: str | None,
+    limits: Any,
+    weights: Any,
+    out: Path | None,
+    *,
+    as_json: bool,
+    explain: bool,
+) -> None:
+    from trimtab.core.codec import to_json
+    from trimtab.decide.stages import stages_text
+    from trimtab.experiments.plan_ranks import plan_ranks
+    from trimtab.tasks import load_task
+
+    if ranks == 1 or link is None:
+        given = "--link with one rank" if ranks == 1 else f"--ranks {ranks} with no link"
+        raise ValueGivenError("--link", given=given, expected="both: --ranks 8 --link nvlink")
+    if task.endswith(".json") or explain:
+        raise ValueGivenError("--ranks", given=f"{task}, --explain" if explain else task, expected="a task alone")
+    _refuse_adapt(adapt, "--ranks")
+    given = {"device": device, "budget": limits, "objective": weights}
+    with ProgressBar() as progress:
+        found, stages, _ = plan_ranks(load_task(task), ranks, link, progress=progress, **given)
+    if out is not None:
+        out.write_text(to_json(found, indent=1), encoding="utf-8")
+    typer.echo(to_json(found) if as_json else f"{found}\n\n{stages_text(stages)}")
 
 
 @app.command()
@@ -149,7 +183,7 @@ def train(
             chosen = plan_on_ranks(loaded, lambda each: _plan(each, Budget(), Objective(), adapt))
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
-        with _progress() as progress:
+        with ProgressBar() as progress:
             found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, progress=progress)
     if here.rank == 0:
         _print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
@@ -198,7 +232,7 @@ def compare(
     folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
     if folder.exists() and not folder.is_dir():
         raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
-    with _progress() as progress:
+    with ProgressBar() as progress:
         found = run_comparison(
             load_task(task), folder, settings, command=_command(), budget=Budget(memory), plan=given, progress=progress
         )
@@ -269,7 +303,7 @@ def _plan(task: Any, budget: Any, objective: Any, adapt: str | None, *, traces: 
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = _adaptation(adapt, ("learning-rate", "batch"))
-    with _progress() as progress:
+    with ProgressBar() as progress:
         loaded = load_task(task) if isinstance(task, str) else task
         data = loaded.load_data()
         return make_plans(
@@ -318,57 +352,6 @@ def _require_new(record: Path | None) -> None:
         raise FormatError(
             "--record", given=f"{record}, whose folder does not exist", expected="a file in one that does"
         )
-
-
-class _progress:
-    """A bar on standard error, on a terminal only, gone when the work is; what user code prints goes there too.
-
-    Drawn when it is told something and at most ten times a second, by no thread of its own: time is measured meanwhile.
-    """
-
-    def __enter__(self) -> Callable[..., None]:
-        self._bar: Any = _bar() if sys.stderr.isatty() else None
-        self._drawn_at = -math.inf
-        self._redirect = contextlib.redirect_stdout(sys.stderr)
-        self._redirect.__enter__()
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=None)
-        return self._show
-
-    def _show(self, text: str, share: float | None = None) -> None:
-        now = time.monotonic()
-        if self._bar is None or now - self._drawn_at < _REDRAW_S:
-            return
-        self._drawn_at = now
-        self._bar.update(self._task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
-        self._bar.start()  # where it is not yet
-        self._bar.refresh()
-
-    def __exit__(self, *exc: object) -> None:
-        self._redirect.__exit__(None, None, None)
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _bar() -> Any:
-    """Return one line: what is done, cut to the width there is; a bar and a share where that is known; the seconds."""
-    from rich import progress
-    from rich.console import Console
-    from rich.table import Column
-
-    what = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    return progress.Progress(
-        progress.TextColumn("{task.description}", markup=False, table_column=what),
-        progress.BarColumn(20),
-        progress.TaskProgressColumn(),
-        progress.TimeElapsedColumn(),
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        expand=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
 
 
 def _write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:

@@ -21,7 +21,7 @@ from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.record import read_record
-from trimtab.experiments import race
+from trimtab.experiments import progress_bar, race
 from trimtab.experiments.result import Comparison
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -428,7 +428,7 @@ def test_progress_is_one_line_of_the_terminals_width(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
-    with cli._progress() as show:
+    with progress_bar.ProgressBar() as show:
         show("reference [1024] rows 3 s  " * 7, 0.25)
         lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.text)]
     drawn = [line for line in lines if line.strip()]
@@ -440,7 +440,7 @@ def test_progress_is_one_line_of_the_terminals_width(monkeypatch):
 
 def test_progress_is_drawn_on_a_terminal_only_and_goes_with_the_work(trimtab, monkeypatch):
     Path("plan.json").write_text(json.dumps(PLAN))
-    monkeypatch.setattr(cli, "_REDRAW_S", 0.0)
+    monkeypatch.setattr(progress_bar, "_REDRAW_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -455,8 +455,8 @@ def test_what_is_told_too_often_is_not_drawn(monkeypatch):
     """A step of milliseconds must not pay for a drawing of one."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(cli, "_REDRAW_S", 1e9)
-    with cli._progress() as show:
+    monkeypatch.setattr(progress_bar, "_REDRAW_S", 1e9)
+    with progress_bar.ProgressBar() as show:
         for step in range(5):
             show(f"step {step}")
     assert "step 0" in terminal.text

@@ -44,13 +44,14 @@ def profile_elsewhere(
     objective: Objective,
     budget: Budget,
     named_blocks: tuple[str, ...] = (),
+    rows: int | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Trace the loop in each precision that the device has; where memory counts, its head in chunks and its blocks too.
 
     Args:
         model, optimizer, batch: on the CPU, or without memory (made on fake tensors).
-        device: whose peaks and bandwidth are known.
+        device: whose peaks and bandwidth are known. rows: of a step, where the batch is an example of other rows.
 
     Raises:
         ModelError: a step cannot be traced, or the model is not on the CPU. ValueGivenError: under 3 rows, of which
@@ -61,7 +62,7 @@ def profile_elsewhere(
     _check_traceable(model, batch, device)
     if named_blocks:
         blocks_of(model, loss_fn, batch, named_blocks)
-    facts = _facts(model, optimizer, loss_fn, batch)
+    facts = _of_rows(_facts(model, optimizer, loss_fn, batch), rows)
     check = Check(False, "a module computes over the batch") if has_batch_statistics(model) else Check(True, _SPLITS)
     profile = Profile(device, facts, check, reference, environment=environment(), objective=objective, budget=budget)
 
@@ -100,3 +101,19 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, 
     except Exception as error:
         raise cannot_trace(error) from error
     return loop_facts(model, optimizer, count_rows(batch), heads)
+
+
+def _of_rows(facts: LoopFacts, rows: int | None) -> LoopFacts:
+    """Return the facts of a step of so many rows."""
+    if rows is None or rows == facts.batch_rows:
+        return facts
+    share = rows / facts.batch_rows
+    return replace(
+        facts,
+        batch_rows=rows,
+        terms_per_step=share * facts.terms_per_step,
+        flops_per_step=None if facts.flops_per_step is None else share * facts.flops_per_step,
+        scores_bytes=round(share * facts.scores_bytes),
+        head_tokens=None if facts.head_tokens is None else round(share * facts.head_tokens),
+        logits=None if facts.logits is None else (max(1, round(share * facts.logits[0])), facts.logits[1]),
+    )

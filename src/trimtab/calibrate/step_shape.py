@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.decide.roofline import seconds_of
 from trimtab.measure.blocks import find_blocks
 
 
 def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | None:
     """Return the shape of a plan's micro-batch; None where its seconds are not known.
 
-    The forward's and the backward's share of it are those of the loop as it was found; a block's is that of its
-    parameters among those that are multiplied by: an embedding is looked up.
+    The forward's and the backward's share of it are those of the loop as it was found, or, where nothing was run, a
+    third and two of what is computed; a block's is that of its parameters among those that are multiplied by: an
+    embedding is looked up.
 
     Args:
         model: may be without memory.
     """
-    cost, phases = plan.measured or plan.predicted, profile.phases_s
+    cost = plan.measured or plan.predicted
+    phases = profile.phases_s if profile.trials else _phases_there(profile, plan)
     if cost is None or not phases.get("forward") or not phases.get("backward"):
         return None
     whole_s = sum(phases.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
@@ -34,6 +39,19 @@ def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | No
         shares if any(shares) else (1.0,) * len(sizes),
         sum(1 for p in model.parameters() if p.requires_grad),
     )
+
+
+def _phases_there(profile: Profile, plan: Plan) -> Mapping[str, float]:
+    """Return the phases of a step on a device that is not here, of the plan's precision; none where not known."""
+    work = next((t.work for t in profile.traces if t.candidate.precision == plan.precision.value and t.work), None)
+    if work is None:
+        return {}
+    how = (profile.device, str(plan.precision.value), int(plan.micro_batch.value or 1))
+    micro_s, step_s = seconds_of(work.micro_batch, *how), seconds_of(work.step, *how)
+    if micro_s is None or step_s is None:
+        return {}
+    k = plan.num_micro_batches
+    return {"forward": k * micro_s / 3, "backward": 2 * k * micro_s / 3, "optimizer": step_s}
 
 
 def _blocks(model: nn.Module) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD, Optimizer
 
+from trimtab.calibrate.tracing import MIN_ROWS, Batches, Sizes, applied, at_two_sizes
 from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.peak_model import PeakModel
+from trimtab.core.profile import Candidate
+from trimtab.core.rank_trace import WAYS, RankTrace, Way
 from trimtab.distributed.repoint import names_of
 from trimtab.measure.rank_trace import trace_replica, trace_shard
 from trimtab.measure.traced_step import Autocast, LossFn
+from trimtab.runtime.batches import count_rows
+from trimtab.runtime.precision import autocast as autocast_of
+
+# Micro-batches of a window that differ in what is held: the first, those between, and the last one.
+_DIFFERENT = 3
 
 
 def trace_rank(
@@ -35,19 +44,56 @@ def trace_rank(
 
     Args:
         batches: of `rows`, the smaller one first and of two at the least. num_micro_batches: of a window; more than
-            two hold what two hold. counts_scratch: as of `trimtab.measure.step_trace.trace_step`.
+            three hold what three hold. counts_scratch: as of `trimtab.measure.step_trace.trace_step`.
 
     Raises:
         ModelError: the step cannot be traced. ValueGivenError: this process is one of several ranks, or there is one.
         DependencyError: a torch that has no group without peers.
     """
-    loop, many = (model, optimizer, loss_fn, batches, rows), 1 if num_micro_batches == 1 else 2
+    loop, many = (model, optimizer, loss_fn, batches, rows), min(num_micro_batches, _DIFFERENT)
     seen: dict[str, Any] = {"num_micro_batches": many, "autocast": autocast, "counts_scratch": counts_scratch}
     with _pretending(how.ranks):
         if how.zero_stage < 2:
             return trace_replica(*loop, share=_Part(model, optimizer, how), **seen)
-        mesh = init_device_mesh("cpu", (how.ranks,))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (how.ranks,))
         return trace_shard(*loop, share=_Shard(how, mesh), **seen)
+
+
+def trace_ways(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    candidate: Candidate,
+    ranks: int,
+    *,
+    counts_scratch: bool = False,
+) -> tuple[RankTrace, ...]:
+    """Return a candidate's peaks by each way to share a model; of too few rows to be cut, of none.
+
+    Args:
+        batch: a rank's share.
+
+    Raises:
+        ModelError: the step cannot be traced.
+    """
+    if count_rows(batch) < MIN_ROWS:
+        return ()
+    forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
+    seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
+
+    def of(way: Way) -> RankTrace:
+        stage, reduces_once = way
+        how = Parallelism(ranks, stage, reduces_once=reduces_once)
+
+        def trace(rows: Sizes, batches: Batches, number: int) -> PeakModel:
+            return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
+
+        whole, sliced = (at_two_sizes(batch, functools.partial(trace, number=number)) for number in (1, _DIFFERENT))
+        return RankTrace(candidate, way, whole, sliced)
+
+    with applied(model, optimizer, candidate):
+        return tuple(map(of, WAYS))
 
 
 @contextlib.contextmanager

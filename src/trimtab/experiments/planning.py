@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from trimtab import api
 from trimtab.api import FREED, default_rule, find_learning_rate, profile
+from trimtab.calibrate.tracing import MIN_ROWS
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
@@ -120,10 +122,14 @@ def make_plans(
 def profile_there(
     task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> Profile:
-    """Return a task's profile for a device that is not here."""
+    """Return a task's profile for a device that is not here; of a batch of few rows by one that can be traced."""
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().train()
-    batch = next(task.load_data().batches(PLANNING_SEED, task.batch_rows))
-    loop = (model, task.make_optimizer(model), task.loss_fn, batch)
-    given = {"budget": budget, "objective": objective, "reference": task.reference}
+    loop = (model, task.make_optimizer(model), task.loss_fn, example_batch(task))
+    given = {"rows": task.batch_rows, "budget": budget, "objective": objective, "reference": task.reference}
     return api.profile_there(*loop, device, progress=progress, **given)
+
+
+def example_batch(task: Task) -> Any:
+    """Return a batch as a trace needs it, of more rows than the task's where these cannot be cut."""
+    return next(task.load_data().batches(PLANNING_SEED, max(task.batch_rows, 2 * (MIN_ROWS - 1))))

@@ -48,7 +48,7 @@ def trace_replica(
 
     Args:
         batches: of `rows`, the smaller one first and of two at the least. share: of the optimizer's state.
-        num_micro_batches: one, or two for several: no more is held in those between the first and the last.
+        num_micro_batches: of a window; more than two hold what two hold.
 
     Raises:
         ModelError: the step cannot be traced.
@@ -75,7 +75,7 @@ def trace_shard(
     """Return the peak of a rank that holds shards of the parameters, by FSDP2; arguments as of `trace_replica`.
 
     Args:
-        num_micro_batches: one, or two for several: no more is held in those between the first and the last.
+        num_micro_batches: of a window; more than three hold what three hold.
     """
     device = next(model.parameters()).device.type
     with ShardStorages(has_copies=device == "cpu" and counts_scratch).watching() as storages:

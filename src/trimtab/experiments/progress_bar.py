@@ -1,0 +1,63 @@
+"""The command's progress, on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+_REDRAW_S = 0.1
+
+
+class ProgressBar:
+    """A bar on standard error, on a terminal only, gone when the work is; what user code prints goes there too.
+
+    Drawn when it is told something and at most ten times a second, by no thread of its own: time is measured meanwhile.
+    """
+
+    def __enter__(self) -> Callable[..., None]:
+        self._bar: Any = _bar() if sys.stderr.isatty() else None
+        self._drawn_at = -math.inf
+        self._redirect = contextlib.redirect_stdout(sys.stderr)
+        self._redirect.__enter__()
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=None)
+        return self._show
+
+    def _show(self, text: str, share: float | None = None) -> None:
+        now = time.monotonic()
+        if self._bar is None or now - self._drawn_at < _REDRAW_S:
+            return
+        self._drawn_at = now
+        self._bar.update(self._task, description=text, total=None if share is None else 1.0, completed=share or 0.0)
+        self._bar.start()  # where it is not yet
+        self._bar.refresh()
+
+    def __exit__(self, *exc: object) -> None:
+        self._redirect.__exit__(None, None, None)
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar() -> Any:
+    """Return one line: what is done, cut to the width there is; a bar and a share where that is known; the seconds."""
+    from rich import progress
+    from rich.console import Console
+    from rich.table import Column
+
+    what = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False, table_column=what),
+        progress.BarColumn(20),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
