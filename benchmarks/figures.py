@@ -355,6 +355,19 @@ def _published(rows: list[Row]) -> Iterator[str]:
         yield f"{step}| {1000 * row['published_s']:.0f} | {row['time_error']:+.1%} {peak}"
 
 
+def _rank_memory(rows: list[Row]) -> Iterator[str]:
+    within = sum(abs(row["error"]) <= 0.05 for row in rows)
+    yield f"- {within} of {len(rows)} within 5%; {min(row['error'] for row in rows):+.1%} at the worst"
+    yield ""
+    yield "| model | stage | micro-batches | reduced | predicted, MiB | counted, median | least | most | error |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        how = f"{row['micro_batches']} | {'once' if row['reduces_once'] else 'each'}"
+        names = ("predicted_bytes", "measured_bytes", "least_bytes", "most_bytes")
+        sizes = " | ".join(f"{row[name] / 2**20:.1f}" for name in names)
+        yield f"| {row['model']} | {row['zero_stage']} | {how} | {sizes} | {row['error']:+.1%} |"
+
+
 def _probing(rows: list[Row]) -> Iterator[str]:
     yield "| task | steps of a run | seconds of the run | allowed, s | measuring, s | of which the final |"
     yield "|---|---|---|---|---|---|"
@@ -469,6 +482,7 @@ KINDS = {
     "exhaustive": _picks,
     "planning_time": _planning_times,
     "published": _published,
+    "rank_memory": _rank_memory,
     "probing": _probing,
     "frontier": _frontier,
     "frontier_compiled": _compiled,

@@ -103,7 +103,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
         stage, k, once = way
         taken = int(statistics.median(peaks))
         yield {
-            "row": "rank_memory",
+            "metric": "rank_memory",
             "model": name,
             "ranks": RANKS,
             "zero_stage": stage,

@@ -190,6 +190,37 @@ def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, 
     explained(trimtab("plan", "tiny.py:task", "--device", "Abacus"), "device: given 'Abacus'", "RTX 4090")
 
 
+def test_a_plan_of_ranks_that_are_not_here(trimtab):
+    of = ("tiny.py:task", "--ranks", "4", "--device", "H100 SXM")
+    there = trimtab("plan", *of, "--link", "nvlink", "-o", "plan.json")
+    assert (there.code, there.err) == (0, "")
+    assert "a rank at each ZeRO stage, predicted:" in there.out
+    made = read_json(Plan, Path("plan.json"))
+    assert made.elsewhere == "4 ranks of H100 SXM, over nvlink:H100"
+    assert (made.num_ranks, made.zero_stage.value, made.measured) == (4, 0, None)
+    assert made.predicted is not None
+    tight = f"{made.predicted.peak_bytes - 1}B"
+    less = from_json(Plan, trimtab("plan", *of, "--link", "ib", "--memory", tight, "--json").out)
+    assert less.predicted is not None
+    assert less.predicted.peak_bytes < made.predicted.peak_bytes
+    assert (less.zero_stage.value, less.micro_batch.value) != (0, made.micro_batch.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", "2"), "--link: given --ranks 2 with no link"),
+        (("--link", "ib"), "--link: given --link with one rank"),
+        (("--ranks", "2", "--link", "string"), "link: given 'string'"),
+        (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "--adapt: given batch with --ranks"),
+        (("--ranks", "2", "--link", "ib", "--explain"), "--ranks: given tiny.py:task, --explain"),
+        (("--ranks", "4096", "--link", "ib"), "--ranks: given 4096"),
+    ],
+)
+def test_ranks_that_cannot_be_planned_are_refused_before_anything_is_measured(trimtab, options, said):
+    explained(trimtab("plan", "tiny.py:task", *options), said)
+
+
 # train
 
 

@@ -104,6 +104,21 @@ def trace_for_others(subject: Subject, profile: Profile, progress: Callable[[str
     return tuple(found)
 
 
+def trace_here(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: LossFn, batch: Any, candidate: Candidate
+) -> Traced | None:
+    """Return the trace of a candidate as its own device runs it, and nothing held besides; None of too few rows.
+
+    Raises:
+        ModelError: the step cannot be traced.
+    """
+    device = next(model.parameters()).device
+    how = {"autocasts": [functools.partial(autocast, candidate.precision, device)]}
+    with applied(model, optimizer, candidate):
+        found = _trace(model, optimizer, loss_fn, batch, counts_scratch=device.type == "cpu", **how)
+    return Traced(candidate, *found[0]) if found else None
+
+
 @contextlib.contextmanager
 def applied(model: nn.Module, optimizer: torch.optim.Optimizer, candidate: Candidate) -> Iterator[None]:
     """Have a candidate's loss head and optimizer's step while this is open."""

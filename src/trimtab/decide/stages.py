@@ -120,7 +120,8 @@ def _cost(
     if cost.total_s > limit_s:
         return RefusedStage(way, f"{format_seconds(cost.total_s)} a window, over {format_seconds(limit_s)}")
     peak = None if plan.predicted is None else plan.predicted.peak_bytes
-    return StageCost(way, replace(plan, predicted=Measured(cost.total_s, peak)), cost)
+    bare = replace(plan, baseline=None, measured=None, verified=None, front=(), stands_between=None)
+    return StageCost(way, replace(bare, predicted=Measured(cost.total_s, peak)), cost)
 
 
 def _window(plan: Plan, calibration: Calibration, shape: StepShape, *, reduces_once: bool) -> tuple[Plan, WindowCost]:
@@ -141,6 +142,8 @@ def _bucket(plan: Plan) -> int | None:
 
 def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
     """Return a profile of one process as that of a rank: each peak moved by what traces of both differ in.
+
+    What was decided by running it against the loop was decided of one process, and is not in it.
 
     Args:
         traces: of one way to share. What none tells of has no peak.
@@ -181,7 +184,7 @@ def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
 
     return replace(
         profile,
-        trials=tuple(map(moved, profile.trials)),
+        trials=tuple(moved(trial) for trial in profile.trials if trial.stage not in profile.finals),
         traces=tuple(found for found in map(shared, profile.traces) if found is not None),
         recomputables=tuple(map(chained, profile.recomputables)),
     )

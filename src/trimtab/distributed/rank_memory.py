@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,7 +139,9 @@ class _Part:
 
 def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
     """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()

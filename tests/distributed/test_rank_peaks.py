@@ -1,0 +1,69 @@
+"""What a rank is told to hold at most, against two ranks that train."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_rank import CASES, ROWS, Words, batch_of, loss
+from ranks import run_program
+
+from trimtab.core.errors import ModelError, ValueGivenError
+from trimtab.core.parallelism import Parallelism
+from trimtab.distributed.rank_memory import trace_rank
+
+RANKS = 2
+
+
+def told(stage: int, k: int = 1, *, once: bool = True, ranks: int = RANKS, loss_fn=loss) -> int:
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    sizes = ROWS // 2, ROWS
+    how = Parallelism(ranks, stage, reduces_once=once)
+    batches = tuple(map(batch_of, sizes))
+    found = trace_rank(model, optimizer, loss_fn, batches, sizes, how, num_micro_batches=k, counts_scratch=True)
+    assert not dist.is_initialized()
+    return found.peak_bytes(ROWS)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> dict[str, list[int]]:
+    folder = tmp_path_factory.mktemp("peaks")
+    run_program(Path(__file__).parents[1] / "memory_rank.py", folder, ranks=RANKS)
+    of_rank = [json.loads((folder / f"peaks{rank}.json").read_text()) for rank in range(RANKS)]
+    # gloo's threads let go of what they sent when they get to it: the window in which they did so soonest
+    return {name: min(itertools.chain(*(each[name] for each in of_rank))) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_rank_is_told_within_five_percent(counted, name):
+    stage, k, once = CASES[name]
+    assert told(stage, k, once=once) == pytest.approx(counted[name], rel=0.05)
+
+
+def test_each_stage_is_told_apart(counted):
+    """So that the comparison above can fail."""
+    by_stage = [counted[f"{stage}-1-once"] for stage in range(4)]
+    assert all(more > 1.05 * less for more, less in itertools.pairwise(by_stage))
+
+
+def test_more_ranks_hold_less_each():
+    assert told(3, ranks=8) < told(3, ranks=4) < told(3, ranks=2)
+
+
+def test_a_step_that_cannot_be_traced_leaves_no_group_behind():
+    def looks(model, tokens):
+        return loss(model, tokens) if float(loss(model, tokens)) > 0 else None
+
+    with pytest.raises(ModelError, match="cannot be traced"):
+        told(2, loss_fn=looks)
+    assert not dist.is_initialized()
+
+
+def test_one_rank_is_no_share():
+    with pytest.raises(ValueGivenError, match="2 or more"):
+        told(2, ranks=1)

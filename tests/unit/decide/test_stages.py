@@ -1,0 +1,131 @@
+"""Which stage ranks share a model by."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_machine import MIB, Machine, measured
+
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.link import Calibration, Link
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.parallelism import StepShape
+from trimtab.core.peak_model import PeakModel
+from trimtab.core.rank_trace import WAYS, RankTrace
+from trimtab.decide.stages import StageCost, at_stage, choose_stage, stages_text
+
+RANKS = 4
+# MiB that a rank holds beyond one process, in windows of one micro-batch and of several: buckets, less what is sharded.
+HELD = {
+    (0, True): (10, 20),
+    (1, True): (-5, 5),
+    (2, True): (-20, -5),
+    (2, False): (-20, -20),
+    (3, True): (-40, -25),
+    (3, False): (-40, -40),
+}
+
+
+def calibration(bytes_per_s: float = 1e11) -> Calibration:
+    return Calibration(Link("planted", 1e-6, bytes_per_s, "planted", calibrated=True))
+
+
+def shape(plan) -> StepShape:
+    micro_s = (plan.measured or plan.predicted).step_s * 0.9 / plan.num_micro_batches
+    return StepShape(micro_s / 3, 2 * micro_s / 3, 0.01, (2**20,) * 8, (1.0,) * 8)
+
+
+def profile_of(*, memory: int | None = None, weight: float = 0.0):
+    budget = Budget() if memory is None else Budget(memory * MIB)
+    machine = Machine(split_s=0.2)
+    return measured(machine, budget=budget, objective=Objective(1.0, weight), always=True)
+
+
+def traces_of(profile) -> tuple[RankTrace, ...]:
+    def moved(model: PeakModel, more: int) -> PeakModel:
+        return model.beside(more * MIB)
+
+    return tuple(
+        RankTrace(each.candidate, way, moved(each.whole, HELD[way][0]), moved(each.sliced, HELD[way][1]))
+        for each in profile.traces
+        for way in WAYS
+    )
+
+
+def choose(profile, link: Calibration | None = None):
+    return choose_stage(profile, traces_of(profile), RANKS, link or calibration(), shape)
+
+
+def test_where_memory_is_ample_every_rank_holds_the_model():
+    plan, found = choose(profile_of())
+    assert (plan.zero_stage.value, plan.num_ranks, plan.micro_batch.value) == (0, RANKS, 64)
+    assert {loser.value for loser in plan.zero_stage.losers} == {1, 2, 3}
+    assert [each.way for each in found] == list(WAYS)
+
+
+def test_a_plan_says_what_a_rank_holds_and_what_its_window_takes():
+    profile = profile_of()
+    plan, found = choose(profile)
+    assert plan.predicted is not None
+    assert plan.predicted.peak_bytes == (100 + 10 * 64 + 10) * MIB
+    cost = found[0].cost
+    assert plan.predicted.step_s == cost.total_s == cost.compute_s + cost.exposed_s + cost.optimizer_s
+    assert (plan.measured, plan.verified, plan.baseline) == (None, None, None)  # one process's, not a rank's
+
+
+@pytest.mark.parametrize(
+    ("memory", "stage", "peak"),
+    [(751, 0, 750), (745, 1, 735), (736, 2, 720), (716, 3, 700)],
+)
+def test_under_a_limit_a_stage_is_chosen_that_meets_it_whole(memory, stage, peak):
+    plan, _ = choose(profile_of(memory=memory))
+    assert (plan.zero_stage.value, plan.predicted.peak_bytes) == (stage, peak * MIB)
+
+
+def test_a_stage_that_does_not_meet_it_splits_its_batch_or_is_told_why_not():
+    _, found = choose(profile_of(memory=430))
+    first = found[0]
+    assert isinstance(first, StageCost)
+    assert first.plan.micro_batch.value == 16
+    assert first.peak_bytes <= 430 * MIB
+
+
+def test_gradients_are_reduced_after_each_micro_batch_where_holding_them_is_too_much():
+    profile = profile_of(memory=72)  # 60 + 10 of one row, and what a trace is raised by
+    plan, found = choose(profile)
+    assert (plan.zero_stage.value, plan.reduces_once.value, plan.micro_batch.value) == (3, False, 1)
+    assert plan.reduces_once.changed
+    assert "over the budget" in str(found[0])
+
+
+def test_limits_that_no_stage_meets_are_refused():
+    with pytest.raises(InfeasibleError, match="no ZeRO stage of 4 ranks meets"):
+        choose(profile_of(memory=50))
+
+
+def test_memory_that_is_weighed_chooses_the_stage_too():
+    plan, _ = choose(profile_of(weight=10.0))
+    assert plan.zero_stage.value == 3
+
+
+def test_on_a_slow_link_half_of_the_bytes_are_sent_where_the_model_is_replicated():
+    plan, found = choose(profile_of(), calibration(2e6))
+    first = found[0]
+    assert first.plan.reduce_dtype.value == "bf16"
+    assert first.cost.exposed_s > 0
+    assert plan.predicted.step_s == min(each.cost.total_s for each in found if isinstance(each, StageCost))
+
+
+def test_what_no_trace_tells_of_has_no_peak_at_a_stage():
+    profile = profile_of()
+    there = at_stage(profile, ())
+    assert there.traces == ()
+    assert all(trial.peak_bytes is None for trial in there.trials)
+    assert there.finals == ()
+
+
+def test_the_table_has_a_line_of_each_way():
+    _, found = choose(profile_of(memory=751))
+    lines = stages_text(found).splitlines()
+    assert len(lines) == 1 + len(WAYS)
+    assert "stage 0: shards nothing" in lines[1]
+    assert "windows of one micro-batch are reduced once" in lines[4]
