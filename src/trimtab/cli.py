@@ -240,6 +240,36 @@ def compare(
 
 
 @app.command()
+def scale(
+    task: TaskName,
+    ranks: Annotated[str, typer.Option(help="numbers of processes on this machine; a launcher's are joined")] = "1,2",
+    rounds: Annotated[int, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = 5,
+    scaling: Annotated[str, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")] = (
+        "weak,strong"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="a first look: two rounds of weak scaling")] = False,
+    adapt: Annotated[str | None, typer.Option(help="batch: also a plan whose batch is freed (tier F)")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table goes on there")] = None,
+    job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the plain loop and the plan on several numbers of ranks: what are more of them worth?"""
+    from trimtab.experiments.scale import ScaleSettings, numbers
+    from trimtab.experiments.scale_command import run_scale
+    from trimtab.experiments.scale_job import JobSettings
+
+    frees = _adaptation(adapt, ("batch",)) != ()
+    modes = tuple(part.strip() for part in ("weak" if quick else scaling).split(","))
+    asked = JobSettings(modes, blocks=2 if quick else 4, frees_batch=frees)
+    settings = ScaleSettings(numbers(ranks), 2 if quick else rounds, asked)
+    folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"
+    with ProgressBar() as progress:
+        found = run_scale(task, folder, settings, job, progress)
+    if found is not None:
+        _print_json(found.as_benchmark()) if as_json else typer.echo(f"{found.text}\n\nreport: {found.path}")
+
+
+@app.command()
 def report(
     source: Annotated[Path, typer.Argument(help="a comparison's folder or report.json, or a run's record (.jsonl)")],
     out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trimtab.core.link import Calibration
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.plan import Choice, Plan, Rejected, Scalar
+from trimtab.core.sharing import KEPT
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication import WindowCost, window_s
 
@@ -43,6 +45,13 @@ def replicated(plan: Plan, num_ranks: int) -> Plan:
         return plan
     reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
     return replace(plan, num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"]))
+
+
+def alone(plan: Plan) -> Plan:
+    """Return a plan of ranks as one of them would run it by itself: as `replicated` was given it."""
+    kept: dict[str, Any] = {"zero_stage": None, **KEPT}
+    kept = {name: Choice(value, "one process", _MARKS[name]) for name, value in kept.items()}
+    return replace(plan, num_ranks=1, **kept)
 
 
 def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:

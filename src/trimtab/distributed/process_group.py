@@ -119,7 +119,9 @@ def total(value: float) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Return the longest of what every rank took."""
+    """Return the longest of what every rank took; itself where there is one process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return seconds
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

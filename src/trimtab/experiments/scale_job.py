@@ -1,0 +1,273 @@
+"""One job of a scaling table: on every rank of it, the plain loop and the plans, timed in turns."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.api import FREED, default_rule, start
+from trimtab.calibrate.step_shape import step_shape
+from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.link import Link
+from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress
+from trimtab.decide.ranks import alone
+from trimtab.decide.turns import turns
+from trimtab.distributed.dealing import shard
+from trimtab.distributed.link_speed import calibrate
+from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.process_group import Place, place, slowest, total
+from trimtab.experiments.planning import make_plans
+from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.scaling import Job, Timed, TimedArm
+from trimtab.measure.timing import synchronize
+from trimtab.recipes.loop import MakeLoop
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.recipes.replicated import ReplicatedLoop
+from trimtab.tasks.task import Task, TaskData
+
+# Seconds of a block, and windows in it at the least.
+_BLOCK_S, _MIN_WINDOWS = 0.6, 4
+_WARM_WINDOWS = 3
+# A batch that is freed has settled when it was the same in so many windows on end, or is taken as it is after so many.
+_SETTLED, _MOST_WINDOWS = 25, 120
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """How much of a job to run.
+
+    Args:
+        modes: of `scaling.MODES`. blocks: of each arm. frees_batch: whether a plan with a freed batch runs too.
+    """
+
+    modes: tuple[str, ...] = ("weak", "strong")
+    blocks: int = 4
+    frees_batch: bool = False
+
+
+def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progress: Progress) -> Job | None:
+    """Time a task on the ranks there are, and return what was found on rank 0; every rank calls it.
+
+    Args:
+        number: of the round. folder: that plans are kept in, for all jobs with as many rows a rank.
+    """
+    here, data = place(), task.load_data()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arms: list[TimedArm] = []
+    for mode in settings.modes if here.num_ranks > 1 else ("weak",):
+        whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
+        share = task_of_rank(whole, here.num_ranks)
+        progress(f"planning {share.batch_rows} rows a rank")
+        plan = plan_together(_kept(share, data, device, folder), device) if here.num_ranks > 1 else None
+        plan = plan or _kept(share, data, device, folder)().plan
+        bench = _Bench(whole, share, data, device, mode, number, settings, progress)
+        arms += bench.arms(plan)
+    link = _link(device) if here.num_ranks > 1 else None
+    if here.rank:
+        return None
+    cores = torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+    return Job(here.num_ranks, number, tuple(arms), cores, _local_ranks(here), link)
+
+
+def _kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
+    """Return what makes a plan for one rank's share, or reads the one that an earlier job made."""
+    path = folder / f"plan-{share.batch_rows}.json"
+
+    def make() -> Made:
+        if not path.exists():
+            plans = make_plans(share, data, device, adapt=(), strong=False, progress=lambda *_: None)
+            with torch.device("meta"):
+                model = share.make_model()
+            plan = plans.plans["S"]
+            write_whole(path, to_json(Made(plan, step_shape(model, plans.profiles["S"], plan)), indent=1))
+        return read_json(Made, path)
+
+    return make
+
+
+def _link(device: torch.device) -> Link | None:
+    try:
+        return calibrate(device).link
+    except ValueGivenError:  # times that say nothing of a link: the table stands without
+        return None
+
+
+def _local_ranks(here: Place) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or here.num_ranks)
+
+
+class _Stepped(Protocol):
+    """What can be stepped: a window; returns this rank's rows."""
+
+    def step(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class _Plain:
+    """A recipe's loop over batches."""
+
+    def __init__(self, make: MakeLoop, task: Task, device: torch.device, batches: Iterator[Any]) -> None:
+        self._loop, self._batches = make(task, device), batches
+
+    def step(self) -> int:
+        """Train on a batch."""
+        return self._loop.step(self._batches)
+
+    def close(self) -> None:
+        """End it."""
+        self._loop.close()
+
+
+class _Planned:
+    """A run of a plan over batches."""
+
+    def __init__(self, plan: Plan, task: Task, device: torch.device, batches: Iterator[Any]) -> None:
+        self._task, self.model = task, task.make_model().to(device).train()
+        self._run = start(self.model, task.make_optimizer(self.model), plan)
+        self._windows = self._run.windows(batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Loader batches of the next window."""
+        return self._run.num_batches
+
+    def step(self) -> int:
+        """Train on a window."""
+        window = next(self._windows)
+        self._run.train_step(window, self._task.loss_fn)
+        return window.rows
+
+    def close(self) -> None:
+        """End it."""
+        self._run.close()
+
+
+class _Bench:
+    """All arms of one mode, timed in turns: each with its communication and without."""
+
+    def __init__(
+        self,
+        whole: Task,
+        share: Task,
+        data: TaskData,
+        device: torch.device,
+        mode: str,
+        number: int,
+        settings: JobSettings,
+        progress: Progress,
+    ) -> None:
+        self._whole, self._share, self._data, self._device = whole, share, data, device
+        self._mode, self._number, self._settings, self._progress = mode, number, settings, progress
+
+    def arms(self, plan: Plan) -> list[TimedArm]:
+        """Return what was timed of each recipe."""
+        with ExitStack() as loops:
+            made = self._loops(plan, loops)
+            timed = self._timed({name: loop for name, loop in made.items() if loop is not None})
+        says = {"baseline": "", "plan": _says(plan), "plan_batch": _says(plan)}
+        found = []
+        for recipe in says:
+            if (together := timed.get(recipe)) is None:
+                continue
+            rows = sum(together[0].rows) / together[1]
+            by_itself = timed.get(f"{recipe} alone")
+            own = None if by_itself is None else by_itself[0]
+            found.append(TimedArm(recipe, self._mode, together[0], own, rows, says[recipe]))
+        return found
+
+    def _loops(self, plan: Plan, close: ExitStack) -> dict[str, _Stepped]:
+        """Return every loop, once its kernels are chosen and its batch has settled."""
+        several = place().num_ranks > 1
+        makes: dict[str, Callable[[], _Stepped]] = {
+            "baseline": lambda: self._plain(ReplicatedLoop if several else ReferenceLoop),
+            "plan": lambda: self._planned(plan),
+        }
+        if self._settings.frees_batch:
+            freed = plan.freed(default_rule(plan), FREED)
+            makes["plan_batch"] = lambda: self._planned(freed)
+        if several:
+            makes["baseline alone"] = lambda: self._plain(ReferenceLoop)
+            makes["plan alone"] = lambda: self._planned(alone(plan))
+        made = {}
+        for name, make in makes.items():
+            self._progress(f"{self._mode}: {name}")
+            torch.manual_seed(0)
+            made[name] = make()
+            close.callback(made[name].close)
+            for _ in range(_WARM_WINDOWS):
+                made[name].step()
+        _settle(made.get("plan_batch"))
+        return made
+
+    def _batches(self) -> Iterator[Any]:
+        return iter(shard(self._data.batches(self._number, self._whole.batch_rows)))
+
+    def _plain(self, make: MakeLoop) -> _Stepped:
+        return _Plain(make, self._share, self._device, self._batches())
+
+    def _planned(self, plan: Plan) -> _Stepped:
+        return _Planned(plan, self._share, self._device, self._batches())
+
+    def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:
+        """Return the blocks of each loop, and their windows."""
+        counts = {name: self._windows_of(loop) for name, loop in loops.items()}
+        rows: dict[str, list[int]] = {name: [] for name in loops}
+        seconds: dict[str, list[float]] = {name: [] for name in loops}
+        last: str | None = None
+        for lap in range(self._settings.blocks):
+            self._progress(f"{self._mode}: block {lap + 1} of {self._settings.blocks}", lap / self._settings.blocks)
+            for name in turns(list(loops), lap, self._number, last):
+                done, taken_s = self._block(loops[name], counts[name])
+                rows[name].append(done)
+                seconds[name].append(taken_s)
+                last = name
+        blocks = self._settings.blocks
+        return {name: (Timed(tuple(rows[name]), tuple(seconds[name])), blocks * counts[name]) for name in loops}
+
+    def _windows_of(self, loop: _Stepped) -> int:
+        """Return the windows of a block, as many on every rank."""
+        _, seconds = self._block(loop, 2)
+        return max(_MIN_WINDOWS, math.ceil(2 * _BLOCK_S / seconds))
+
+    def _block(self, loop: _Stepped, windows: int) -> tuple[int, float]:
+        """Return rows of all ranks, and seconds of the slowest; all begin together."""
+        total(0.0)
+        synchronize(self._device)
+        begin = time.perf_counter()
+        rows = sum(loop.step() for _ in range(windows))
+        synchronize(self._device)
+        taken_s = slowest(time.perf_counter() - begin)
+        return round(total(float(rows))), taken_s
+
+
+def _settle(loop: _Stepped | None) -> None:
+    """Step a loop whose batch is freed until that stays; it is the same on every rank, and so are the windows."""
+    same = 0
+    if not isinstance(loop, _Planned):
+        return
+    for _ in range(_MOST_WINDOWS):
+        before = loop.num_batches
+        loop.step()
+        same = same + 1 if loop.num_batches == before else 0
+        if same == _SETTLED:
+            return
+
+
+def _says(plan: Plan) -> str:
+    """Return how a plan trains, in a line."""
+    if plan.zero_stage.value is None:
+        return f"{plan.precision.value}, {plan.num_micro_batches} micro-batches"
+    bucket = "torch's buckets" if plan.bucket_bytes.value is None else f"buckets of {plan.bucket_bytes.value} bytes"
+    sent = f"stage {plan.zero_stage.value}, gradients sent in {plan.reduce_dtype.value} by {bucket}"
+    return f"{plan.precision.value}, {plan.num_micro_batches} micro-batches, {sent}"

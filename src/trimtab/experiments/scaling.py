@@ -1,0 +1,246 @@
+"""What more ranks are worth: throughput, scaling efficiency and what is waited for, from timed jobs (math: section 8).
+
+A round is one job of each number of ranks, one after the other; efficiency is paired within it. Values only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trimtab.core.link import Link
+from trimtab.core.units import format_seconds
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+
+# "weak": every rank has the task's batch. "strong": ranks share it.
+MODES = ("weak", "strong")
+RECIPES = {
+    "baseline": "the plain loop in DistributedDataParallel",
+    "plan": "trimtab's plan, same maths",
+    "plan_batch": "trimtab's plan, batch freed",
+}
+TIERS = {"baseline": "", "plan": "S", "plan_batch": "F"}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Blocks of windows: rows of all ranks, and seconds of the slowest one."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows of all ranks per second."""
+        return sum(self.rows) / math.fsum(self.seconds)
+
+
+@dataclass(frozen=True)
+class TimedArm:
+    """One loop in one job.
+
+    Args:
+        recipe: of `RECIPES`. mode: of `MODES`; of one rank both are the same, and it is "weak".
+        together: its blocks. alone: those of the same loop on every rank at once, each without the others: what is
+            computed, and no communication; None where that is another loop.
+        window_rows: of all ranks, the mean. says: how the plan shares the model and sends gradients.
+    """
+
+    recipe: str
+    mode: str
+    together: Timed
+    alone: Timed | None
+    window_rows: float
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one launch of so many ranks timed; a JSON value.
+
+    Args:
+        cores: of the machine, for all of its ranks. local_ranks: on it. link: as timed; None of one rank.
+    """
+
+    ranks: int
+    round: int
+    arms: tuple[TimedArm, ...]
+    cores: int
+    local_ranks: int
+    link: Link | None = None
+
+    def arm(self, recipe: str, mode: str) -> TimedArm | None:
+        """Return an arm; of one rank whatever the mode."""
+        wanted = "weak" if self.ranks == 1 else mode
+        return next((arm for arm in self.arms if (arm.recipe, arm.mode) == (recipe, wanted)), None)
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """A recipe on so many ranks, over all rounds.
+
+    Args:
+        rows_per_s: of all ranks. window_rows: of all ranks, the mean: the effective batch.
+        efficiency: throughput(n) / (n throughput(1)); None of one rank, or where one rank was not timed.
+        waiting: share of a window that is waited for communication; None where it was not timed.
+        shares_cores: whether ranks are more than the cores they have: correctness only.
+    """
+
+    recipe: str
+    mode: str
+    ranks: int
+    window_rows: float
+    rows_per_s: Interval
+    efficiency: Interval | None
+    waiting: Interval | None
+    shares_cores: bool
+    says: str = ""
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of a window."""
+        return self.window_rows / self.rows_per_s.mean
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The table of a task."""
+
+    task: str
+    rows: tuple[ScalingRow, ...]
+    links: tuple[Link, ...] = ()
+    environment: dict[str, str] | None = None
+
+
+def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None = None) -> Scaling:
+    """Return the table of a task's jobs: recipes and modes in order, by ranks."""
+    rows = [
+        row
+        for mode in MODES
+        for recipe in RECIPES
+        for ranks in sorted({job.ranks for job in jobs})
+        if (ranks > 1 or mode == "weak") and (row := _row(jobs, recipe, mode, ranks))
+    ]
+    links = {job.ranks: job.link for job in jobs if job.link is not None}
+    return Scaling(task, tuple(rows), tuple(links[ranks] for ranks in sorted(links)), environment)
+
+
+def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow | None:
+    found = [(job, arm) for job in jobs if job.ranks == ranks and (arm := job.arm(recipe, mode)) is not None]
+    if not found:
+        return None
+    alone = {job.round: arm for job in jobs if job.ranks == 1 and (arm := job.arm(recipe, mode)) is not None}
+    ratios = [
+        arm.together.rows_per_s / (ranks * alone[job.round].together.rows_per_s)
+        for job, arm in found
+        if ranks > 1 and job.round in alone
+    ]
+    waiting = [
+        1 - arm.together.rows_per_s / arm.alone.rows_per_s for _, arm in found if ranks > 1 and arm.alone is not None
+    ]
+    return ScalingRow(
+        recipe,
+        mode,
+        ranks,
+        math.fsum(arm.window_rows for _, arm in found) / len(found),
+        ratio_interval([arm.together.rows_per_s for _, arm in found]),
+        ratio_interval(ratios) if ratios else None,
+        mean_interval(waiting) if waiting else None,
+        any(job.local_ranks > job.cores for job, _ in found),
+        found[0][1].says,
+    )
+
+
+_COLUMNS = ("scaling", "recipe", "ranks", "batch", "rows/s", "efficiency (95%)", "waiting to send", "a window", "n")
+
+
+def table(found: Scaling) -> tuple[tuple[str, ...], ...]:
+    """Return the table as text, its head first: throughput, efficiency with its interval, and what is waited for."""
+    return (_COLUMNS, *(_cells(row) for row in found.rows))
+
+
+def _cells(row: ScalingRow) -> tuple[str, ...]:
+    return (
+        row.mode if row.ranks > 1 else "",
+        row.recipe,
+        f"{row.ranks}" + (" (share cores)" if row.shares_cores else ""),
+        f"{row.window_rows:.0f}",
+        f"{row.rows_per_s.mean:.4g}",
+        "" if row.efficiency is None else _interval(row.efficiency),
+        "" if row.waiting is None else _share(row.waiting),
+        format_seconds(row.window_s),
+        str(row.rows_per_s.n),
+    )
+
+
+def _interval(value: Interval) -> str:
+    bounds = "" if value.n < 2 else f" ({100 * value.low:.1f} to {100 * value.high:.1f})"
+    return f"{100 * value.mean:.1f}%{bounds}"
+
+
+def _share(value: Interval) -> str:
+    half = "" if value.n < 2 else f" ± {50 * (value.high - value.low):.1f}"
+    return f"{100 * value.mean:.1f}%{half}"
+
+
+def text(found: Scaling) -> str:
+    """Return the table for a terminal, with what has to be known beside it."""
+    rows = table(found)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *notes(found)])
+
+
+def notes(found: Scaling) -> list[str]:
+    """Return what has to be known beside the table."""
+    recipes = list(dict.fromkeys(row.recipe for row in found.rows))
+    said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
+    said += [f"{row.recipe} on {row.ranks} ranks ({row.mode}): {row.says}" for row in found.rows if row.says]
+    said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
+    if any(row.shares_cores for row in found.rows):
+        said.append("ranks that share cores say that it runs, and nothing of scaling")
+    if any(row.rows_per_s.n < 5 for row in found.rows):
+        said.append("fewer than 5 rounds allow no verdict")
+    return said
+
+
+def _speed(link: Link) -> str:
+    return f"{format_seconds(link.latency_s)} a hop, {link.bytes_per_s / 1e6:.4g} MB/s"
+
+
+def benchmark_rows(found: Scaling, link: str) -> Iterable[dict[str, object]]:
+    """Yield a flat row of each recipe and number of ranks.
+
+    Args:
+        link: what it is called: "local", "slow".
+    """
+    for row in found.rows:
+        yield {
+            "metric": "scaling_efficiency",
+            "task": found.task,
+            "scaling": row.mode,
+            "ranks": row.ranks,
+            "link": link,
+            "recipe": row.recipe,
+            "tier": TIERS[row.recipe],
+            "effective_batch": row.window_rows,
+            "rows_per_s": row.rows_per_s.mean,
+            "window_s": row.window_s,
+            **_bounds(row.efficiency),
+            "n": row.rows_per_s.n,
+            "waiting_share": None if row.waiting is None else row.waiting.mean,
+            "shares_cores": row.shares_cores,
+            "says": row.says,
+        }
+
+
+def _bounds(value: Interval | None) -> dict[str, float | None]:
+    if value is None:
+        return {"mean": None, "low": None, "high": None}
+    is_bounded = value.n > 1
+    return {
+        "mean": value.mean,
+        "low": value.low if is_bounded else None,
+        "high": value.high if is_bounded else None,
+    }
