@@ -243,11 +243,11 @@ def compare(
 def scale(
     task: TaskName,
     ranks: Annotated[str, typer.Option(help="numbers of processes on this machine; a launcher's are joined")] = "1,2",
-    rounds: Annotated[int, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = 5,
-    scaling: Annotated[str, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")] = (
-        "weak,strong"
-    ),
-    quick: Annotated[bool, typer.Option("--quick", help="a first look: two rounds of weak scaling")] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a first look: two short rounds of weak scaling")] = False,
     adapt: Annotated[str | None, typer.Option(help="batch: also a plan whose batch is freed (tier F)")] = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted table goes on there")] = None,
     job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
@@ -259,9 +259,9 @@ def scale(
     from trimtab.experiments.scale_job import JobSettings
 
     frees = _adaptation(adapt, ("batch",)) != ()
-    modes = tuple(part.strip() for part in ("weak" if quick else scaling).split(","))
-    asked = JobSettings(modes, blocks=2 if quick else 4, frees_batch=frees)
-    settings = ScaleSettings(numbers(ranks), 2 if quick else rounds, asked)
+    modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
+    asked = JobSettings(modes, *((2, 0.2) if quick else ()), frees_batch=frees)
+    settings = ScaleSettings(numbers(ranks), rounds or (2 if quick else 5), asked)
     folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"
     with ProgressBar() as progress:
         found = run_scale(task, folder, settings, job, progress)

@@ -35,8 +35,7 @@ from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replicated import ReplicatedLoop
 from trimtab.tasks.task import Task, TaskData
 
-# Seconds of a block, and windows in it at the least.
-_BLOCK_S, _MIN_WINDOWS = 0.6, 4
+_MIN_WINDOWS = 4  # of a block
 _WARM_WINDOWS = 3
 # A batch that is freed has settled when it was the same in so many windows on end, or is taken as it is after so many.
 _SETTLED, _MOST_WINDOWS = 25, 120
@@ -47,11 +46,13 @@ class JobSettings:
     """How much of a job to run.
 
     Args:
-        modes: of `scaling.MODES`. blocks: of each arm. frees_batch: whether a plan with a freed batch runs too.
+        modes: of `scaling.MODES`. blocks: of each arm, about `block_s` seconds each. frees_batch: whether a plan with a
+            freed batch runs too.
     """
 
     modes: tuple[str, ...] = ("weak", "strong")
     blocks: int = 4
+    block_s: float = 0.6
     frees_batch: bool = False
 
 
@@ -68,19 +69,19 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
         share = task_of_rank(whole, here.num_ranks)
         progress(f"planning {share.batch_rows} rows a rank")
-        plan = plan_together(_kept(share, data, device, folder), device) if here.num_ranks > 1 else None
-        plan = plan or _kept(share, data, device, folder)().plan
+        plan = plan_together(kept(share, data, device, folder), device) if here.num_ranks > 1 else None
+        plan = plan or kept(share, data, device, folder)().plan
         bench = _Bench(whole, share, data, device, mode, number, settings, progress)
         arms += bench.arms(plan)
-    link = _link(device) if here.num_ranks > 1 else None
+    link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
     if here.rank:
         return None
     cores = torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
     return Job(here.num_ranks, number, tuple(arms), cores, _local_ranks(here), link)
 
 
-def _kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
-    """Return what makes a plan for one rank's share, or reads the one that an earlier job made."""
+def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
+    """Return what makes a plan of one rank's share, or reads from the folder the one that an earlier job made."""
     path = folder / f"plan-{share.batch_rows}.json"
 
     def make() -> Made:
@@ -238,7 +239,7 @@ class _Bench:
     def _windows_of(self, loop: _Stepped) -> int:
         """Return the windows of a block, as many on every rank."""
         _, seconds = self._block(loop, 2)
-        return max(_MIN_WINDOWS, math.ceil(2 * _BLOCK_S / seconds))
+        return max(_MIN_WINDOWS, math.ceil(2 * self._settings.block_s / seconds))
 
     def _block(self, loop: _Stepped, windows: int) -> tuple[int, float]:
         """Return rows of all ranks, and seconds of the slowest; all begin together."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab.core.link import Link
 from trimtab.core.units import format_seconds
-from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
 
 # "weak": every rank has the task's batch. "strong": ranks share it.
 MODES = ("weak", "strong")
@@ -82,7 +82,8 @@ class ScalingRow:
 
     Args:
         rows_per_s: of all ranks. window_rows: of all ranks, the mean: the effective batch.
-        efficiency: throughput(n) / (n throughput(1)); None of one rank, or where one rank was not timed.
+        efficiency: throughput(n) / (n throughput(1)); None of one rank, or where one rank was not timed. pairs: of each
+            round that has both.
         waiting: share of a window that is waited for communication; None where it was not timed.
         shares_cores: whether ranks are more than the cores they have: correctness only.
     """
@@ -96,6 +97,7 @@ class ScalingRow:
     waiting: Interval | None
     shares_cores: bool
     says: str = ""
+    pairs: tuple[float, ...] = ()
 
     @property
     def window_s(self) -> float:
@@ -149,6 +151,7 @@ def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow 
         mean_interval(waiting) if waiting else None,
         any(job.local_ranks > job.cores for job, _ in found),
         found[0][1].says,
+        tuple(ratios),
     )
 
 
@@ -167,20 +170,25 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         f"{row.ranks}" + (" (share cores)" if row.shares_cores else ""),
         f"{row.window_rows:.0f}",
         f"{row.rows_per_s.mean:.4g}",
-        "" if row.efficiency is None else _interval(row.efficiency),
+        _efficiency(row),
         "" if row.waiting is None else _share(row.waiting),
         format_seconds(row.window_s),
         str(row.rows_per_s.n),
     )
 
 
-def _interval(value: Interval) -> str:
-    bounds = "" if value.n < 2 else f" ({100 * value.low:.1f} to {100 * value.high:.1f})"
-    return f"{100 * value.mean:.1f}%{bounds}"
+def _efficiency(row: ScalingRow) -> str:
+    """Return it with its interval; of too few rounds for one, what each of them was."""
+    if row.efficiency is None:
+        return ""
+    found = row.efficiency
+    if found.n < MIN_PAIRS_FOR_VERDICT:
+        return ", ".join(f"{100 * pair:.1f}%" for pair in row.pairs)
+    return f"{100 * found.mean:.1f}% ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
 def _share(value: Interval) -> str:
-    half = "" if value.n < 2 else f" ± {50 * (value.high - value.low):.1f}"
+    half = "" if value.n < MIN_PAIRS_FOR_VERDICT else f" ± {50 * (value.high - value.low):.1f}"
     return f"{100 * value.mean:.1f}%{half}"
 
 
@@ -196,13 +204,17 @@ def notes(found: Scaling) -> list[str]:
     """Return what has to be known beside the table."""
     recipes = list(dict.fromkeys(row.recipe for row in found.rows))
     said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
-    said += [f"{row.recipe} on {row.ranks} ranks ({row.mode}): {row.says}" for row in found.rows if row.says]
+    said += [f"{row.recipe}, {_where(row)}: {row.says}" for row in found.rows if row.says]
     said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
     if any(row.shares_cores for row in found.rows):
         said.append("ranks that share cores say that it runs, and nothing of scaling")
-    if any(row.rows_per_s.n < 5 for row in found.rows):
-        said.append("fewer than 5 rounds allow no verdict")
+    if any(row.rows_per_s.n < MIN_PAIRS_FOR_VERDICT for row in found.rows):
+        said.append(f"fewer than {MIN_PAIRS_FOR_VERDICT} rounds: each one's efficiency, and no verdict")
     return said
+
+
+def _where(row: ScalingRow) -> str:
+    return "one rank" if row.ranks == 1 else f"{row.ranks} ranks, {row.mode}"
 
 
 def _speed(link: Link) -> str:
@@ -228,6 +240,7 @@ def benchmark_rows(found: Scaling, link: str) -> Iterable[dict[str, object]]:
             "rows_per_s": row.rows_per_s.mean,
             "window_s": row.window_s,
             **_bounds(row.efficiency),
+            "pairs": list(row.pairs),
             "n": row.rows_per_s.n,
             "waiting_share": None if row.waiting is None else row.waiting.mean,
             "shares_cores": row.shares_cores,

@@ -1,0 +1,92 @@
+"""`trimtab scale`: jobs of one and of two ranks are launched, timed and put into one table; nothing is timed twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.core.codec import to_json
+from trimtab.core.plan import Plan
+from trimtab.distributed.planning import Made
+
+TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
+COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
+ARGUMENTS = ["tiny:task", "--ranks=2", "--quick", "--rounds=1", "--scaling=weak,strong", "--adapt=batch"]
+ARGUMENTS += ["--out=table", "--json"]
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    given = os.environ | {"PYTHONPATH": str(folder)} | environment
+    return subprocess.run([*COMMAND, "scale", *arguments], cwd=folder, capture_output=True, text=True, env=given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return where one table was made, of plans that need not be measured."""
+    made = tmp_path_factory.mktemp("scale")
+    shutil.copy(TINY_TASK, made / "tiny.py")
+    (made / "table").mkdir()
+    for rows in (32, 16):
+        (made / "table" / f"plan-{rows}.json").write_text(to_json(Made(Plan.fixed(rows))))
+    found = run(made, *ARGUMENTS)
+    assert found.returncode == 0, found.stderr
+    (made / "printed.json").write_text(found.stdout)
+    return made
+
+
+def test_every_recipe_has_a_row_of_each_number_of_ranks(folder):
+    rows = json.loads((folder / "printed.json").read_text())["rows"]
+    of = {(row["recipe"], row["ranks"], row["scaling"]): row for row in rows}
+    for recipe in ("baseline", "plan", "plan_batch"):
+        assert {(recipe, 1, "weak"), (recipe, 2, "weak"), (recipe, 2, "strong")} <= of.keys()
+        assert of[recipe, 1, "weak"]["mean"] is None
+        assert of[recipe, 2, "weak"]["pairs"] == [of[recipe, 2, "weak"]["mean"]]
+        assert of[recipe, 2, "weak"]["rows_per_s"] > 0
+    assert of["baseline", 2, "weak"]["effective_batch"] == of["plan", 2, "weak"]["effective_batch"] == 64
+    assert of["baseline", 2, "strong"]["effective_batch"] == of["plan", 1, "weak"]["effective_batch"] == 32
+    assert of["plan_batch", 2, "weak"]["effective_batch"] >= 64
+    assert of["plan", 2, "weak"]["waiting_share"] is not None
+    assert "stage 0" in of["plan", 2, "weak"]["says"]
+
+
+def test_what_the_folder_holds_is_not_timed_again(folder):
+    before = {path: path.read_bytes() for path in (folder / "table").glob("job-*.json")}
+    assert len(before) == 2
+    found = run(folder, *ARGUMENTS)
+    assert found.returncode == 0, found.stderr
+    assert {path: path.read_bytes() for path in (folder / "table").glob("job-*.json")} == before
+    again = json.loads(found.stdout)["rows"]
+    assert again == json.loads((folder / "printed.json").read_text())["rows"]
+
+
+def test_another_table_is_not_made_in_the_same_folder(folder):
+    found = run(folder, "tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
+    assert found.returncode == 1
+    assert "another scale" in found.stderr
+
+
+def test_a_launchers_ranks_add_a_job_of_theirs(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = folder / "command.py"
+    program.write_text("from trimtab.cli import main\nmain()\n")
+    given = os.environ | {"PYTHONPATH": str(folder)}
+    found = subprocess.run(
+        [*command, str(program), "scale", *ARGUMENTS], cwd=folder, capture_output=True, text=True, env=given
+    )
+    assert found.returncode == 0, found.stderr
+    assert (folder / "table" / "job-1-2.json").exists()
+    rows = json.loads(found.stdout)["rows"]
+    (row,) = [r for r in rows if (r["recipe"], r["ranks"], r["scaling"]) == ("plan", 2, "weak")]
+    assert (row["n"], len(row["pairs"])) == (2, 1)  # its round has no job of one rank
+
+
+def test_numbers_that_are_none_are_refused(folder):
+    found = run(folder, "tiny:task", "--ranks", "two")
+    assert found.returncode == 1
+    assert "--ranks" in found.stderr

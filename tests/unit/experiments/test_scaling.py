@@ -1,0 +1,100 @@
+"""The scaling table: efficiency is paired within rounds, and says what it cannot say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trimtab.core.codec import from_json, to_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.link import Link
+from trimtab.experiments import scaling
+from trimtab.experiments.scale import ScaleSettings, next_round, numbers, path_of
+from trimtab.experiments.scale_job import JobSettings
+from trimtab.experiments.scaling import Job, Timed, TimedArm, summarise
+
+LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
+
+
+def timed(rate: float) -> Timed:
+    return Timed((100, 100), (100 / rate, 100 / rate))
+
+
+def job(ranks: int, number: int, rate: float, alone: float | None = None, mode: str = "weak", cores: int = 2) -> Job:
+    own = None if alone is None else timed(alone)
+    arm = TimedArm("baseline", mode, timed(rate), own, 32.0 * ranks)
+    return Job(ranks, number, (arm,), cores, ranks, LINK if ranks > 1 else None)
+
+
+def row(found: scaling.Scaling, ranks: int, mode: str = "weak") -> scaling.ScalingRow:
+    (one,) = [each for each in found.rows if (each.ranks, each.mode) == (ranks, mode)]
+    return one
+
+
+def test_efficiency_is_of_the_same_round_and_what_is_waited_for_of_the_same_job():
+    jobs = [job(1, 0, 100.0), job(2, 0, 150.0, 200.0), job(1, 1, 50.0), job(2, 1, 90.0, 100.0)]
+    two = row(summarise("tiny", jobs), 2)
+    assert two.pairs == pytest.approx((0.75, 0.9))
+    assert two.efficiency.mean == pytest.approx(math.sqrt(0.75 * 0.9))
+    assert two.waiting.mean == pytest.approx((0.25 + 0.1) / 2)
+    assert two.rows_per_s.mean == pytest.approx(math.sqrt(150 * 90))
+    assert two.window_s == pytest.approx(64 / math.sqrt(150 * 90))
+    assert row(summarise("tiny", jobs), 1).efficiency is None
+
+
+def test_a_round_without_one_rank_has_no_efficiency():
+    found = row(summarise("tiny", [job(2, 0, 150.0), job(1, 1, 100.0)]), 2)
+    assert (found.efficiency, found.pairs, found.waiting) == (None, (), None)
+
+
+def test_strong_scaling_is_held_against_the_same_one_rank():
+    jobs = [job(1, 0, 100.0), job(2, 0, 120.0, mode="strong"), job(2, 0, 180.0)]
+    found = summarise("tiny", jobs)
+    assert row(found, 2, "strong").pairs == pytest.approx((0.6,))
+    assert row(found, 2, "weak").pairs == pytest.approx((0.9,))
+    assert [each.mode for each in found.rows if each.ranks == 1] == ["weak"]
+
+
+def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
+    few = [job(ranks, n, 100.0 * ranks * (1 - 0.1 * n * (ranks > 1))) for n in range(2) for ranks in (1, 2)]
+    said = scaling.text(summarise("tiny", few))
+    assert "100.0%, 90.0%" in said
+    assert "no verdict" in said
+    many = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2)]
+    said = scaling.text(summarise("tiny", many))
+    assert "98.0% (96.0 to 100.0)" in said
+    assert "no verdict" not in said
+
+
+def test_ranks_that_share_cores_are_said_to():
+    found = summarise("tiny", [job(1, 0, 100.0), job(4, 0, 120.0)])
+    assert row(found, 4).shares_cores
+    assert "nothing of scaling" in scaling.text(found)
+    assert "nothing of scaling" not in scaling.text(summarise("tiny", [job(2, 0, 120.0)]))
+
+
+def test_rows_are_flat_and_name_link_and_tier():
+    (one, two) = scaling.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
+    assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
+    assert (two["link"], two["recipe"], two["tier"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
+    assert two["low"] is two["high"] is None
+
+
+def test_a_job_is_read_back_as_it_was_written():
+    one = job(2, 3, 150.0, 200.0)
+    assert from_json(Job, to_json(one)) == one
+
+
+def test_one_rank_is_always_among_them_and_numbers_are_read():
+    assert ScaleSettings(numbers("4, 2")).ranks == (1, 2, 4)
+    for bad in ("", "2,x", "0", "-1", "2.5"):
+        with pytest.raises(ValueGivenError, match="ranks"):
+            numbers(bad)
+    with pytest.raises(ValueGivenError, match="scaling"):
+        ScaleSettings(job=JobSettings(modes=("weakly",)))
+
+
+def test_the_next_round_is_the_one_without_a_file(tmp_path):
+    path_of(tmp_path, 0, 2).touch()
+    assert (next_round(tmp_path, 2), next_round(tmp_path, 4)) == (1, 0)
