@@ -1,0 +1,220 @@
+"""What several ranks are worth, over this machine's own link and over one that is slow.
+
+`python benchmarks/scaling.py [--quick] [--json] [--rounds 8] [--seeds 5] [--links local slow]` prints
+
+- `weight_difference`: of each backend on 2 and 4 ranks, the largest difference of a weight from one process's after 20
+  windows, over the largest weight;
+- `scaling_efficiency`, of the jobs of `trimtab scale`, weak scaling: throughput(n) / (n throughput(1)), paired within
+  rounds, of the plain loop in DDP and of the plan;
+- `samples_to_target`: both of them, and the plan with a freed batch, trained to a held-out loss on one rank and two
+  over the slow link: rows that it took, and the efficiency of the whole course, paired by seed;
+- `window_prediction`: seconds of a window of each ZeRO stage, as told from one process and a timed link, and as taken;
+- `loop_overhead_ratio`: a plan that changes nothing on two ranks over the plain loop in DDP, step by step, and the
+  seconds of what ranks ask each other once a window.
+
+Ranks have one thread each. The slow link is this machine's loopback in a network namespace of its own, held to
+`--mbit` by the kernel's token bucket (`tc`); without root and `tc` it is not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import command
+
+from trimtab.decide.statistics import ratio_interval
+
+HERE = Path(__file__).parent
+MBIT = {"resnet_small": 60, "gpt_small": 1000}
+TARGET, MOST = 1.4, 200_000
+COURSES = ("baseline", "plan", "plan_batch")
+PAIRS = 400
+
+
+def run_ranks(link: str, mbit: int, ranks: int, program: Sequence[str]) -> None:
+    """Run a program as ranks of one thread each, over a link."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+    one = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)}
+    subprocess.run(over(link, mbit, [sys.executable, *launcher]), env=one, check=True, stdout=sys.stderr)
+
+
+def over(link: str, mbit: int, program: Sequence[str]) -> list[str]:
+    """Return the command that runs a program over a link."""
+    if link == "local":
+        return list(program)
+    limit = f"tc qdisc add dev lo root tbf rate {mbit}mbit burst 128kb latency 1s"
+    return ["unshare", "--net", "sh", "-c", f'ip link set lo up && {limit} && exec "$@"', "sh", *program]
+
+
+def has_slow_link() -> bool:
+    """Return whether a namespace with a slow loopback can be made here."""
+    if not all(map(shutil.which, ("unshare", "tc", "ip"))):
+        return False
+    return subprocess.run(over("slow", 100, ["true"]), capture_output=True, check=False).returncode == 0
+
+
+def found_by(link: str, mbit: int, ranks: int, what: str, *arguments: object) -> list[dict[str, Any]]:
+    """Return what a job of scaling_ranks.py found."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        run_ranks(link, mbit, ranks, [str(HERE / "scaling_ranks.py"), what, str(out), *map(str, arguments)])
+        found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: int, folder: Path) -> list[Any]:
+    """Return the rows of `trimtab scale`."""
+    name = {"resnet_small": "RESNET", "gpt_small": "GPT"}[task]
+    asked = ["scale", f"scaling_tasks:{name}", "--ranks", ",".join(map(str, ranks)), "--rounds", str(rounds)]
+    asked += ["--scaling", "weak", "--out", str(folder), "--json"]
+    program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked]
+    given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)}
+    done = subprocess.run(over(link, mbit, program), env=given, check=True, stdout=subprocess.PIPE, text=True)
+    rows = json.loads(done.stdout)["rows"]
+    return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
+
+
+def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES) -> Iterator[dict[str, Any]]:
+    """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {(recipe, n): [] for recipe in recipes for n in (1, 2)}
+    for seed in range(seeds):
+        order = list(found)
+        for recipe, ranks in order if seed % 2 == 0 else order[::-1]:
+            link = "slow" if ranks > 1 else "local"  # one rank sends nothing
+            found[recipe, ranks] += found_by(link, mbit, ranks, "course", folder, recipe, seed, TARGET, MOST)
+            print(_course_line(found[recipe, ranks][-1]), file=sys.stderr, flush=True)
+    for (recipe, ranks), runs in found.items():
+        pairs = zip(runs, found[recipe, 1], strict=True)
+        ratios = [ours["rows_per_s"] / (ranks * alone["rows_per_s"]) for ours, alone in pairs]
+        speed = [ours["rows_per_s"] for ours in runs]
+        same = [
+            ours["rows_per_s"] / base["rows_per_s"] for ours, base in zip(runs, found["baseline", ranks], strict=True)
+        ]
+        yield {
+            "metric": "samples_to_target",
+            "task": "resnet_small",
+            "link": "slow" if ranks > 1 else "none",
+            "mbit": mbit if ranks > 1 else None,
+            "ranks": ranks,
+            "recipe": recipe,
+            "tier": {"baseline": "", "plan": "S", "plan_batch": "F"}[recipe],
+            "target": TARGET,
+            "reached": sum(run["reached"] for run in runs),
+            "seeds": len(runs),
+            "samples_to_target": statistics.median(run["rows"] for run in runs),
+            "seconds_to_target": statistics.median(run["seconds"] for run in runs),
+            "effective_batch": statistics.fmean(run["rows"] / run["windows"] for run in runs),
+            "rows_per_s": statistics.median(speed),
+            "over_baseline": statistics.median(same),
+            "says": runs[0]["says"],
+            **_efficiency(ratios if ranks > 1 else []),
+        }
+
+
+def _efficiency(ratios: list[float]) -> dict[str, Any]:
+    if not ratios:
+        return {"mean": None, "low": None, "high": None, "pairs": []}
+    found = ratio_interval(ratios)
+    bounds = (found.low, found.high) if found.n > 1 else (None, None)
+    return {"mean": found.mean, "low": bounds[0], "high": bounds[1], "pairs": ratios}
+
+
+def _course_line(run: dict[str, Any]) -> str:
+    return (
+        f"  {run['recipe']} on {run['ranks']}, seed {run['seed']}: {run['rows']} rows in {run['seconds']:.1f} s, "
+        f"{run['rows'] / run['windows']:.0f} a window{'' if run['reached'] else ', not reached'}"
+    )
+
+
+def overhead(pairs: int) -> Iterator[dict[str, Any]]:
+    """Yield the loop's price on two ranks, over this machine's own link."""
+    for row in found_by("local", 0, 2, "agreement", pairs):
+        ours, control = ratio_interval(row.pop("pairs")), ratio_interval(row.pop("control_pairs"))
+        figures = {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
+        yield row | figures | {"resolution": control.half_width, "control": control.mean}
+
+
+def measured(options: Any) -> Iterator[dict[str, Any]]:
+    """Yield all rows."""
+    for ranks in () if "weights" not in options.parts else (2,) if options.quick else (2, 4):
+        yield from found_by("local", 0, ranks, "weights")
+    links = [link for link in options.links if link == "local" or has_slow_link()]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for task in ("resnet_small", "gpt_small") if "efficiency" in options.parts else ():
+            mbit = options.mbit or MBIT[task]
+            for link in links:
+                ranks = (1, 2, 4) if link == "local" and not options.quick else (1, 2)
+                yield from efficiencies(task, link, mbit, ranks, options.rounds, folder / f"{task}-{link}")
+        for link in links if "windows" in options.parts else ():
+            (folder / "windows").mkdir(exist_ok=True)
+            for row in found_by(link, options.mbit or MBIT["gpt_small"], 2, "windows", folder / "windows"):
+                yield row | {"link": link}
+        if "courses" in options.parts and "slow" in links:
+            (folder / "courses").mkdir()
+            yield from courses(options.seeds, options.mbit or MBIT["resnet_small"], folder / "courses")
+        if "overhead" in options.parts:
+            yield from overhead(PAIRS // 4 if options.quick else PAIRS)
+    if "slow" in options.links and "slow" not in links:
+        yield {"metric": "not measured", "link": "slow", "why": "it takes root, unshare, ip and tc"}
+
+
+def _line(row: dict[str, Any]) -> str:
+    match row["metric"]:
+        case "weight_difference":
+            return f"{row['backend']:<12} {row['ranks']} ranks: weights {row['difference']:.1e} apart ({row['dtype']})"
+        case "scaling_efficiency":
+            share = "" if row["mean"] is None else f"efficiency {_bounded(row)}"
+            return f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<9} {row['rows_per_s']:>8.0f} rows/s {share}"
+        case "samples_to_target":
+            share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
+            rows = f"{row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s"
+            return f"{row['recipe']:<10} on {row['ranks']} to {row['target']:g} ({row['reached']}/{row['seeds']}): {rows}{share}"
+        case "window_prediction":
+            once = "" if row["reduces_once"] else ", each reduced"
+            told, taken = 1000 * row["predicted_s"], 1000 * row["measured_s"]
+            what = f"stage {row['zero_stage']}, {row['micro_batches']} micro-batches{once}"
+            return f"{row['link']:<5} {what:<40} {told:8.1f} ms told, {taken:8.1f} taken: {row['error']:+.1%}"
+        case "loop_overhead_ratio":
+            asks = f"asking takes {1e6 * row['ask_s']:.0f} µs, and {1e6 * row['answer_s']:.0f} µs to the answer"
+            return f"loop on 2 ranks {_bounded(row)} of the plain one's (control ±{row['resolution']:.1%}); {asks}"
+    return f"not measured: {row.get('link', '')} {row.get('why', '')}"
+
+
+def _bounded(row: dict[str, Any]) -> str:
+    bounds = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f})"
+    return f"{row['mean']:.3f}{bounds}"
+
+
+PARTS = ("weights", "efficiency", "windows", "courses", "overhead")
+
+
+def main() -> None:
+    """Print the rows."""
+    parser = command.parser(__doc__)
+    parser.add_argument("--links", nargs="+", default=("local", "slow"), choices=("local", "slow"))
+    parser.add_argument("--parts", nargs="+", default=None, choices=PARTS, help="all of them, or some")
+    parser.add_argument("--rounds", type=int, default=None, help="of jobs: 8, or 1 when quick")
+    parser.add_argument("--seeds", type=int, default=5, help="of courses to a loss")
+    parser.add_argument("--mbit", type=int, default=None, help="of the slow link")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 8)
+    options.parts = options.parts or (("weights", "overhead") if options.quick else PARTS)
+    rows = []
+    for row in measured(options):
+        rows.append(row)
+        print(_line(row), file=sys.stderr, flush=True)
+    command.show("scaling", rows, _line, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

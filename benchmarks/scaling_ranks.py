@@ -1,0 +1,314 @@
+"""What a rank of scaling.py runs, under torchrun: weights, windows of each stage, a course to a loss, the loop's price.
+
+    torchrun ... scaling_ranks.py weights|windows|course|agreement OUT [ARGUMENT ...]
+
+Rank 0 writes what was found to OUT.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from regret_cases import held_out_loss
+from scaling_tasks import GPT, RESNET
+from torch import Tensor
+
+import trimtab
+from trimtab.api import FREED, default_rule
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.plan import Plan
+from trimtab.core.rank_trace import WAYS
+from trimtab.decide.communication import window_s
+from trimtab.decide.ranks import alone, replicated
+from trimtab.distributed.link_speed import calibrate
+from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.process_group import slowest, total
+from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.scale_job import kept
+from trimtab.recipes.replicated import ReplicatedLoop
+from trimtab.tasks.task import Task
+
+CPU = torch.device("cpu")
+STEPS = 20  # of weights that are compared
+SEVERAL = 3  # micro-batches of windows that are reduced once or each
+BLOCKS, BLOCK_S = 7, 0.5
+BACKENDS: dict[str, dict[str, Any]] = {
+    "ddp": {"zero_stage": 0},
+    "zero-1": {"zero_stage": 1},
+    "zero-2": {"zero_stage": 2},
+    "zero-3": {"zero_stage": 3},
+    "deepspeed-1": {"zero_stage": 1, "engine": "deepspeed"},
+    "deepspeed-2": {"zero_stage": 2, "engine": "deepspeed"},
+    "deepspeed-3": {"zero_stage": 3, "engine": "deepspeed"},
+}
+
+
+def _whole(task: Task) -> Task:
+    """Return the task of all ranks, each with its batch."""
+    return replace(task, batch_rows=task.batch_rows * _ranks())
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _batches(task: Task, seed: int) -> Iterator[Any]:
+    return iter(trimtab.shard(task.load_data().batches(seed, task.batch_rows)))
+
+
+def weights() -> list[dict[str, Any]]:
+    """Return how far each backend's weights are from one process's, after windows of several micro-batches."""
+    # Stage 3 of DeepSpeed holds fp32 alone; of the others double precision shows a mistake, not rounding.
+    rows, found = [], {}
+    task = replace(_whole(GPT), batch_rows=6 * _ranks())
+    for name, how in BACKENDS.items():
+        dtype = torch.float32 if how.get("engine") else torch.float64
+        plan = Plan.fixed(6, 2, num_ranks=_ranks(), **how)
+        found[name] = (dtype, _trained(task, plan, dtype))
+    if dist.get_rank():
+        return []
+    os.environ["WORLD_SIZE"] = "1"
+    alone_of = {}
+    ranks = _ranks()
+    dist.destroy_process_group()
+    for dtype in (torch.float64, torch.float32):
+        alone_of[dtype] = _trained(task, Plan.fixed(task.batch_rows, 2), dtype)
+    for name, (dtype, ours) in found.items():
+        largest = max(float(each.abs().max()) for each in alone_of[dtype])
+        gap = max(float((a - b).abs().max()) for a, b in zip(ours, alone_of[dtype], strict=True)) / largest
+        row = {"metric": "weight_difference", "task": GPT.name, "backend": name, "ranks": ranks, "steps": STEPS}
+        rows.append(row | {"dtype": str(dtype).removeprefix("torch."), "difference": gap})
+    return rows
+
+
+def _trained(task: Task, plan: Plan, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = task.make_model().to(dtype).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = _batches(task, 0)
+    with trimtab.start(model, optimizer, plan, clip_norm=1.0) as run:
+        for window in itertools.islice(run.windows(batches), STEPS):
+            run.train_step(window, task.loss_fn)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [each.detach().double().clone() for each in whole]
+
+
+def windows(folder: str) -> list[dict[str, Any]]:
+    """Return the windows of each stage as they were told and as they took, of windows of one micro-batch and more."""
+    whole, rows = _whole(GPT), []
+    share = task_of_rank(whole, _ranks())
+    made = _made(share, folder)
+    calibration = calibrate(CPU)
+    assert made.shape is not None
+    for stage, once in WAYS:
+        for k in (1, SEVERAL) if once else (SEVERAL,):
+            how = Parallelism(_ranks(), stage, reduces_once=once)
+            told = window_s(how, calibration.link, made.shape, k, overlap_share=calibration.overlap_share)
+            shared = {"reduces_once": once} if stage > 1 else {}
+            plan = Plan.fixed(k * share.batch_rows, share.batch_rows, num_ranks=_ranks(), zero_stage=stage, **shared)
+            task = replace(whole, batch_rows=k * whole.batch_rows)
+            taken, computed = _window_s(task, plan), _window_s(task, alone(plan))
+            rows.append(
+                {
+                    "metric": "window_prediction",
+                    "task": GPT.name,
+                    "ranks": _ranks(),
+                    "zero_stage": stage,
+                    "micro_batches": k,
+                    "reduces_once": once,
+                    "predicted_s": told.total_s,
+                    "predicted_waiting_s": told.exposed_s,
+                    "measured_s": taken,
+                    "measured_waiting_s": taken - computed,
+                    "error": told.total_s / taken - 1,
+                    "link_bytes_per_s": calibration.link.bytes_per_s,
+                    "link_latency_s": calibration.link.latency_s,
+                    "overlap_share": calibration.overlap_share,
+                }
+            )
+    return rows
+
+
+def _made(share: Task, folder: str) -> Made:
+    """Return a plan of one rank's share, of fp32 and no more, with the seconds of its step."""
+    from trimtab.core.codec import from_json, to_json
+    from trimtab.distributed.process_group import from_first
+
+    return from_json(Made, from_first(lambda: to_json(kept(share, share.load_data(), CPU, Path(folder))())))
+
+
+def _window_s(task: Task, plan: Plan) -> float:
+    """Return the median of a window's seconds over blocks."""
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    with trimtab.start(model, task.make_optimizer(model), plan) as run:
+        opened = run.windows(_batches(task, 0))
+
+        def step() -> None:
+            run.train_step(next(opened), task.loss_fn)
+
+        return statistics.median(_block_s(step))
+
+
+def _block_s(step: Callable[[], None]) -> list[float]:
+    """Return seconds of a step, of each block, on the slowest rank."""
+    for _ in range(3):
+        step()
+    count = max(3, math.ceil(BLOCK_S / _seconds(step, 3)))
+    return [_seconds(step, count) for _ in range(BLOCKS)]
+
+
+def _seconds(step: Callable[[], None], count: int) -> float:
+    total(0.0)
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    return slowest((time.perf_counter() - begin) / count)
+
+
+def course(folder: str, recipe: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
+    """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock."""
+    whole = _whole(RESNET)
+    share = task_of_rank(whole, _ranks())
+    stepped = _stepped(recipe, whole, share, folder, int(seed))
+    data, due, consumed, seconds = whole.load_data(), 0, 0, 0.0
+    losses: list[tuple[int, float, float]] = []
+    while consumed < int(most):
+        begin = time.perf_counter()
+        while consumed < due or not consumed:
+            consumed += round(total(float(stepped.step())))
+        seconds += slowest(time.perf_counter() - begin)
+        due = consumed + 2048
+        loss = torch.tensor(held_out_loss(whole, stepped.model, data))
+        if dist.is_initialized():
+            dist.broadcast(loss, src=0)  # batch statistics are each rank's own
+        losses.append((consumed, seconds, float(loss)))
+        if len(losses) >= 3 and statistics.fmean(each[2] for each in losses[-3:]) <= float(target):
+            break
+    reached = statistics.fmean(each[2] for each in losses[-3:]) <= float(target)
+    found = {"recipe": recipe, "ranks": _ranks(), "seed": int(seed), "rows": consumed, "seconds": seconds}
+    found |= {"rows_per_s": consumed / seconds, "reached": reached, "windows": stepped.windows, "says": stepped.says}
+    stepped.close()
+    return [found]
+
+
+class _Course:
+    """A recipe's loop over its batches, and how many windows it had."""
+
+    def __init__(self, step: Callable[[], int], model: torch.nn.Module, close: Callable[[], None], says: str) -> None:
+        self._step, self.model, self.close, self.says, self.windows = step, model, close, says, 0
+
+    def step(self) -> int:
+        """Train on a window; returns this rank's rows."""
+        self.windows += 1
+        return self._step()
+
+
+def _stepped(recipe: str, whole: Task, share: Task, folder: str, seed: int) -> _Course:
+    batches, several = _batches(whole, seed), _ranks() > 1
+    if recipe == "baseline" and several:
+        torch.manual_seed(seed)
+        loop = ReplicatedLoop(share, CPU)
+        return _Course(lambda: loop.step(batches), loop.model.module, loop.close, "")
+    make = kept(share, share.load_data(), CPU, Path(folder))
+    plan = plan_together(make, CPU) if several else make().plan
+    if recipe == "baseline":
+        plan = Plan.fixed(share.batch_rows)
+    if recipe == "plan_batch":
+        plan = plan.freed(default_rule(plan), FREED)
+    torch.manual_seed(seed)
+    model = whole.make_model().train()
+    run = trimtab.start(model, whole.make_optimizer(model), plan)
+    opened = run.windows(batches)
+
+    def step() -> int:
+        window = next(opened)
+        run.train_step(window, whole.loss_fn)
+        return window.rows
+
+    says = f"{plan.precision.value}, {plan.reduce_dtype.value} in {plan.bucket_bytes.value}"
+    return _Course(step, model, run.close, says)
+
+
+def agreement(pairs: str) -> list[dict[str, Any]]:
+    """Return step for step a plan that changes nothing over the plain loop in DDP, and the ask by itself."""
+    whole = _whole(GPT)
+    share = task_of_rank(whole, _ranks())
+    torch.manual_seed(0)
+    model = whole.make_model().train()
+    plain, batches = ReplicatedLoop(share, CPU), _batches(whole, 0)
+    ours = _batches(whole, 0)
+    ratios, controls = [], []
+    plan = replicated(Plan.fixed(share.batch_rows), _ranks())
+    with trimtab.start(model, whole.make_optimizer(model), plan) as run:
+        opened = run.windows(ours)
+
+        def step() -> None:
+            run.train_step(next(opened), whole.loss_fn)
+
+        def theirs() -> None:
+            plain.step(batches)
+
+        for _ in range(5):
+            step(), theirs()
+        for pair in range(int(pairs)):
+            order = (theirs, step, theirs) if pair % 2 else (step, theirs, theirs)
+            taken = {}
+            for i, each in enumerate(order):
+                taken[i] = (each, _seconds(each, 1))
+            own = [s for each, s in taken.values() if each is step]
+            plains = [s for each, s in taken.values() if each is theirs]
+            ratios.append(own[0] / plains[0])
+            controls.append(plains[1] / plains[0])
+        exchange = run._peers._exchange
+        asks = []
+        for _ in range(200):
+            total(0.0)
+            begin = time.perf_counter()
+            wait = exchange.ask([0.0] * 9)
+            put_s = time.perf_counter() - begin
+            wait()
+            asks.append((put_s, time.perf_counter() - begin))
+    plain.close()
+    said = {"metric": "loop_overhead_ratio", "task": GPT.name, "ranks": _ranks()}
+    return [
+        said
+        | {"pairs": ratios, "control_pairs": controls}
+        | {"ask_s": statistics.median(a for a, _ in asks), "answer_s": statistics.median(b for _, b in asks)}
+    ]
+
+
+JOBS: dict[str, Callable[..., list[dict[str, Any]]]] = {
+    "weights": weights,
+    "windows": windows,
+    "course": course,
+    "agreement": agreement,
+}
+
+
+def main() -> None:
+    """Run one of them."""
+    torch.set_num_threads(1)
+    what, out, *arguments = sys.argv[1:]
+    with trimtab.joined() as here:
+        found = JOBS[what](*arguments)
+        if here.rank == 0:
+            Path(out).write_text(json.dumps(found), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
+
+
+if __name__ == "__main__":
+    main()
