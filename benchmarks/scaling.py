@@ -174,11 +174,12 @@ def _line(row: dict[str, Any]) -> str:
             return f"{row['backend']:<12} {row['ranks']} ranks: weights {row['difference']:.1e} apart ({row['dtype']})"
         case "scaling_efficiency":
             share = "" if row["mean"] is None else f"efficiency {_bounded(row)}"
-            return f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<9} {row['rows_per_s']:>8.0f} rows/s {share}"
+            what = f"{row['task']} {row['link']:<5} {row['ranks']} {row['recipe']:<9}"
+            return f"{what} {row['rows_per_s']:>8.0f} rows/s {share}"
         case "samples_to_target":
             share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
-            rows = f"{row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s"
-            return f"{row['recipe']:<10} on {row['ranks']} to {row['target']:g} ({row['reached']}/{row['seeds']}): {rows}{share}"
+            what = f"{row['recipe']:<10} on {row['ranks']} to {row['target']:g} ({row['reached']}/{row['seeds']})"
+            return f"{what}: {row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s{share}"
         case "window_prediction":
             once = "" if row["reduces_once"] else ", each reduced"
             told, taken = 1000 * row["predicted_s"], 1000 * row["measured_s"]

@@ -43,9 +43,11 @@ ONLY = {
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
     "trimtab.experiments.result": {"trimtab.core"},
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
+    "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.result",
+        "trimtab.experiments.scaling",
         "trimtab.experiments.stats",
         "trimtab.experiments.report",
     },
@@ -53,7 +55,7 @@ ONLY = {
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
-READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "stats", "target_rows", "verdicts")
+READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "scaling", "stats", "target_rows", "verdicts")
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.

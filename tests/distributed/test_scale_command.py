@@ -68,7 +68,7 @@ def test_what_the_folder_holds_is_not_timed_again(folder):
 def test_another_table_is_not_made_in_the_same_folder(folder):
     found = run(folder, "tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
     assert found.returncode == 1
-    assert "another scale" in found.stderr
+    assert "another scaling" in found.stderr
 
 
 def test_a_launchers_ranks_add_a_job_of_theirs(folder):

@@ -91,7 +91,7 @@ def take(task: Task, out: Path, settings: JobSettings) -> None:
         FormatError: it holds another one.
     """
     out.mkdir(parents=True, exist_ok=True)
-    claim(out, task, task.load_data(), {"scale": asdict(settings)}, Budget(), Objective())
+    claim(out, task, task.load_data(), {"scaling": asdict(settings)}, Budget(), Objective())
 
 
 def path_of(out: Path, number: int, ranks: int) -> Path:

@@ -12,6 +12,7 @@ from trimtab.core.progress import Progress
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import from_first, joined, place
 from trimtab.experiments import scaling
+from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scale import ScaleSettings, jobs_in, next_round, one_job, scale, take
 from trimtab.experiments.scaling import Scaling
 from trimtab.measure.machine import environment
@@ -68,6 +69,7 @@ def run_scale(task: str, out: Path, settings: ScaleSettings, job: int | None, pr
 
 
 def _written(found: Scaling, out: Path) -> Found:
-    path = out / "scaling.json"
-    write_whole(path, to_json(found, indent=1))
+    write_whole(out / "scaling.json", to_json(found, indent=1))
+    path = out / "report.html"
+    write_whole(path, scaling_page(found))
     return Found(found, path)

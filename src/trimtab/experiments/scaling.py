@@ -100,6 +100,11 @@ class ScalingRow:
     pairs: tuple[float, ...] = ()
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether its efficiency is of rounds enough for an interval."""
+        return len(self.pairs) >= MIN_PAIRS_FOR_VERDICT
+
+    @property
     def window_s(self) -> float:
         """Seconds of a window."""
         return self.window_rows / self.rows_per_s.mean
@@ -182,7 +187,7 @@ def _efficiency(row: ScalingRow) -> str:
     if row.efficiency is None:
         return ""
     found = row.efficiency
-    if found.n < MIN_PAIRS_FOR_VERDICT:
+    if not row.has_verdict:
         return ", ".join(f"{100 * pair:.1f}%" for pair in row.pairs)
     return f"{100 * found.mean:.1f}% ({100 * found.low:.1f} to {100 * found.high:.1f})"
 

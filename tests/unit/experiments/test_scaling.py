@@ -10,6 +10,7 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
 from trimtab.experiments import scaling
+from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scale import ScaleSettings, next_round, numbers, path_of
 from trimtab.experiments.scale_job import JobSettings
 from trimtab.experiments.scaling import Job, Timed, TimedArm, summarise
@@ -98,3 +99,12 @@ def test_one_rank_is_always_among_them_and_numbers_are_read():
 def test_the_next_round_is_the_one_without_a_file(tmp_path):
     path_of(tmp_path, 0, 2).touch()
     assert (next_round(tmp_path, 2), next_round(tmp_path, 4)) == (1, 0)
+
+
+def test_the_page_draws_efficiency_and_escapes_what_comes_from_outside():
+    jobs = [job(ranks, n, 100.0 * ranks * (1 - 0.05 * (ranks > 1))) for n in range(5) for ranks in (1, 2)]
+    page = scaling_page(summarise("<script>tiny", jobs))
+    assert page.count("<svg") == 1
+    assert "<script" not in page
+    assert "95.0% (95.0 to 95.0)" in page
+    assert "No figure" in scaling_page(summarise("tiny", [job(2, 0, 100.0)]))

@@ -28,15 +28,18 @@ _PIECE = re.compile(r"[^/_.,;:=-]{1,22}[/_.,;:=-]?|[/_.,;:=-]{1,22}")
 def html_report(comparison: Comparison) -> str:
     """Return the page."""
     parts = outline.sections(comparison)
-    title = escape(f"{comparison.task}: trimtab comparison")
+    body = [_header(comparison), _contents(parts), *(_section(part, comparison) for part in parts)]
+    return page(f"{comparison.task}: trimtab comparison", "\n".join(body))
+
+
+def page(title: str, body: str) -> str:
+    """Return a page of what is between its tags, self-contained: no network, no script."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{title}</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n"
-        f"{_header(comparison)}\n{_contents(parts)}\n"
-        + "\n".join(_section(part, comparison) for part in parts)
-        + "\n</main></body></html>\n"
+        f"<title>{escape(title)}</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n"
+        f"{body}\n</main></body></html>\n"
     )
 
 

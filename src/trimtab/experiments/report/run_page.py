@@ -10,8 +10,7 @@ from typing import Any
 
 from trimtab.core.record import Event, RunRecord, StepRecord
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.html import POLICY, escape
-from trimtab.experiments.report.style import style_sheet
+from trimtab.experiments.report.html import escape, page
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 
 _ENDS = {
@@ -37,15 +36,8 @@ class Track:
 
 def run_page(record: RunRecord) -> str:
     """Return the page, self-contained: no network, no script, every string from outside escaped."""
-    name = escape(record.header.name)
     body = "\n".join((_header(record), _tracks(record), _events(record)))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{name}: trimtab run</title>\n<style>{style_sheet()}</style></head>\n<body><main>\n{body}\n"
-        "</main></body></html>\n"
-    )
+    return page(f"{record.header.name}: trimtab run", body)
 
 
 def tracks(steps: Sequence[StepRecord]) -> tuple[Track, ...]:

@@ -1,0 +1,88 @@
+"""The page of a scaling table: efficiency by ranks, the table, and what has to be known beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trimtab.experiments.report.html import escape, page
+from trimtab.experiments.report.svg import COLOUR, render, variable
+from trimtab.experiments.scaling import MODES, RECIPES, Scaling, ScalingRow, notes, table
+
+
+def scaling_page(found: Scaling) -> str:
+    """Return the page, self-contained: no network, no script, every string from outside escaped."""
+    body = "\n".join((_header(found), _figure(found), _table(found), _notes(found)))
+    return page(f"{found.task}: trimtab scaling", body)
+
+
+def _header(found: Scaling) -> str:
+    most = max((row.ranks for row in found.rows), default=1)
+    where = (found.environment or {}).get("cpu", "")
+    return (
+        f'<header><p class="over">trimtab scaling · {escape(found.task)}</p>'
+        f"<h1>What {most} ranks are worth</h1>"
+        '<p class="lead">Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds.</p>'
+        f'<p class="muted">{escape(where)}</p></header>'
+    )
+
+
+def _figure(found: Scaling) -> str:
+    """Return efficiency by ranks, a line a recipe and mode, with its interval."""
+    lines = [
+        (mode, recipe, rows)
+        for mode in MODES
+        for recipe in RECIPES
+        if (rows := [row for row in found.rows if (row.mode, row.recipe) == (mode, recipe) and row.efficiency])
+    ]
+    if not lines:
+        return '<p class="muted">No figure: no round has one rank and several.</p>'
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        for mode, recipe, rows in lines:
+            _paint(ax, mode, recipe, rows)
+        ax.axhline(1, color=COLOUR["line"], linewidth=1)
+        ax.set_xticks(sorted({row.ranks for *_, rows in lines for row in rows}))
+        ax.set_xlabel("ranks")
+        ax.set_ylim(bottom=0)
+
+    drawn = render(paint, name="efficiency", title="Scaling efficiency by ranks", height=220)
+    keys = "".join(
+        f'<li><span style="color:{variable(_role(recipe))}">■</span> {escape(recipe)}</li>'
+        for recipe in dict.fromkeys(recipe for _, recipe, _ in lines)
+    )
+    said = "Full lines: weak scaling, broken ones: strong. Bars: 95%, of five rounds or more."
+    return (
+        f"<section><h2>Efficiency</h2><figure>{drawn}<ul>{keys}</ul><figcaption>{said}</figcaption></figure></section>"
+    )
+
+
+def _role(recipe: str) -> str:
+    return f"s{list(RECIPES).index(recipe)}"
+
+
+def _paint(ax: Any, mode: str, recipe: str, rows: Sequence[ScalingRow]) -> None:
+    points = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    x, y = [ranks for ranks, _ in points], [each.mean for _, each in points]
+    bars = [
+        (each.mean - each.low, each.high - each.mean) if row.has_verdict else (0.0, 0.0)
+        for row, (_, each) in zip(rows, points, strict=True)
+    ]
+    style = {"color": COLOUR[_role(recipe)], "linestyle": "-" if mode == "weak" else "--", "marker": "o"}
+    ax.errorbar(x, y, yerr=list(zip(*bars, strict=True)), capsize=3, linewidth=1.4, markersize=4, **style)
+
+
+def _table(found: Scaling) -> str:
+    head, *rows = table(found)
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        '<section><h2>Table</h2><div class="scroll"><table>'
+        f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _notes(found: Scaling) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes(found))
+    return f"<section><h2>Beside it</h2><ul>{items}</ul></section>"
