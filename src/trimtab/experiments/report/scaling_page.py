@@ -9,6 +9,9 @@ from trimtab.experiments.report.html import escape, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
 from trimtab.experiments.scaling import MODES, RECIPES, Scaling, ScalingRow, notes, table
 
+# As the same loops have them in the figures of comparisons: the reference, the plans of tiers S and F.
+_ROLES = {"baseline": "s0", "plan": "s4", "plan_batch": "s5"}
+
 
 def scaling_page(found: Scaling) -> str:
     """Return the page, self-contained: no network, no script, every string from outside escaped."""
@@ -59,7 +62,7 @@ def _figure(found: Scaling) -> str:
 
 
 def _role(recipe: str) -> str:
-    return f"s{list(RECIPES).index(recipe)}"
+    return _ROLES[recipe]
 
 
 def _paint(ax: Any, mode: str, recipe: str, rows: Sequence[ScalingRow]) -> None:
