@@ -90,6 +90,7 @@ def plan(
     link: Annotated[
         str | None, typer.Option(help="what joins them: nvlink, ib, ethernet, or one such as ib:HDR")
     ] = None,
+    engine: Annotated[str, typer.Option(help="what shares the model between ranks: torch, deepspeed")] = "torch",
     adapt: Adapt = None,
     explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
     as_json: Json = False,
@@ -105,8 +106,9 @@ def plan(
     if task.endswith(".json") or device is not None:
         _refuse_adapt(adapt, task if task.endswith(".json") else "--device")
     limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
-    if ranks > 1 or link is not None:
-        _plan_ranks(task, ranks, link, device, adapt, limits, weights, out, as_json=as_json, explain=explain)
+    if ranks > 1 or link is not None or engine != "torch":
+        asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
+        _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
     wanted = _adaptation(adapt, ("learning-rate", "batch"))
     with ProgressBar() as progress:
@@ -118,9 +120,7 @@ def plan(
 
 def _plan_ranks(
     task: str,
-    ranks: int,
-    link: str | None,
-    device: str | None,
+    options: dict[str, Any],
     adapt: str | None,
     limits: Any,
     weights: Any,
@@ -130,22 +130,18 @@ def _plan_ranks(
     explain: bool,
 ) -> None:
     from trimtab.core.codec import to_json
-    from trimtab.decide.stages import stages_text
-    from trimtab.experiments.plan_ranks import plan_ranks
-    from trimtab.tasks import load_task
+    from trimtab.experiments.rank_page import Asked, rank_page, said
 
-    if ranks == 1 or link is None:
-        given = "--link with one rank" if ranks == 1 else f"--ranks {ranks} with no link"
-        raise ValueGivenError("--link", given=given, expected="both: --ranks 8 --link nvlink")
+    asked = Asked(**options)
     if task.endswith(".json") or explain:
         raise ValueGivenError("--ranks", given=f"{task}, --explain" if explain else task, expected="a task alone")
     _refuse_adapt(adapt, "--ranks")
-    given = {"device": device, "budget": limits, "objective": weights}
     with ProgressBar() as progress:
-        found, stages, _ = plan_ranks(load_task(task), ranks, link, progress=progress, **given)
-    if out is not None:
-        out.write_text(to_json(found, indent=1), encoding="utf-8")
-    typer.echo(to_json(found) if as_json else f"{found}\n\n{stages_text(stages)}")
+        found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)
+    beside = None if out is None else found.write(out)
+    typer.echo(to_json(found.plan) if as_json else found.text(beside))
+    if as_json and beside is not None:
+        typer.echo(said(beside), err=True)
 
 
 @app.command()

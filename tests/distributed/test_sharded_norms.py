@@ -16,8 +16,8 @@ RANK = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from trimtab.decide.noise import from_partial_sums
+    from trimtab.decide.sharded_noise import JointMicroBatches
     from trimtab.measure.sharded_norms import PartialNorms, ShardedNorms, is_sharded
-    from trimtab.runtime.noise_monitor import NoiseSums
 
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -60,10 +60,10 @@ RANK = """
             so_far.append(float(partial.take()))
         norms.off()
         norm2 = float(partial.take())
-        mine = sum(seen) * K**2 * ROWS, K * ROWS, K, K * ROWS, K, norm2
+        mine = [norm2, *(one * (K * ROWS) ** 2 for one in seen), *[ROWS] * K, *[ROWS] * K]
         every = [None, None]
         dist.all_gather_object(every, (mine, seen, so_far))
-        found.append(vars(NoiseSums.of_ranks([e[0] for e in every], sharded=True).noise()))
+        found.append(vars(JointMicroBatches.of_ranks([e[0] for e in every]).noise()))
         for j in range(K):
             ours = sum(e[1][j] for e in every) * K**2
             theirs = float(truth[window * K + j].square().sum())

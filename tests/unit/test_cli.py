@@ -21,8 +21,10 @@ from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.record import read_record
+from trimtab.decide.deepspeed_config import config_of
 from trimtab.experiments import progress_bar, race
 from trimtab.experiments.result import Comparison
+from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
 TINY_TASK = Path(__file__).parent / "experiments" / "tiny_task.py"
@@ -215,10 +217,51 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
         (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "--adapt: given batch with --ranks"),
         (("--ranks", "2", "--link", "ib", "--explain"), "--ranks: given tiny.py:task, --explain"),
         (("--ranks", "4096", "--link", "ib"), "--ranks: given 4096"),
+        (("--engine", "deepspeed"), "--engine: given deepspeed with one rank"),
+        (("--link", "ib", "--engine", "deepspeed"), "--engine: given deepspeed with one rank"),
+        (("--ranks", "2", "--engine", "deepspeed"), "--link: given --ranks 2 with no link"),
+        (("--ranks", "2", "--link", "ib", "--engine", "horovod"), "--engine: given 'horovod'"),
+        (("--ranks", "2", "--link", "ib", "--engine", "deepspeed", "--adapt", "batch"), "--adapt: given batch"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused_before_anything_is_measured(trimtab, options, said):
     explained(trimtab("plan", "tiny.py:task", *options), said)
+
+
+def test_a_plan_for_deepspeed_has_its_own_configuration_beside_it(trimtab):
+    of = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--engine", "deepspeed")
+    done = trimtab(*of, "-o", "made.json")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("DeepSpeed is given: made.deepspeed.json\n")
+    assert "bytes and seconds are those of torch's sharding" in done.out
+    made, config = read_json(Plan, Path("made.json")), json.loads(Path("made.deepspeed.json").read_text())
+    assert (made.engine.value, made.num_ranks) == ("deepspeed", 4)
+    assert config["zero_optimization"]["stage"] == made.zero_stage.value in (1, 2, 3)
+    elements = sum(p.numel() for p in load_task("tiny.py:task").make_model().parameters())
+    assert config == config_of(made, elements)
+
+    Path("made.deepspeed.json").unlink()
+    bare = trimtab(*of)
+    assert json.loads(bare.out.partition("DeepSpeed is given: ")[2]) == config
+    as_json = trimtab(*of, "--json")
+    assert from_json(Plan, as_json.out).engine.value == "deepspeed"
+    assert as_json.err == ""
+    assert not list(Path().glob("*.deepspeed.json"))
+    both = trimtab(*of, "--json", "-o", "plan.json")
+    assert from_json(Plan, both.out).engine.value == "deepspeed"
+    assert both.err == "DeepSpeed is given: plan.deepspeed.json\n"
+    assert json.loads(Path("plan.deepspeed.json").read_text()) == config
+
+
+def test_a_loop_in_fp16_is_none_for_deepspeed(trimtab):
+    Path("half.py").write_text("""
+from dataclasses import replace
+from trimtab.core.objective import Reference
+import tiny
+task = replace(tiny.task, reference=Reference("fp16"))
+""")
+    options = ("--ranks", "2", "--link", "ib", "--engine", "deepspeed")
+    explained(trimtab("plan", "half:task", *options), "--engine: given a task whose own loop is fp16")
 
 
 # train

@@ -81,7 +81,7 @@ def from_partial_sums(norms2: Sequence[float], rows: Sequence[float]) -> WindowN
     weights = partial_sum_weights(rows)
     if weights is None or not all(map(math.isfinite, norms2)):
         return None
-    trace, norm2 = (math.fsum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
+    trace, norm2 = (sum(w * norm for w, norm in zip(each, norms2, strict=True)) for each in weights)
     return found_by(trace, norm2, len(rows), math.fsum(rows))
 
 

@@ -24,7 +24,19 @@ from trimtab.decide.ranks import WORTH, sending, ways_to_send
 
 _MARKS = Plan.marks()
 _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
+# DeepSpeed's, each reduced once a window: by itself its stage 2 sends all gradients of every micro-batch to all ranks.
+DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
 _SHARED = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Ranks that a plan is made for, as of `choose_stage`."""
+
+    ranks: int
+    calibration: Calibration
+    shape_of: Callable[[Plan], StepShape | None]
+    engine: str
 
 
 @dataclass(frozen=True)
@@ -64,17 +76,19 @@ def choose_stage(
     ranks: int,
     calibration: Calibration,
     shape_of: Callable[[Plan], StepShape | None],
+    engine: str = "torch",
 ) -> tuple[Plan, Stages]:
     """Return the plan of so many ranks, and what each way to share the model takes.
 
     Args:
         profile: of one rank's share of the batch, on one process; its own limits and weights count. traces: of a rank.
-        shape_of: returns a plan's step as communication sees it.
+        shape_of: returns a plan's step as communication sees it. engine: what is to share it; traces are torch's.
 
     Raises:
         InfeasibleError: no stage meets the limits.
     """
-    found = tuple(_cost(profile, traces, ranks, calibration, shape_of, way) for way in WAYS)
+    job = _Job(ranks, calibration, shape_of, engine)
+    found = tuple(_cost(profile, traces, job, way) for way in ways_of(engine))
     feasible = [each for each in found if isinstance(each, StageCost)]
     if not feasible:
         raise InfeasibleError(
@@ -88,6 +102,11 @@ def choose_stage(
     return _with_stage(chosen, found, calibration), found
 
 
+def ways_of(engine: str) -> tuple[Way, ...]:
+    """Return the ways to share that are considered with an engine."""
+    return DEEPSPEED_WAYS if engine == "deepspeed" else WAYS
+
+
 def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
     """Return time and memory by their weights, in units of the first stage that fits."""
     time = each.cost.total_s / unit.cost.total_s
@@ -95,27 +114,26 @@ def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
     return objective.time * time + objective.memory * memory
 
 
-def _cost(
-    profile: Profile,
-    traces: Sequence[RankTrace],
-    ranks: int,
-    calibration: Calibration,
-    shape_of: Callable[[Plan], StepShape | None],
-    way: Way,
-) -> StageCost | RefusedStage:
+def _cost(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> StageCost | RefusedStage:
     stage, reduces_once = way
-    there = at_stage(profile, [trace for trace in traces if trace.way == way])
+    there = at_stage(_taken(profile, job.engine, stage), [trace for trace in traces if trace.way == way])
     try:
         plan = choose(there, profile.objective, Budget(profile.budget.memory_bytes))
     except InfeasibleError as error:
         return RefusedStage(way, error.given)
     if not reduces_once and plan.num_micro_batches == 1:
         return RefusedStage(way, "windows of one micro-batch are reduced once")
-    shape = shape_of(plan)
+    shape = job.shape_of(plan)
     if shape is None or plan.predicted is None:
         return RefusedStage(way, "the seconds of its step are not known")
-    plan = replace(plan, num_ranks=ranks, zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]))
-    plan, cost = _window(plan, calibration, shape, reduces_once=reduces_once)
+    plan = replace(plan, num_ranks=job.ranks, zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]))
+    if job.engine == "deepspeed":
+        reason = (
+            "as asked; a rank's bytes and seconds are those of torch's sharding, with nothing sent beside the "
+            "computation, as DeepSpeed is configured: of its own none were traced"
+        )
+        plan = replace(plan, engine=Choice(job.engine, reason, _MARKS["engine"], changed=True))
+    plan, cost = _window(plan, job.calibration, shape, reduces_once=reduces_once)
     limit_s = math.inf if profile.budget.time is None else profile.budget.time
     if cost.total_s > limit_s:
         return RefusedStage(way, f"{format_seconds(cost.total_s)} a window, over {format_seconds(limit_s)}")
@@ -126,18 +144,33 @@ def _cost(
 
 def _window(plan: Plan, calibration: Calibration, shape: StepShape, *, reduces_once: bool) -> tuple[Plan, WindowCost]:
     """Return the plan with the way its gradients are sent, and what a window takes."""
-    stage = int(plan.zero_stage.value or 0)
-    if stage < 2:
+    stage, is_torch = int(plan.zero_stage.value or 0), plan.engine.value == "torch"
+    if stage < 2 and is_torch:
         sent = sending(plan, calibration, shape)
         way = ways_to_send(sent, calibration, shape)[str(sent.reduce_dtype.value), _bucket(sent)]
         return sent, replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
-    how = Parallelism(plan.num_ranks, stage, reduces_once=reduces_once)
+    how = Parallelism(plan.num_ranks, stage, overlaps=is_torch, reduces_once=reduces_once)
     k, share = plan.num_micro_batches, calibration.overlap_share
     return plan, window_s(how, calibration.link, shape, k, overlap_share=share)
 
 
 def _bucket(plan: Plan) -> int | None:
     return None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
+
+
+def _taken(profile: Profile, engine: str, stage: int) -> Profile:
+    """Return a profile of what goes with an engine's stage alone: shards have no layout, and DeepSpeed casts itself."""
+
+    def goes(candidate: Candidate) -> bool:
+        fits = stage < 2 or candidate.memory_layout == "keep"
+        return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
+
+    return replace(
+        profile,
+        trials=tuple(trial for trial in profile.trials if goes(trial.candidate)),
+        traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
+        recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
+    )
 
 
 def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:

@@ -45,7 +45,7 @@ class DeepSpeedZero:
         Raises:
             DependencyError: DeepSpeed is not installed.
         """
-        self.config = config_of(plan, sum(p.numel() for p in model.parameters()))
+        self.config = config_for(model, plan)
         self._stage = int(plan.zero_stage.value or 0)
         self._once = bool(plan.reduces_once.value) and self._stage > 1
         deepspeed = _ready()
@@ -150,6 +150,11 @@ class DeepSpeedZero:
         del self._engine, self._zero
         _let_go()
         self.exchange.close()
+
+
+def config_for(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Return what DeepSpeed is configured with for a model; raises as `config_of`."""
+    return config_of(plan, sum(p.numel() for p in model.parameters()))
 
 
 def _ready() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -68,9 +68,10 @@ def trace_ways(
     candidate: Candidate,
     ranks: int,
     *,
+    ways: Sequence[Way] = WAYS,
     counts_scratch: bool = False,
 ) -> tuple[RankTrace, ...]:
-    """Return a candidate's peaks by each way to share a model; of too few rows to be cut, of none.
+    """Return a candidate's peaks by some ways to share a model; of too few rows to be cut, of none.
 
     Args:
         batch: a rank's share.
@@ -94,7 +95,7 @@ def trace_ways(
         return RankTrace(candidate, way, whole, sliced)
 
     with applied(model, optimizer, candidate):
-        return tuple(map(of, WAYS))
+        return tuple(map(of, ways))
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from trimtab.core.link import Calibration, absent_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate, Profile, Traced
-from trimtab.core.rank_trace import RankTrace
-from trimtab.decide.stages import Stages, choose_stage
+from trimtab.core.rank_trace import RankTrace, Way
+from trimtab.decide.stages import Stages, choose_stage, ways_of
 from trimtab.distributed.rank_memory import trace_ways
 from trimtab.experiments.planning import PLANNING_SEED, example_batch, profile_there
 from trimtab.experiments.ranks import task_of_rank
@@ -36,6 +36,7 @@ def plan_ranks(
     link: str,
     *,
     device: str | None,
+    engine: str = "torch",
     budget: Budget,
     objective: Objective,
     progress: Callable[[str], None],
@@ -44,7 +45,7 @@ def plan_ranks(
 
     Args:
         link: what joins them, by its name in the table. device: one that is not here; None: this machine's, on which
-            one rank's share is measured.
+            one rank's share is measured. engine: what is to share the model.
 
     Raises:
         ValueGivenError: more ranks than rows of a batch, or a link or device that is not known. InfeasibleError: no
@@ -57,10 +58,11 @@ def plan_ranks(
     else:
         found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
     calibration = Calibration(absent_link(link, found.device.name))
-    traces = _traces(share, found, ranks, is_there=device is not None, progress=progress)
+    how = {"ways": ways_of(engine), "is_there": device is not None}
+    traces = _traces(share, found, ranks, progress=progress, **how)
     with torch.device("meta"):
         model = task.make_model()
-    plan, costs = choose_stage(found, traces, ranks, calibration, functools.partial(step_shape, model, found))
+    plan, costs = choose_stage(found, traces, ranks, calibration, functools.partial(step_shape, model, found), engine)
     where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
     return replace(plan, elsewhere=where), costs, found
 
@@ -85,14 +87,20 @@ def _alone(task: Task, found: Profile, progress: Callable[[str], None]) -> Profi
 
 
 def _traces(
-    task: Task, found: Profile, ranks: int, *, is_there: bool, progress: Callable[[str], None]
+    task: Task,
+    found: Profile,
+    ranks: int,
+    *,
+    ways: tuple[Way, ...],
+    is_there: bool,
+    progress: Callable[[str], None],
 ) -> tuple[RankTrace, ...]:
     loop, traces = _loop(task, "cpu" if is_there else found.device.kind), list[RankTrace]()
     as_there = AsCuda if is_there else contextlib.nullcontext
     for candidate in _unlike(traced.candidate for traced in found.traces):
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
         with as_there():
-            traces += trace_ways(*loop, candidate, ranks, counts_scratch=found.device.kind == "cpu")
+            traces += trace_ways(*loop, candidate, ranks, ways=ways, counts_scratch=found.device.kind == "cpu")
     if not traces:
         raise ModelError("model", given="a step that cannot be traced", expected="one whose ranks can be")
     return tuple(traces)

@@ -24,8 +24,7 @@ from trimtab.runtime import compiled
 from trimtab.runtime.batch_doors import check_rule, require_alike
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
-from trimtab.runtime.measured import Measured, Nothing
-from trimtab.runtime.noise_monitor import NUM_FIGURES
+from trimtab.runtime.measured import NUM_SECONDS, Measured, Nothing
 from trimtab.runtime.schedule import RateFollower, normalises
 from trimtab.runtime.splitting import keeps_maths
 from trimtab.runtime.window import Window
@@ -46,13 +45,14 @@ class _Role:
     Args:
         is_probe: of more batches than decided, or cut, to show more. owes: all ranks put figures in it, whatever they
             have. is_used: the account notes it as measured. asked: batches it was to be of, to find noise that few do
-            not show; 0 where it was not.
+            not show; 0 where it was not. num_micro_batches: as many on every rank where each is a collective.
     """
 
     is_probe: bool = False
     asked: int = 0
     owes: bool = False
     is_used: bool = False
+    num_micro_batches: int = 0
 
 
 _TRAINS, _NOBODY = _Role(), FixedBatch()  # of a window that nobody measures: its role, and who is told of it
@@ -188,6 +188,7 @@ class BatchControl(Part):
             asked=ahead.num_batches if self._probing.explores(self.k, self.noise) else 0,
             owes=owes,
             is_used=owes or (watched and self._exchange.num_ranks == 1),
+            num_micro_batches=num_micro_batches,
         )
 
     def _tell(self, *, watched: bool) -> None:
@@ -245,7 +246,7 @@ class BatchControl(Part):
         if applied:
             decided, first = self._decider.num_batches, self._probing.timed - 2
             told = self._watch.stepped(num_batches, decided, is_probe=self._role.is_probe, first=first)
-        return Nothing() if told is None and self._role.owes else told
+        return self._watch.nothing(self._role.num_micro_batches) if told is None and self._role.owes else told
 
     def dropped(self) -> None:
         """The window was given up, or is over."""
@@ -270,7 +271,7 @@ class BatchControl(Part):
 
     def _absorb(self, shared: list[list[float]]) -> None:
         """Take the figures of all ranks in, and decide."""
-        self._decider.absorb(self._watch.noise_of(shared), [figures[NUM_FIGURES:] for figures in shared])
+        self._decider.absorb(self._watch.noise_of(shared), [figures[-NUM_SECONDS:] for figures in shared])
         if self.k > 1 or self._probing.fits:
             self._decider.decide()
             self._probing.told(self._decider.standing)

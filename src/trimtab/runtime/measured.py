@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 from trimtab.measure.window_clock import Stamped
-from trimtab.runtime.noise_monitor import NUM_FIGURES, Figures
+from trimtab.runtime.noise_monitor import Figures
+
+NUM_SECONDS = 4  # the last of a window's figures
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class Measured:
         self.stamps.wait()
 
     def figures(self, deciding_s: float) -> list[float]:
-        """Return sums, then seconds a row, fixed, whole, and spent; nan where a window has too few batches to show it.
+        """Return what it says of noise, then seconds a row, fixed, whole, and spent.
 
-        A row's have those of drawing the data in them; watching is in neither. The whole is of a window as decided.
+        They are nan where a window has too few batches to show them. A row's have those of drawing the data in them;
+        watching is in neither. The whole is of a window as decided.
         """
         seconds, watching = self.stamps.read(), self.said.watching
         rows, between, drawing_s = sum(self.rows), sum(self.rows[self.first : -1]), seconds.drawing_s
@@ -47,15 +50,22 @@ class Measured:
             further_s = row_s * rows * (1 - 1 / self.windows)
             least_s = whole_s / self.windows
             whole_s = least_s if math.isnan(further_s) else max(least_s, whole_s - further_s)
-        return [*self.said.sums.read(), row_s, fixed_s, whole_s, spent_s]
+        return [*self.said.said.read(), row_s, fixed_s, whole_s, spent_s]
 
 
+@dataclass(frozen=True)
 class Nothing:
-    """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer."""
+    """A window that is measured on other ranks, and shows nothing on this one, whose batches may be fewer.
+
+    Args:
+        num_figures: of each rank.
+    """
+
+    num_figures: int
 
     def wait(self) -> None:
         """There is nothing to wait for."""
 
     def figures(self, deciding_s: float) -> list[float]:
         """Return as many figures."""
-        return [math.nan] * (NUM_FIGURES + 4)
+        return [math.nan] * self.num_figures

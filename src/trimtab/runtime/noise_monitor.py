@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.decide.noise import WindowNoise, found_by, partial_sum_weights, window_noise
+from trimtab.decide import sharded_noise
+from trimtab.decide.noise import WindowNoise, window_noise
 from trimtab.measure.gradient_norms import GradientNorms, squared_norm
 from trimtab.measure.late import Late
 from trimtab.measure.sharded_norms import (
@@ -28,7 +29,7 @@ from trimtab.measure.sharded_norms import (
 from trimtab.measure.spent import Spent
 from trimtab.runtime.accumulation import Count
 
-NUM_FIGURES = 6  # of a window, from each rank
+_NUM_SUMS = 6  # of a window, from each rank
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,19 @@ class NoiseSums:
     norm2: float
 
     @classmethod
-    def of_ranks(cls, each: Sequence[Sequence[float]], *, sharded: bool = False) -> NoiseSums:
+    def of_ranks(cls, each: Sequence[Sequence[float]]) -> NoiseSums:
         """Return the sums over ranks, whose terms weigh alike.
 
         Args:
             each: of a rank: sum ||g_j||^2 n_j, n = sum n_j, sum n_j / m_j, sum n_j^2 / m_j of `n_j` terms, number of
                 micro-batches with terms, ||gbar||^2.
-            sharded: norms are of each rank's shards of gradients that are means over the ranks: a micro-batch is then
-                one of all ranks, of as many times the rows, and its norm the sum of theirs.
         """
-        ranks, terms = len(each), sum(rank[1] for rank in each)
+        terms = sum(rank[1] for rank in each)
         norms, per_row, squares = (
             sum(rank[i] for rank in each) / terms**power if terms > 0 else math.nan
             for i, power in ((0, 1), (2, 1), (3, 2))
         )
-        num, norm2 = sum(rank[4] for rank in each), each[0][5]
-        if not sharded:
-            return cls(norms, per_row, squares, num, norm2)
-        norm2 = sum(rank[5] for rank in each)
-        return cls(norms * ranks, per_row / ranks, squares, num / ranks, norm2)
+        return cls(norms, per_row, squares, sum(rank[4] for rank in each), each[0][5])
 
     def noise(self) -> WindowNoise | None:
         """Return what the window says, or None."""
@@ -77,10 +72,10 @@ class Figures:
     """What a window says.
 
     Args:
-        sums: which `noise_of` reads. watching: what was spent on it in the backwards. closing: and after the last.
+        said: which `noise_of` reads. watching: what was spent on it in the backwards. closing: and after the last.
     """
 
-    sums: Late
+    said: Late
     watching: Spent
     closing: Spent
 
@@ -157,35 +152,33 @@ class NoiseMonitor:
         """
         closing = Spent()
         with closing.span(self._seen[0][0].device):
-            partial = isinstance(self._norms, PartialNorms)
-            late = Late(self._partial(divisor, scale) if partial else self._sums(divisor, correction, scale))
+            says = self._each if self.is_sharded else self._sums
+            late = Late(says(divisor, correction, scale))
         self.drop()
         return Figures(late, self._norms.spent, closing)
 
+    def num_figures(self, num_micro_batches: int) -> int:
+        """Return how many figures a rank has of a window, the same number on all."""
+        return sharded_noise.num_figures(num_micro_batches) if self.is_sharded else _NUM_SUMS
+
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
         """Return what a window says, by the figures of all ranks; None where that is nothing."""
-        if not isinstance(self._norms, PartialNorms):
-            return NoiseSums.of_ranks(ranks, sharded=self.is_sharded).noise()
-        trace, norm2 = sum(figures[0] for figures in ranks), sum(figures[1] for figures in ranks)
-        _, _, num, rows, *_ = ranks[0]
-        # what a rank calls a row of its mean over ranks is one of each
-        return found_by(trace * len(ranks), norm2, num, rows * len(ranks))
+        if not self.is_sharded:
+            return NoiseSums.of_ranks(ranks).noise()
+        found = sharded_noise.JointMicroBatches.of_ranks(ranks)
+        return found.noise_of_sums() if isinstance(self._norms, PartialNorms) else found.noise()
 
-    def _partial(self, divisor: float | Tensor, scale: float | Tensor) -> Tensor:
-        """Return S and G2 as this rank's shards have them, of rows of one rank; no numbers where terms are not rows."""
-        device, rows = self._seen[0][0].device, [rows for _, rows, _ in self._seen]
-        weights = partial_sum_weights(rows)
-        figures = torch.full((NUM_FIGURES,), math.nan, dtype=torch.float64, device=device)
-        are_rows = all(not isinstance(terms, Tensor) and terms == rows for _, rows, terms in self._seen)
-        if weights is not None and are_rows:
-            seen = torch.stack([each for each, _, _ in self._seen]).double() * (divisor / scale) ** 2
-            parts = [(seen * _on(device, each)).sum() for each in weights]
-            figures[:4] = torch.stack([*parts, *(torch.full_like(parts[0], n) for n in (len(rows), sum(rows)))])
-        return figures
+    def _each(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
+        """Return what this rank has of each micro-batch, which is one of all ranks: no rank knows its terms."""
+        whole = self._norm2() * (correction / scale) ** 2
+        device = whole.device
+        seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double() * (divisor / scale) ** 2
+        terms, rows = (_on(device, [each[i] for each in self._seen]) for i in (2, 1))
+        return torch.cat([whole.reshape(1), seen, terms, rows])
 
     def _sums(self, divisor: float | Tensor, correction: float | Tensor, scale: float | Tensor) -> Tensor:
         # ||g_j||^2 n_j = ||h_j||^2 D^2 / (n_j scale^2), h_j = n_j / D * scale * g_j being what the leaves received
-        norm2 = squared_norm([local(p.grad) for p in _Stepped(self._optimizer) if p.grad is not None]).double()
+        norm2 = self._norm2()
         device = norm2.device
         seen = torch.stack([each.to(device) for each, _, _ in self._seen]).double()
         terms = _on(device, [count for _, _, count in self._seen])
@@ -195,6 +188,9 @@ class NoiseMonitor:
         whole = norm2 * (correction / scale) ** 2
         parts = [each.sum(), terms.sum(), (terms / rows).sum(), (terms**2 / rows).sum(), counts.sum(), whole]
         return torch.stack([part.double() for part in parts])
+
+    def _norm2(self) -> Tensor:
+        return squared_norm([local(p.grad) for p in _Stepped(self._optimizer) if p.grad is not None]).double()
 
 
 def _norms_of(model: nn.Module, optimizer: Optimizer) -> GradientNorms | ShardedNorms | PartialNorms:

@@ -13,8 +13,8 @@ from trimtab.decide.noise import WindowNoise
 from trimtab.decide.window_times import UsualWindow
 from trimtab.measure.window_clock import WindowClock
 from trimtab.runtime.accumulation import Count, WindowWeights
-from trimtab.runtime.measured import Measured
-from trimtab.runtime.noise_monitor import NUM_FIGURES, Figures, NoiseMonitor
+from trimtab.runtime.measured import NUM_SECONDS, Measured, Nothing
+from trimtab.runtime.noise_monitor import Figures, NoiseMonitor
 
 
 class WindowWatch:
@@ -89,6 +89,10 @@ class WindowWatch:
         windows = max(1.0, num_batches / decided)
         return Measured(self._said, self._clock.end(), tuple(self._rows), first, extra_s, windows)
 
+    def nothing(self, num_micro_batches: int) -> Nothing:
+        """Return what stands for a window of so many micro-batches, as on every rank, where this one shows nothing."""
+        return Nothing(self._monitor.num_figures(num_micro_batches) + NUM_SECONDS)
+
     def drop(self) -> None:
         """The window was given up, or is over."""
         self._monitor.drop()
@@ -97,7 +101,7 @@ class WindowWatch:
 
     def noise_of(self, ranks: Sequence[Sequence[float]]) -> WindowNoise | None:
         """Return what a window says of the noise by the figures of all ranks; None where that is nothing."""
-        return self._monitor.noise_of([figures[:NUM_FIGURES] for figures in ranks])
+        return self._monitor.noise_of([figures[:-NUM_SECONDS] for figures in ranks])
 
     def close(self) -> None:
         """Watch no more windows."""

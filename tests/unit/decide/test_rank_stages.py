@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from simulated_machine import MIB, Machine, measured
+from simulated_machine import CPU, MIB, Machine, measured
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.link import Calibration, Link
@@ -11,6 +13,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.rank_trace import WAYS, RankTrace
+from trimtab.decide.deepspeed_config import config_of
 from trimtab.decide.stages import StageCost, at_stage, choose_stage, stages_text
 
 RANKS = 4
@@ -129,3 +132,44 @@ def test_the_table_has_a_line_of_each_way():
     assert len(lines) == 1 + len(WAYS)
     assert "stage 0: shards nothing" in lines[1]
     assert "windows of one micro-batch are reduced once" in lines[4]
+
+
+def fast_in(*values: str, compiled: float = 1.0):
+    device = replace(CPU, peak_flops={"fp32": 1e11, "fp16": 2e11})
+    machine = Machine(split_s=0.2, speed=dict.fromkeys(values, 3.0), compiled_speed=compiled, compile_s=0.1)
+    return measured(machine, device=device, objective=Objective(1.0, 0.0), total_steps=10**6, always=True)
+
+
+def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
+    profile = profile_of()
+    plan, found = choose_stage(profile, traces_of(profile), RANKS, calibration(), shape, "deepspeed")
+    assert [each.way for each in found] == [(1, True), (2, True), (3, True)]
+    assert (plan.engine.value, plan.engine.changed, plan.zero_stage.value) == ("deepspeed", True, 1)
+    assert {loser.value for loser in plan.zero_stage.losers} == {2, 3}
+    assert "those of torch's sharding" in plan.engine.reason
+    _, by_torch = choose(profile)
+    assert [each.peak_bytes for each in found] == [by_torch[i].peak_bytes for i in (1, 2, 4)]
+    for each in found:
+        assert isinstance(each, StageCost)
+        assert config_of(each.plan, 10**9)["zero_optimization"]["stage"] == each.way[0]
+        assert each.cost.exposed_s == each.cost.communication_s  # its configuration overlaps nothing
+
+
+@pytest.mark.parametrize(
+    ("profile", "chosen"), [(fast_in("fp16"), ("fp16", False)), (fast_in(compiled=3.0), ("fp32", True))]
+)
+def test_of_deepspeed_nothing_is_chosen_that_its_configuration_refuses(profile, chosen):
+    by_torch, _ = choose(profile)
+    assert (by_torch.precision.value, by_torch.compiled.value) == chosen
+    plan, found = choose_stage(profile, traces_of(profile), RANKS, calibration(), shape, "deepspeed")
+    for each in (plan, *(one.plan for one in found if isinstance(one, StageCost))):
+        assert config_of(each, 10**9)
+
+
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_shards_have_no_layout(engine):
+    profile = fast_in("channels_last")
+    _, found = choose_stage(profile, traces_of(profile), RANKS, calibration(), shape, engine)
+    layouts = {each.way[0]: each.plan.memory_layout.value for each in found if isinstance(each, StageCost)}
+    assert layouts.pop(0, "channels_last") == layouts.pop(1) == "channels_last"
+    assert layouts == {2: "keep", 3: "keep"}

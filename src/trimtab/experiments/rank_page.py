@@ -1,0 +1,108 @@
+"""What `trimtab plan TASK --ranks N` is asked for, and what it shows and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.core import checks
+from trimtab.core.codec import to_json, write_whole
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.sharing import ENGINES
+from trimtab.decide.stages import Stages, stages_text
+from trimtab.distributed.deepspeed_zero import config_for
+from trimtab.experiments.plan_ranks import plan_ranks
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Ranks, what joins them, what shares the model between them, and a device that is not here; as given.
+
+    Raises:
+        ValueGivenError: an engine that is not known, one rank with an engine or a link, or several without a link.
+    """
+
+    ranks: int
+    link: str | None
+    engine: str
+    device: str | None
+
+    def __post_init__(self) -> None:
+        checks.one_of("--engine", self.engine, ENGINES)
+        if self.ranks == 1 and self.engine != "torch":
+            given = f"{self.engine} with one rank"
+            raise ValueGivenError("--engine", given=given, expected="ranks to share a model: --ranks 8 --link nvlink")
+        if self.ranks == 1 or self.link is None:
+            given = "--link with one rank" if self.ranks == 1 else f"--ranks {self.ranks} with no link"
+            raise ValueGivenError("--link", given=given, expected="both: --ranks 8 --link nvlink")
+
+
+@dataclass(frozen=True)
+class RankPage:
+    """A plan of several ranks, what every way to share the model takes, and DeepSpeed's configuration where it does."""
+
+    plan: Plan
+    stages: Stages
+    config: dict[str, Any] | None
+
+    def text(self, beside: Path | None) -> str:
+        """Return it for a person.
+
+        Args:
+            beside: where the configuration was written; None: it is shown.
+        """
+        lines = [str(self.plan), "", stages_text(self.stages)]
+        if self.config is not None:
+            lines.append(said(beside) if beside else f"DeepSpeed is given: {_as_json(self.config)}")
+        return "\n".join(lines)
+
+    def write(self, out: Path) -> Path | None:
+        """Write the plan, and beside it what `deepspeed.initialize` is given; returns where that is."""
+        out.write_text(to_json(self.plan, indent=1), encoding="utf-8")
+        if self.config is None:
+            return None
+        beside = out.with_suffix(".deepspeed.json")
+        write_whole(beside, _as_json(self.config) + "\n")
+        return beside
+
+
+def rank_page(
+    name: str, asked: Asked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+) -> RankPage:
+    """Return the plan of a task's ranks; raises as `plan_ranks`, and where the task's loop is none for the engine."""
+    task = load_task(name)
+    assert asked.link is not None
+    if asked.engine == "deepspeed":
+        _check_precision(task)
+    how = {"device": asked.device, "engine": asked.engine, "budget": budget, "objective": objective}
+    plan, stages, _ = plan_ranks(task, asked.ranks, asked.link, progress=progress, **how)
+    if asked.engine != "deepspeed":
+        return RankPage(plan, stages, None)
+    with torch.device("meta"):
+        model = task.make_model()
+    return RankPage(plan, stages, config_for(model, plan))
+
+
+def _check_precision(task: Task) -> None:
+    """Raise before minutes of work for a loop whose own precision is refused with DeepSpeed."""
+    if task.reference.precision == "fp16":
+        given = "a task whose own loop is fp16, with DeepSpeed"
+        raise ValueGivenError("--engine", given=given, expected="another precision, or the torch engine")
+
+
+def said(beside: Path) -> str:
+    """Return the line that says where the configuration was written."""
+    return f"DeepSpeed is given: {beside}"
+
+
+def _as_json(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=1)

@@ -1,0 +1,166 @@
+"""FSDP2 on two ranks with unlike numbers of terms: the noise of each window is that of all ranks' micro-batches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ranks import run_ranks
+
+RANK = """
+    import json, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    import trimtab
+    from trimtab.decide.accounts import Account
+    from trimtab.decide.noise import NoiseAverage, from_partial_sums
+    from trimtab.runtime import noise_monitor
+
+    Account.is_due = lambda self, sparse=0: True
+    seen, add = [], NoiseAverage.add
+    def noting(self, window, age=1):
+        seen.append((window.trace, window.norm2, window.num, window.rows))
+        add(self, window, age)
+    NoiseAverage.add = noting
+    torch.set_num_threads(1)
+    rank, folder, losses, shown = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    WINDOWS, K, ROWS, LENGTH = 12, 3, 4, 5
+    SIZES = [[4, 2, 3], [3, 4, 1]]  # rows of a window's micro-batches, of each rank
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def batches(rank):
+        generator = torch.Generator().manual_seed(10 + rank)
+        found = []
+        for index in range(WINDOWS * K):
+            rows = SIZES[rank][index % K] if losses == "means" else ROWS
+            inputs = torch.randn(rows, LENGTH, 6, generator=generator, dtype=torch.float64)
+            kept = torch.rand(rows, LENGTH, generator=generator) < (0.9, 0.2)[(index + rank) % 2]
+            if index % (2 * K) == 1:
+                kept[:] = rank == 0  # a rank without terms
+            if index % (4 * K) == 2 * K + 1:
+                kept[:] = False  # nor has any other
+            found.append((inputs, kept))
+        return found
+
+    def each_term(model, batch):
+        inputs, kept = batch
+        each = model(inputs).square().mean(-1)
+        return each.mean(1) if losses == "means" else each[kept]
+
+    def loss(model, batch):
+        each = each_term(model, batch)
+        return each.mean() if losses == "means" else (each.sum(), int(batch[1].sum()))
+
+    # by hand: each micro-batch of both ranks as one, on a model that is whole
+    whole, parts, expected = build(), [batches(0), batches(1)], []
+    for window in range(WINDOWS):
+        gradients, terms, rows = [], [], []
+        for j in range(window * K, window * K + K):
+            each = torch.cat([each_term(whole, part[j]) for part in parts])
+            if not len(each):
+                continue
+            found = torch.autograd.grad(each.mean(), whole.parameters())
+            gradients.append(torch.cat([g.flatten() for g in found]))
+            terms.append(len(each))
+            rows.append(sum(len(part[j][0]) for part in parts))
+        g, n, m = torch.stack(gradients), torch.tensor(terms).double(), torch.tensor(rows).double()
+        if shown == "partial-sums":
+            sums = torch.cumsum(n[:, None] * g, 0).square().sum(1)
+            one = from_partial_sums(sums.tolist(), rows)
+            expected.append((one.trace, one.norm2, one.num, one.rows))
+            continue
+        w = n / n.sum()
+        mean = (w[:, None] * g).sum(0)
+        trace = float((w * (g - mean).square().sum(1)).sum() / (w * (1 - w) / m).sum())
+        squares = float((w**2 / m).sum())
+        expected.append((trace, float(mean.square().sum()) - trace * squares, len(terms), 1 / squares))
+
+    model, own = build(), {}
+    if shown == "by-plan":
+        own = {"num_ranks": 2, "zero_stage": 3, "reduces_once": False}
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if shown == "partial-sums":
+        noise_monitor.shows_reductions = lambda model: False
+    rule = trimtab.BatchRule("fixed", k=K, learning_rate="none")
+    plan = trimtab.Plan.fixed(ROWS, batch_rule=rule, **own)
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.0), plan) as run:
+        for window in run.windows(batches(rank)):
+            assert window.num_micro_batches == K
+            run.train_step(window, loss)
+    with open(f"{folder}/rank-{rank}.json", "w") as file:
+        json.dump({"seen": seen, "expected": expected}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("losses", "shown"),
+    [("tokens", "by-loop"), ("means", "by-loop"), ("tokens", "by-plan"), ("means", "partial-sums")],
+)
+def test_a_window_says_what_one_process_would_of_the_same_micro_batches(losses, shown, tmp_path):
+    run_ranks(RANK, tmp_path, losses, shown)
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    assert len(one["seen"]) >= 9  # the last ones are not read any more
+    for (trace, norm2, num, rows), (true_trace, true_norm2, true_num, true_rows) in zip(
+        one["seen"], one["expected"], strict=False
+    ):
+        assert trace == pytest.approx(true_trace, rel=1e-12)
+        assert norm2 == pytest.approx(true_norm2, abs=1e-12 * (abs(true_norm2) + true_trace / true_rows))
+        assert num == true_num
+        assert rows == pytest.approx(true_rows, rel=1e-12)
+
+
+PADDED = """
+    import json, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    import trimtab
+    from trimtab.decide.accounts import Account
+    from trimtab.runtime.window_watch import WindowWatch
+
+    Account.is_due = lambda self, sparse=0: True
+    said, noise_of = [], WindowWatch.noise_of
+    def noting(self, ranks):
+        found = noise_of(self, ranks)
+        said.append((len(ranks[0]), found is not None))
+        return found
+    WindowWatch.noise_of = noting
+    torch.set_num_threads(1)
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.Linear(6, 2)
+    fully_shard(model)
+    rule = trimtab.BatchRule("fixed", k=2, learning_rate="none")
+    plan = trimtab.Plan.fixed(4, 2, batch_rule=rule)
+    rows = [4, 2 if rank else 4, 6]  # of every third window rank 1 has one micro-batch less
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as run:
+        for window in run.windows([torch.randn(rows[i % 3], 6) for i in range(9)]):
+            run.train_step(window, lambda model, rows: model(rows).square().mean())
+    with open(f"{folder}/rank-{rank}.json", "w") as file:
+        json.dump(said, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_send_as_many_figures_where_one_joins_with_a_micro_batch_that_weighs_nothing(tmp_path):
+    """Of windows of 2, 2 and 3 micro-batches; the second of them says nothing."""
+    run_ranks(PADDED, tmp_path)
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    short, padded, long = [11, True], [11, False], [14, True]
+    assert one == [short, padded, long, short, padded, long, short]
