@@ -209,6 +209,7 @@ def compare(
     memory: Memory = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")] = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")] = 1,
     as_json: Json = False,
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
@@ -216,8 +217,13 @@ def compare(
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
+    from trimtab.core.progress import silent
+    from trimtab.distributed.launch import launch
+    from trimtab.distributed.process_group import joined, place
     from trimtab.experiments.compare import Settings
     from trimtab.experiments.compare import compare as run_comparison
+    from trimtab.experiments.ranks import refuse_on_ranks
+    from trimtab.experiments.together import together
     from trimtab.tasks import load_task
 
     given = None if plan_file is None else read_json(Plan, plan_file)
@@ -225,6 +231,10 @@ def compare(
         _refuse_adapt(adapt, "--plan")
         if memory is not None:
             raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+    here, loaded = place(), load_task(task)
+    if max(ranks, here.num_ranks) > 1:
+        refuse_on_ranks(loaded, ranks if here.num_ranks == 1 else here.num_ranks, adapt=adapt, peers=peers)
+        adapt, peers = "none", False
     wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) != ()
     peers = not quick if peers is None else peers
     whole = 0 if quick and whole is None else whole
@@ -232,11 +242,14 @@ def compare(
     folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
     if folder.exists() and not folder.is_dir():
         raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
-    with ProgressBar() as progress:
-        found = run_comparison(
-            load_task(task), folder, settings, command=_command(), budget=Budget(memory), plan=given, progress=progress
-        )
-    _write_and_show(found, folder, as_json=as_json)
+    if ranks > 1 and here.num_ranks == 1:
+        launch(sys.argv[1:], ranks)
+        return
+    with joined(), ProgressBar() as progress, together() as all_ranks:
+        told = {"progress": progress if here.rank == 0 else silent, "together": all_ranks}
+        found = run_comparison(loaded, folder, settings, command=_command(), budget=Budget(memory), plan=given, **told)
+    if here.rank == 0:
+        _write_and_show(found, folder, as_json=as_json)
 
 
 @app.command()

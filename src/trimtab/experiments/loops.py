@@ -25,10 +25,10 @@ class PlanLoop:
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on one batch as one window."""
-        window = self._run.window(*itertools.islice(batches, self._run.num_batches))
-        self._run.train_step(window, self._task.loss_fn)
-        return window.rows
+        """Train on one batch as one window; of several ranks' rows each has its share."""
+        drawn = list(itertools.islice(batches, self._run.num_batches))
+        self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
+        return len(drawn) * self._task.batch_rows
 
     def close(self) -> None:
         """Close the run."""
