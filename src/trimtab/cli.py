@@ -214,42 +214,15 @@ def compare(
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
     import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
-    from trimtab.core.codec import read_json
-    from trimtab.core.objective import Budget
-    from trimtab.core.plan import Plan
-    from trimtab.core.progress import silent
-    from trimtab.distributed.launch import launch
-    from trimtab.distributed.process_group import joined, place
-    from trimtab.experiments.compare import Settings
-    from trimtab.experiments.compare import compare as run_comparison
-    from trimtab.experiments.ranks import refuse_on_ranks
-    from trimtab.experiments.together import together
-    from trimtab.tasks import load_task
+    from trimtab.experiments.compare_command import Asked, compared
 
-    given = None if plan_file is None else read_json(Plan, plan_file)
-    if given is not None:
+    if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
-        if memory is not None:
-            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
-    here, loaded = place(), load_task(task)
-    if max(ranks, here.num_ranks) > 1:
-        refuse_on_ranks(loaded, ranks if here.num_ranks == 1 else here.num_ranks, adapt=adapt, peers=peers)
-        adapt, peers = "none", False
-    wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) != ()
-    peers = not quick if peers is None else peers
-    whole = 0 if quick and whole is None else whole
-    settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
-    folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
-    if folder.exists() and not folder.is_dir():
-        raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
-    if ranks > 1 and here.num_ranks == 1:
-        launch(sys.argv[1:], ranks)
-        return
-    with joined(), ProgressBar() as progress, together() as all_ranks:
-        told = {"progress": progress if here.rank == 0 else silent, "together": all_ranks}
-        found = run_comparison(loaded, folder, settings, command=_command(), budget=Budget(memory), plan=given, **told)
-    if here.rank == 0:
-        _write_and_show(found, folder, as_json=as_json)
+    adapts = None if adapt is None else _adaptation(adapt, ("learning-rate",)) != ()
+    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks)
+    found = compared(asked, _command())
+    if found is not None:
+        _write_and_show(found, asked.folder, as_json=as_json)
 
 
 @app.command()

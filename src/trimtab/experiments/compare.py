@@ -120,14 +120,14 @@ def compare(
     ranks = together.num_ranks
     progress(f"reading {task.name}")
     data = together.in_turn(task.load_data)
-    given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)
 
-    def claimed() -> str:
+    def claimed() -> Plans | None:
+        given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)
         out.mkdir(parents=True, exist_ok=True)
         claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan, ranks)
-        return ""
+        return given
 
-    together.first(claimed)
+    given = together.made(Plans, claimed)
     seeds = range(settings.num_pairs)
     done = sum(_folder(out, settings, seed).exists() for seed in seeds)
     if done:

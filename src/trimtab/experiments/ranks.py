@@ -68,11 +68,11 @@ def plans_on_ranks(task: Task, make: Callable[[Task], Plans], together: Together
     return together.made(Plans, lambda: replace(own[0], plans={"S": plan}))
 
 
-def refuse_on_ranks(task: Task, num_ranks: int, *, adapt: str | None, peers: bool | None) -> None:
+def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None, peers: bool | None) -> None:
     """Raise where a comparison on so many ranks was asked for what it cannot race.
 
     Args:
-        adapt, peers: as given, None where they were not.
+        adapts, peers: as given, None where they were not.
 
     Raises:
         ValueGivenError: a batch has fewer rows than there are ranks, the task has a step of its own, or tier F or peers
@@ -86,14 +86,13 @@ def refuse_on_ranks(task: Task, num_ranks: int, *, adapt: str | None, peers: boo
             expected="a task whose loss_fn and make_optimizer are its loop",
             way_out="Leave out --ranks, or task.step: the loop is then the plain one, in DistributedDataParallel.",
         )
-    asked = [f"--adapt {adapt}"] if adapt not in (None, "none") else []
-    asked += ["--peers"] if peers else []
+    asked = " and ".join(name for name, is_asked in (("--adapt", adapts), ("--peers", peers)) if is_asked)
     if asked:
         raise ValueGivenError(
             "--ranks",
-            given=f"{num_ranks} with {' and '.join(asked)}",
+            given=f"{num_ranks} with {asked}",
             expected="the reference and a plan that keeps the maths, alone",
-            way_out=f"Leave out {' and '.join(asked)}, or --ranks.",
+            way_out=f"Leave out {asked}, or --ranks.",
         )
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import from_first, place, time_limit_s
 
 T = TypeVar("T")
+M = TypeVar("M")
 # Apart by more than any two seeds of races are.
 _STREAMS = 1_000_003
 
@@ -78,13 +79,13 @@ class Together:
         """Return what rank 0 makes, on all; the others wait for as long as it takes."""
         return make()
 
-    def made(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Return a value that rank 0 makes, on all."""
+    def made(self, kind: type[T], make: Callable[[], M]) -> M:
+        """Return a value that rank 0 makes, on all: one of a kind, or None."""
         return make()
 
     def read(self, kind: type[T], path: Path) -> T | None:
         """Return the value of a file as rank 0 finds it; None where there is no file."""
-        return read_json(kind, path) if path.exists() else None
+        return self.made(kind, lambda: read_json(kind, path) if path.exists() else None)
 
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
         """Have rank 0 write a value to a file."""
@@ -135,14 +136,10 @@ class _Ranks(Together):
         """Return what rank 0 makes, on all; the others wait for as long as it takes."""
         return from_first(make)
 
-    def made(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Return a value that rank 0 makes, on all."""
-        return from_json(kind, from_first(lambda: to_json(make())))
-
-    def read(self, kind: type[T], path: Path) -> T | None:
-        """Return the value of a file as rank 0 finds it; None where there is no file."""
-        found = from_first(lambda: to_json(read_json(kind, path)) if path.exists() else "")
-        return from_json(kind, found) if found else None
+    def made(self, kind: type[T], make: Callable[[], M]) -> M:
+        """Return a value that rank 0 makes, on all: one of a kind, or None."""
+        text = from_first(lambda: to_json(make()))
+        return cast(M, None if text == "null" else from_json(kind, text))
 
     def write(self, path: Path, value: object, indent: int | None = None) -> None:
         """Have rank 0 write a value to a file."""

@@ -92,17 +92,17 @@ def test_ranks_that_share_devices_are_known(monkeypatch):
     ("changes", "asked", "said"),
     [
         ({"step": lambda model, optimizer, batch: None}, {}, "task.step: given a step function.*each of 2 ranks"),
-        ({}, {"adapt": "learning-rate"}, "--ranks: given 2 with --adapt learning-rate"),
-        ({}, {"peers": True}, "--ranks: given 2 with --peers; .*Leave out --peers, or --ranks"),
+        ({}, {"adapts": True}, "--ranks: given 2 with --adapt;"),
+        ({}, {"peers": True, "adapts": True}, "given 2 with --adapt and --peers; .*Leave out --adapt and --peers, or"),
         ({"batch_rows": 1}, {}, "a row of each batch for every rank"),
     ],
 )
 def test_what_ranks_cannot_race_is_refused(changes, asked, said):
     with pytest.raises(ValueGivenError, match=said):
-        refuse_on_ranks(replace(tiny, **changes), 2, **({"adapt": None, "peers": None} | asked))
+        refuse_on_ranks(replace(tiny, **changes), 2, **({"adapts": None, "peers": None} | asked))
 
 
-@pytest.mark.parametrize("asked", [{"adapt": "none", "peers": False}, {"adapt": None, "peers": None}])
+@pytest.mark.parametrize("asked", [{"adapts": False, "peers": False}, {"adapts": None, "peers": None}])
 def test_what_is_left_out_by_itself_is_not_refused(asked):
     refuse_on_ranks(tiny, 2, **asked)
 
@@ -111,7 +111,7 @@ def test_a_given_plan_is_for_as_many_ranks_and_their_share():
     share = task_of_rank(tiny, 2)
     shared = Plan.fixed(BATCH_ROWS // 2, num_ranks=2, zero_stage=2)
     assert given_plan(share, shared, 2).plans == {"S": shared}
-    with pytest.raises(ValueGivenError, match="a plan for 2 ranks; expected one for 1.*compare --ranks 2"):
+    with pytest.raises(ValueGivenError, match=r"a plan for 2 ranks; expected one for 1.*compare --ranks 2"):
         given_plan(tiny, shared)
     with pytest.raises(ValueGivenError, match="16 of tiny on each of 2 ranks"):
         given_plan(share, replace(shared, batch_rows=BATCH_ROWS, micro_batch=Plan.fixed(BATCH_ROWS).micro_batch), 2)
