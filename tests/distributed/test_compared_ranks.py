@@ -19,47 +19,28 @@ from trimtab.experiments.compare import Settings, compare
 from trimtab.experiments.result import Comparison
 from trimtab.tasks import load_task
 
-TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
+TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 SOURCE = Path(__file__).parents[2] / "src"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
-# No dropout, whose masks are each rank's own, and a metric that rounding alone moves: one process trains alike.
-SMOOTH = """
-from dataclasses import replace
-import torch
-from torch.nn import functional as F
-import tiny
-from trimtab.tasks import Metric
-
-def make_model():
-    model = tiny.make_model()
-    model[2].p = 0.0
-    return model
-
-def entropy(model, batches):
-    with torch.no_grad():
-        return float(sum(F.cross_entropy(model(points), labels) for points, labels in batches))
-
-task = replace(tiny.task, make_model=make_model, metric=Metric("entropy", False, entropy), targets=(1.0,))
-"""
 FAULTY = """
 import inspect, os
 from dataclasses import replace
-import smooth
+from smooth_task import task as smooth
 
 def loss_fn(model, batch):
     if os.environ["RANK"] == "1" and WHERE:
         raise ValueError("a bad batch")
-    return smooth.task.loss_fn(model, batch)
+    return smooth.loss_fn(model, batch)
 
-task = replace(smooth.task, loss_fn=loss_fn)
+task = replace(smooth, loss_fn=loss_fn)
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    shutil.copy(TINY_TASK, folder / "tiny.py")
-    (folder / "smooth.py").write_text(SMOOTH)
+    for name in ("tiny_task.py", "smooth_task.py"):
+        shutil.copy(TASKS / name, folder)
     return folder
 
 
@@ -89,7 +70,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)
-    done = run(folder, "smooth:task", "--pairs", 2, "--plan", plan, "--out", "out", "--json")
+    done = run(folder, "smooth_task:task", "--pairs", 2, "--plan", plan, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     rows = json.loads(done.stdout)
@@ -111,7 +92,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert "on 2 ranks" in page
     assert "DistributedDataParallel" in page
     record = read_record(out / "race-0" / "plan_S.jsonl")
-    task = load_task("smooth:task")
+    task = load_task("smooth_task:task")
     assert record.end.detail["rows"] == task.budget_rows
     assert [each.rows for each in record.evaluations] == [task.eval_every_rows * i for i in range(1, 6)]
 
@@ -121,7 +102,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert alone.arm("reference").final_metric[0] == pytest.approx(reference[0], rel=1e-5)
 
     before = contents(out)
-    again = run(folder, "smooth:task", "--pairs", 3, "--plan", plan, "--out", "out")
+    again = run(folder, "smooth_task:task", "--pairs", 3, "--plan", plan, "--out", "out")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("report: out/report.html") == 1
     found = read_json(Comparison, out / "report.json")

@@ -12,11 +12,13 @@ import torch
 from ranks import run_ranks
 
 from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.race import Entry, race
 from trimtab.measure.memory import storage_bytes
 from trimtab.recipes.reference import ReferenceLoop
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 sys.path.insert(0, str(TASKS))
+from smooth_task import counting  # noqa: E402
 from tiny_task import BATCH_ROWS, load_data  # noqa: E402
 from tiny_task import task as tiny  # noqa: E402
 
@@ -29,6 +31,7 @@ RANK = """
     sys.path.insert(0, sys.argv[3])
     import torch
     import torch.distributed as dist
+    from smooth_task import ODD_ROWS, counting
     from tiny_task import task
     from trimtab.calibrate import trials
     from trimtab.core.codec import to_json
@@ -102,6 +105,12 @@ RANK = """
         plan = whole.plans["S"]
         found["plan"] = [plan.batch_rows, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
         found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
+        share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
+        once = Settings(num_pairs=1, adapt=False, peers=False)
+        odd = compare(counting, folder / "odd", once, command="", plan=share, together=ranks)
+        found["odd"] = [[arm.name, arm.final_metric] for arm in odd.arms]
+        found["odd_terms"] = [odd.arm("reference").terms_per_s[0] * odd.arm("reference").step_s[0] / ODD_ROWS]
+        found["odd_notes"] = odd.notes
         try:
             compare(task, folder / "made_here", few, command="", plan=bad, together=ranks)
         except TrimtabError as error:
@@ -181,6 +190,24 @@ def test_the_plan_is_made_by_rank_0_for_its_share(found):
     assert trials > 0
     assert any("rank 0's share alone" in note for note in notes)
     assert one["whole"] == other["whole"]
+
+
+def test_uneven_shares_train_as_one_process_does_and_ddp_is_said_not_to(found):
+    one, other = found[1]
+    assert one["odd"] == other["odd"]
+    final = {name: metric[0] for name, metric in one["odd"]}
+    entry = Entry("reference", ReferenceLoop, counting.budget_rows)
+    (alone,) = race([entry], counting, load_data(), 0, torch.device("cpu"))
+    expected = alone.evaluations[-1].metrics["entropy"]
+    assert final["plan_S"] == pytest.approx(expected, rel=1e-5)
+    assert final["reference"] == final["self"] != pytest.approx(expected, rel=1e-4)
+    assert any("the reference weighs these unlike, the plan alike" in note for note in one["odd_notes"])
+
+
+def test_terms_are_those_that_all_ranks_counted(found):
+    facts = measure_arm(ReferenceLoop, counting, load_data(), torch.device("cpu"))
+    assert 0.5 < facts.terms_per_row < 1
+    assert found[1][0]["odd_terms"] == pytest.approx([facts.terms_per_row])
 
 
 def test_a_folder_of_another_comparison_is_refused_on_all_ranks_and_said_by_one(found):

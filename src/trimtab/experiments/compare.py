@@ -37,7 +37,7 @@ from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.rank_notes import Ranks
-from trimtab.experiments.ranks import plans_on_ranks, task_of_rank
+from trimtab.experiments.ranks import plans_on_ranks, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
@@ -118,6 +118,8 @@ def compare(
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = together.num_ranks
+    if ranks > 1:
+        refuse_on_ranks(task, ranks, adapts=settings.adapt, peers=settings.peers)
     progress(f"reading {task.name}")
     data = together.in_turn(task.load_data)
 

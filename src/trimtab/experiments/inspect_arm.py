@@ -49,11 +49,12 @@ def measure_arm(
         loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
         peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
         if together.num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
-            peak += storage_bytes(loop.model.parameters())  # the buckets of gradients, which DDP holds all the time
-        peak = int(max(together.each(peak)))
+            # The buckets of gradients, which DDP holds all the time.
+            peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
+        largest = None if getattr(loop, "hides_memory", False) else int(max(together.each(peak)))
         phases, terms = _phases(loop, batches, watch), together.each(_terms_per_row(loop, batches, watch))
         flops, is_over = _flops_per_row(loop, batches), True
-        found = ArmFacts(peak, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
+        found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
         return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
         if is_over or together.num_ranks == 1:

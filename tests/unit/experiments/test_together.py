@@ -17,15 +17,17 @@ from trimtab.core.plan import Plan
 from trimtab.experiments import together as together_module
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
+from trimtab.experiments.compare import Settings, compare
 from trimtab.experiments.headline import headline
-from trimtab.experiments.inspect_arm import _mean
+from trimtab.experiments.inspect_arm import _mean, measure_arm
 from trimtab.experiments.planning import Plans, given_plan
 from trimtab.experiments.rank_notes import Ranks, rank_notes
 from trimtab.experiments.ranks import refuse_on_ranks, task_of_rank
 from trimtab.experiments.report.outline import byline
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
-from trimtab.experiments.together import ALONE, Pace, _Ahead, crowded, together
+from trimtab.experiments.together import ALONE, Pace, Together, _Ahead, crowded, together
+from trimtab.recipes.reference import ReferenceLoop
 
 PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
 
@@ -117,6 +119,15 @@ def test_a_given_plan_is_for_as_many_ranks_and_their_share():
         given_plan(share, replace(shared, batch_rows=BATCH_ROWS, micro_batch=Plan.fixed(BATCH_ROWS).micro_batch), 2)
 
 
+def test_settings_that_ask_for_more_are_refused_too(tmp_path):
+    class Two(Together):
+        num_ranks = 2
+
+    with pytest.raises(ValueGivenError, match="--ranks: given 2 with --adapt and --peers"):
+        compare(tiny, tmp_path / "out", Settings(), command="", together=Two())
+    assert not (tmp_path / "out").exists()
+
+
 # Whose a folder is
 
 
@@ -181,6 +192,16 @@ def test_an_older_report_is_read_as_of_one_rank():
 def test_a_reference_that_weighs_its_rows_unlike_is_named(rows, terms, is_uneven):
     notes = rank_notes(Ranks(2), PLANS, {"reference": ArmFacts(100, terms_by_rank=terms)}, rows)
     assert any("the reference weighs these unlike" in note for note in notes) is is_uneven
+
+
+def test_a_peak_that_an_engine_hides_is_unknown():
+    class Hidden(ReferenceLoop):
+        hides_memory = True
+
+    facts = measure_arm(Hidden, tiny, load_data(), torch.device("cpu"))
+    assert facts.peak_bytes is None
+    assert facts.is_current
+    assert measure_arm(ReferenceLoop, tiny, load_data(), torch.device("cpu")).peak_bytes > 0
 
 
 def test_terms_of_a_row_are_the_mean_over_all_rows():
