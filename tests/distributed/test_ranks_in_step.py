@@ -35,11 +35,10 @@ RANK = """
     from tiny_task import task
     from trimtab.calibrate import trials
     from trimtab.core.codec import to_json
-    from trimtab.core.errors import RankError, TrimtabError, ValueGivenError
+    from trimtab.core.errors import TrimtabError, ValueGivenError
     from trimtab.core.plan import Plan
     from trimtab.distributed import process_group
     from trimtab.experiments import race as race_module
-    from trimtab.experiments import together as together_module
     from trimtab.experiments.compare import Settings, compare
     from trimtab.experiments.race import Block, Entry, race
     from trimtab.experiments.together import together
