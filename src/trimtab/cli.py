@@ -205,34 +205,20 @@ def compare(
     memory: Memory = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")] = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")] = 1,
     as_json: Json = False,
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
     import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
-    from trimtab.core.codec import read_json
-    from trimtab.core.objective import Budget
-    from trimtab.core.plan import Plan
-    from trimtab.experiments.compare import Settings
-    from trimtab.experiments.compare import compare as run_comparison
-    from trimtab.tasks import load_task
+    from trimtab.experiments.compare_command import Asked, compared
 
-    given = None if plan_file is None else read_json(Plan, plan_file)
-    if given is not None:
+    if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
-        if memory is not None:
-            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
-    wants = _adaptation(adapt or ("none" if quick or given else "learning-rate"), ("learning-rate",)) != ()
-    peers = not quick if peers is None else peers
-    whole = 0 if quick and whole is None else whole
-    settings = Settings(pairs, whole_pairs=whole, quick=quick, adapt=wants, peers=peers, cap_s=cap)
-    folder = out or Path("runs") / f"compare-{task.replace(':', '-').replace('/', '-')}"
-    if folder.exists() and not folder.is_dir():
-        raise FormatError("--out", given=f"{folder}, which is a file", expected="a folder, or a name to make one of")
-    with ProgressBar() as progress:
-        found = run_comparison(
-            load_task(task), folder, settings, command=_command(), budget=Budget(memory), plan=given, progress=progress
-        )
-    _write_and_show(found, folder, as_json=as_json)
+    adapts = None if adapt is None else _adaptation(adapt, ("learning-rate",)) != ()
+    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks)
+    found = compared(asked, _command())
+    if found is not None:
+        _write_and_show(found, asked.folder, as_json=as_json)
 
 
 @app.command()

@@ -420,6 +420,10 @@ ERRORS = [
     (("train", "tiny:task", "--plan", "plan.json", "--record", "absent/run.jsonl"), ("--record", "does not exist")),
     (("train", "tiny:task", "--record", "plan.json"), ("--record: given plan.json, which exists", "a new file")),
     (("compare", "tiny:task", "--pairs", "3", "--whole", "4"), ("whole: given 4", "from 0 to 3")),
+    (("compare", "tiny:task", "--ranks", "2", "--peers"), ("--ranks: given 2 with --peers", "Leave out --peers")),
+    (("compare", "tiny:task", "--ranks", "2", "--adapt", "learning-rate"), ("--ranks: given 2 with --adapt",)),
+    (("compare", "tiny:task", "--ranks", "33"), ("--ranks: given 33", "a row of each batch for every rank")),
+    (("compare", "tiny:task", "--ranks", "2", "--memory", "0"), ("memory: given '0'",)),
 ]
 
 

@@ -15,10 +15,12 @@ class ArmFacts:
 
     Args:
         peak_bytes: peak of a step. phases_s: seconds per batch of the task by phase.
-        flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted.
+        flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted. Of several
+            ranks rank 0's own over the rows of all, so that times rows per second it is what one rank computes.
         precision: what its matrix products compute in, "": not known.
         terms_per_row: what the loss counted in a row, padding not; where it is a mean, the task's own figure. None: not
             known, from a file written before it was measured.
+        terms_by_rank: the same of each rank's own rows, where there are several.
     """
 
     peak_bytes: int | None
@@ -27,6 +29,7 @@ class ArmFacts:
     precision: str = ""
     error: str = ""
     terms_per_row: float | None = None
+    terms_by_rank: tuple[float, ...] = ()
 
     @property
     def is_current(self) -> bool:

@@ -20,7 +20,7 @@ from trimtab.tasks.task import Task, TaskData
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
 # Written down only where they are given; a key that is missing otherwise tells of an older version.
-_OPTIONAL = {"budget", "objective", "gpu", "plan"}
+_OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks"}
 _MACHINE = ("cpu", "threads", "gpu")
 
 
@@ -32,6 +32,7 @@ def claim(
     budget: Budget,
     objective: Objective,
     plan: Plan | None = None,
+    num_ranks: int = 1,
 ) -> None:
     """Write down what the folder holds, or refuse one that holds another comparison.
 
@@ -44,6 +45,8 @@ def claim(
         given |= {"budget": to_json(budget), "objective": to_json(objective)}
     if plan is not None:
         given |= {"plan": to_json(plan)}
+    if num_ranks > 1:
+        given |= {"number of ranks": num_ranks}
     wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place()}.items()}
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))

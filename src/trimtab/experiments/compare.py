@@ -3,7 +3,7 @@
     plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> Comparison
 
 Every stage leaves its result in the output folder; a comparison started again with the same folder goes on where it
-was cut off.
+was cut off. Several ranks run the same one in step; rank 0 alone reads and writes there.
 """
 
 from __future__ import annotations
@@ -26,22 +26,27 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
 from trimtab.core.step_memory import StepMemory
+from trimtab.decide.ranks import replicated
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
-from trimtab.experiments.failures import blame_reference
+from trimtab.experiments.failures import end_with
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
+from trimtab.experiments.rank_notes import Ranks
+from trimtab.experiments.ranks import plans_on_ranks, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
+from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
+from trimtab.recipes.replica import ReplicaLoop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks.task import Task, TaskData
 
@@ -103,40 +108,56 @@ def compare(
     objective: Objective | None = None,
     plan: Plan | None = None,
     progress: Progress = silent,
+    together: Together = ALONE,
 ) -> Comparison:
-    """Run (or go on with) a comparison in the folder `out`; returns what it found.
+    """Run (or go on with) a comparison in the folder `out`; returns what it found, on every rank.
 
     Args:
-        plan: what is raced, in place of one that is made here.
+        plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
     """
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    out.mkdir(parents=True, exist_ok=True)
+    ranks = together.num_ranks
+    if ranks > 1:
+        refuse_on_ranks(task, ranks, adapts=settings.adapt, peers=settings.peers)
     progress(f"reading {task.name}")
-    data = task.load_data()
-    given = None if plan is None else given_plan(task, plan)
-    claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan)
+    data = together.in_turn(task.load_data)
+
+    def claimed() -> Plans | None:
+        given = None if plan is None else given_plan(task_of_rank(task, ranks), replicated(plan, ranks), ranks)
+        out.mkdir(parents=True, exist_ok=True)
+        claim(out, task, data, asdict(settings), budget or Budget(), objective or Objective(), plan, ranks)
+        return given
+
+    given = together.made(Plans, claimed)
     seeds = range(settings.num_pairs)
     done = sum(_folder(out, settings, seed).exists() for seed in seeds)
     if done:
         progress(f"going on with {done} races from {out}")
     if done < len(seeds):
         check_step(task, data, device)
-    plans = given or _plans(task, data, device, out, settings, budget, objective, progress)
-    facts = _facts(_entries(task, plans, settings, brief=False), task, data, device, out, progress)
-    step_s = _reference_s(plans, facts)
+    plans = given or _plans(task, data, device, out, settings, budget, objective, progress, together)
+    entries = _entries(task, plans, settings, brief=False, num_ranks=ranks)
+    facts = _facts(entries, task, data, device, out, progress, together)
+    step_s = _reference_s(plans, facts, ranks)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
         race_begun = time.perf_counter()
-        if settings.quick and races and race_begun - begun + race_s > _QUICK_END_S:
+        if settings.quick and races and together.each(race_begun - begun + race_s)[0] > _QUICK_END_S:
             break
-        entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed))
+        entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed), num_ranks=ranks)
         entries = [e for e in entries if not facts[e.name].error]
-        races[seed] = _race(entries, task, data, seed, device, _folder(out, settings, seed), settings, progress)
+        folder = _folder(out, settings, seed)
+        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together)
         race_s = time.perf_counter() - race_begun
-    found = summarise(task, data, plans, races, facts, command=command, environment=_environment(races))
-    memory = _memory(task, data, device, plans, out, progress)
-    return replace(found, memory=memory, notes=(*found.notes, *_read_back(done, len(races), out)))
+    memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
+
+    def found() -> Comparison:
+        seen, on = _environment(races), Ranks(ranks, together.crowded)
+        said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
+        return replace(said, memory=memory, notes=(*said.notes, *_read_back(done, len(races), out)))
+
+    return together.made(Comparison, found)
 
 
 def _memory(
@@ -185,31 +206,39 @@ def _plans(
     budget: Budget | None,
     objective: Objective | None,
     progress: Callable[[str], None],
+    together: Together,
 ) -> Plans:
     path = out / "plans.json"
-    if path.exists():
-        return read_json(Plans, path)
-    plans = make_plans(
-        task,
-        data,
-        device,
+    if (kept := together.read(Plans, path)) is not None:
+        return kept
+    make = partial(
+        make_plans,
+        data=data,
+        device=device,
         adapt=("learning_rate",) if settings.adapt else (),
         strong=settings.peers,
         budget=budget,
         objective=objective,
         progress=progress,
     )
-    write_whole(path, to_json(plans, indent=1))
+    plans = plans_on_ranks(task, make, together)
+    together.write(path, plans, indent=1)
     return plans
 
 
-def _reference_s(plans: Plans, facts: Mapping[str, ArmFacts]) -> float:
-    """Return about how long a step of the reference takes here; a plan that was given may be from elsewhere."""
-    baseline = plans.plans["S"].baseline if plans.profiles else None
+def _reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int) -> float:
+    """Return about how long a step of the reference takes here.
+
+    A plan that was given may be from elsewhere, and one of several ranks was made for a share that nobody else runs.
+    """
+    baseline = plans.plans["S"].baseline if plans.profiles and num_ranks == 1 else None
     return baseline.step_s if baseline else sum(facts["reference"].phases_s.values()) or 1.0
 
 
-def _entries(task: Task, plans: Plans, settings: Settings, step_s: float | None = None, *, brief: bool) -> list[Entry]:
+def _entries(
+    task: Task, plans: Plans, settings: Settings, step_s: float | None = None, *, brief: bool, num_ranks: int = 1
+) -> list[Entry]:
+    plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
     rows, baseline = task.budget_rows, plans.plans["S"].baseline
     step_s = step_s or (baseline.step_s if baseline else 1.0)
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if settings.quick else (_FEW_STEPS, _FEW_S)
@@ -226,7 +255,7 @@ def _entries(task: Task, plans: Plans, settings: Settings, step_s: float | None 
         return Entry(name, make, budget, is_timed_only=budget < wanted, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
-    entries = [entry("reference", ReferenceLoop, rows), entry("self", ReferenceLoop, rows, timed=control)]
+    entries = [entry("reference", plain, rows), entry("self", plain, rows, timed=control)]
     unchanged = _UNCHANGED if too_long and not plans.plans["S"].changes else ""
     entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged))
     if "F" in plans.plans:
@@ -252,25 +281,27 @@ def _facts(
     device: torch.device,
     out: Path,
     progress: Callable[[str], None],
+    together: Together,
 ) -> dict[str, ArmFacts]:
     facts = {}
     for entry in entries:
         path = out / f"arm-{entry.name}.json"
-        fact = read_json(ArmFacts, path) if path.exists() else None
+        fact = together.read(ArmFacts, path)
         if fact is None or not fact.is_current:
             progress(f"memory and phases of {entry.name}")
-            fact = _measured(entry, task, data, device)
-            write_whole(path, to_json(fact, indent=1))
+            fact = _measured(entry, task, data, device, together)
+            together.write(path, fact, indent=1)
         facts[entry.name] = fact
     return facts
 
 
-def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
+def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device, together: Together) -> ArmFacts:
     try:
-        return measure_arm(entry.make, task, data, device)
+        return measure_arm(entry.make, task, data, device, together)
     except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
-        if entry.name == "reference":
-            blame_reference(error)
+        is_reference = entry.name == "reference"
+        if is_reference or not together.may_leave(error):
+            end_with(error, together, is_reference=is_reference)
         return ArmFacts(None, error=describe(error))
 
 
@@ -283,12 +314,13 @@ def _race(
     folder: Path,
     settings: Settings,
     progress: Progress,
+    together: Together,
 ) -> dict[str, RunRecord]:
     def told(text: str, share: float | None = None) -> None:
         whole = (seed + (share or 0.0)) / settings.num_pairs
         progress(f"race {seed + 1} of {settings.num_pairs}: {text}", whole)
 
-    if folder.exists():
+    if together.each(folder.exists())[0]:
         return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
     records = race(
         entries,
@@ -297,9 +329,16 @@ def _race(
         seed,
         device,
         cap_s=settings.cap_s,
-        environment=environment(),
+        environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),
         progress=told,
+        together=together,
     )
+    if together.rank == 0:
+        _write_race(folder, records)
+    return {record.header.name: record for record in records}
+
+
+def _write_race(folder: Path, records: list[RunRecord]) -> None:
     partial_folder = folder.with_suffix(".partial")
     partial_folder.mkdir(exist_ok=True)
     for record in records:
@@ -307,4 +346,3 @@ def _race(
         path.unlink(missing_ok=True)
         write_record(path, record)
     partial_folder.rename(folder)  # a race counts only when all its arms are on disk
-    return {record.header.name: record for record in records}

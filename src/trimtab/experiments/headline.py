@@ -11,13 +11,13 @@ from trimtab.experiments.verdicts import figures
 
 
 def headline(
-    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str]
+    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str], ranks: str = ""
 ) -> Verdict:
     """Return the verdict read first.
 
     Args:
         plan: that of tier S. failed: of each arm that failed, where. Its tier brings no gain, whatever the races show
-            that it survived.
+            that it survived. ranks: what is said of those that trained together, or "".
     """
     same = _failure("keeps the maths", failed.get("plan_S")) or _same_maths(_find(ratios, "plan_S", "throughput"), plan)
     freed = _failure("frees the learning rate", failed.get("plan_F")) or _freed(
@@ -25,7 +25,8 @@ def headline(
     )
     kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
     sentences = [found.sentence for found in (same, freed) if found.sentence]
-    return Verdict(kind, " ".join(sentences) or "Nothing was measured.")
+    said = " ".join(sentences) or "Nothing was measured."
+    return Verdict(kind, f"{said} {ranks}" if ranks else said)
 
 
 def _failure(what: str, where: str | None) -> Verdict | None:

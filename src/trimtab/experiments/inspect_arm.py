@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.distributed.dealing import shard, share_of
 from trimtab.experiments.arm_facts import ArmFacts
+from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.flops import count_flops
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.memory import peak_bytes, storage_bytes
+from trimtab.measure.sharded_norms import is_sharded, local
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
 from trimtab.tasks.task import Task, TaskData
@@ -21,32 +25,48 @@ from trimtab.tasks.task import Task, TaskData
 _PHASE_STEPS = 4
 
 
-def measure_arm(make: MakeLoop, task: Task, data: TaskData, device: torch.device) -> ArmFacts:
+def measure_arm(
+    make: MakeLoop, task: Task, data: TaskData, device: torch.device, together: Together = ALONE
+) -> ArmFacts:
     """Return what a step of a fresh loop takes, once the optimizer's state exists, and what its loss counts.
 
     The forward pass is timed inside the loss function, the optimizer by its step hooks; what is left of a step is the
-    backward pass and the loop itself.
+    backward pass and the loop itself. Several ranks measure in step: the peak is the largest of theirs, terms are of
+    all of them, the rest is rank 0's.
     """
-    watch = _Watch(task, device)
+    rows = [share_of(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
+    shares = [each.stop - each.start for each in rows]
+    watch = _Watch(task, device, shares[together.rank])
     torch.manual_seed(0)
-    loop = make(replace(task, loss_fn=watch.loss), device)
-    batches = watch.drawn(data.batches(0, task.batch_rows))
+    with together.entering():
+        loop = make(replace(task, loss_fn=watch.loss), device)
+    together.draw_apart(0)
+    batches = watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
+    is_over = False
     try:
         for _ in range(2):
             loop.step(batches)
         loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
         peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
-        phases, terms = _phases(loop, batches, watch), _terms_per_row(loop, batches, watch)
-        return ArmFacts(peak, phases, _flops_per_row(loop, batches), loop.precision, terms_per_row=terms)
+        if together.num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
+            # The buckets of gradients, which DDP holds all the time.
+            peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
+        largest = None if getattr(loop, "hides_memory", False) else int(max(together.each(peak)))
+        phases, terms = _phases(loop, batches, watch), together.each(_terms_per_row(loop, batches, watch))
+        flops, is_over = _flops_per_row(loop, batches), True
+        found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
+        return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
-        loop.close()
+        if is_over or together.num_ranks == 1:
+            loop.close()
 
 
 class _Watch:
     """What passes through a loop: seconds of its data and its forward passes, and what its loss counted."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: Task, device: torch.device, num_rows: int) -> None:
         self.task, self.device, self.clock = task, device, PhaseClock(device)
+        self.num_rows = num_rows  # of a batch, on this rank
         self.num_batches = 0
         self.counts: list[Any] = []  # of each forward pass; None where the loss is a mean
 
@@ -75,7 +95,12 @@ def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: _Watch) -> float:
                 watch.loss(loop.model, move(next(batches), watch.device))
     if any(count is None for count in watch.counts):
         return float(watch.task.terms_per_row)
-    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.task.batch_rows)
+    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.num_rows)
+
+
+def _mean(terms: list[float], rows: list[int]) -> float:
+    """Return the terms of a row over all ranks."""
+    return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
 def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
@@ -108,7 +133,7 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: _Watch) -> dict[str, floa
 
 
 def _live(loop: Loop) -> Iterator[Tensor]:
-    yield from loop.model.parameters()
-    yield from loop.model.buffers()
-    for state in loop.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+    """Yield what a loop holds between steps; of shards, this rank's."""
+    states = (value for state in loop.optimizer.state.values() for value in state.values())
+    held = (*loop.model.parameters(), *loop.model.buffers(), *states)
+    yield from (local(value) for value in held if isinstance(value, Tensor))

@@ -15,20 +15,25 @@ from trimtab.tasks.task import Task
 
 
 class PlanLoop:
-    """The task's model, optimizer and loss, trained by a run of the plan."""
+    """The task's model, optimizer and loss, trained by a run of the plan.
+
+    Attributes:
+        hides_memory: whether its engine holds tensors that neither the model nor the optimizer has.
+    """
 
     def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
         self._task = task
         self.precision = plan.precision.value
+        self.hides_memory = plan.engine.value == "deepspeed"
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
 
     def step(self, batches: Iterator[Any]) -> int:
-        """Train on one batch as one window."""
-        window = self._run.window(*itertools.islice(batches, self._run.num_batches))
-        self._run.train_step(window, self._task.loss_fn)
-        return window.rows
+        """Train on one batch as one window; of several ranks' rows each has its share."""
+        drawn = list(itertools.islice(batches, self._run.num_batches))
+        self._run.train_step(self._run.window(*drawn), self._task.loss_fn)
+        return len(drawn) * self._task.batch_rows
 
     def close(self) -> None:
         """Close the run."""

@@ -39,15 +39,22 @@ class Plans:
         return self.profiles["S"].device if "S" in self.profiles else None
 
 
-def given_plan(task: Task, plan: Plan) -> Plans:
+def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
     """Return a plan that was made before as what a task's comparison races.
 
+    Args:
+        task: as one of so many ranks sees it.
+
     Raises:
-        ValueGivenError: it is not for this task's batch, or may change more than the maths allow.
+        ValueGivenError: it is not for this task's batch or so many ranks, or may change more than the maths allow.
     """
+    if plan.num_ranks != num_ranks:
+        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
+        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
     if plan.batch_rows != task.batch_rows:
         given = f"a plan for {plan.batch_rows} rows per step"
-        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {task.name}")
+        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
+        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
     if plan.tier != "S":
         raise ValueGivenError(
             "plan",

@@ -6,6 +6,9 @@ Evaluations happen at the same sample counts and are kept off the clock; an arm 
 it finds caches and heap as the others do, and what they say is dropped. Each arm has its own random generators and
 global modes. An arm that raises leaves the race with its error; only the first,
 which the others are held against, ends it.
+
+Several ranks run the same race in step: a block begins on all of them, takes what the slowest takes, and has as many
+steps on each. What ends one of them ends the race.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from trimtab.calibrate.failures import describe
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.decide.turns import turns
-from trimtab.experiments.failures import blame_reference
+from trimtab.distributed.dealing import shard
+from trimtab.experiments.failures import end_with
 from trimtab.experiments.stats import GIVEN_ROWS
+from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -37,7 +42,10 @@ _BLOCK_STEPS = 8
 
 @dataclass(frozen=True)
 class Block:
-    """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process."""
+    """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process.
+
+    Of several ranks the seconds are the slowest one's, those of processor time all of theirs.
+    """
 
     rows: int
     seconds: float
@@ -65,10 +73,13 @@ class Entry:
 class Racer:
     """One arm on its own clock."""
 
-    def __init__(self, entry: Entry, task: Task, data: TaskData, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, entry: Entry, task: Task, data: TaskData, seed: int, device: torch.device, together: Together = ALONE
+    ) -> None:
         self.entry, self._task, self._data, self._device = entry, task, data, device
+        self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, _BLOCK_S)
         torch.manual_seed(seed)
-        self._batches: Iterator[Any] = data.batches(seed, task.batch_rows)
+        self._batches: Iterator[Any] = iter(shard(data.batches(seed, task.batch_rows)))
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0
@@ -79,7 +90,9 @@ class Racer:
 
     def enter(self) -> None:
         """Build the loop."""
-        self._loop = self.entry.make(self._task, self._device)
+        with self._together.entering():
+            self._loop = self.entry.make(self._task, self._device)
+        self._together.draw_apart(self._seed)
         self._state = ProcessState.capture()
 
     @property
@@ -106,12 +119,15 @@ class Racer:
         if self.entry.is_timed_only and not self.blocks:  # a few steps are too few to leave the first of them out
             self.loop.step(self._batches)
         synchronize(self._device)
+        self._together.each(0.0)  # all begin the block together
         start, cpu_start = time.perf_counter(), time.process_time()
-        while self.rows + rows < stop and (steps < _BLOCK_STEPS or time.perf_counter() - start < _BLOCK_S):
+        while self.rows + rows < stop and self._pace.goes_on(steps, time.perf_counter() - start):
             rows += self.loop.step(self._batches)
             steps += 1
         synchronize(self._device)
-        block = Block(rows, time.perf_counter() - start, time.process_time() - cpu_start)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        block = Block(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)))
+        self._pace.ended(steps, block.seconds)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
         if self.rows >= (due if self.entry.is_timed_only else stop):
@@ -121,7 +137,8 @@ class Racer:
 
     def _evaluate(self) -> None:
         metric = self._task.metric
-        value = metric.check(metric.evaluate(self.loop.model, self._data.held_out))
+        # On all ranks, as those that share a model out need one another; where batch statistics differ rank 0's count.
+        value = metric.check(self._together.each(metric.evaluate(self.loop.model, self._data.held_out))[0])
         if not self.entry.is_timed_only:
             self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
 
@@ -153,6 +170,7 @@ def race(
     cap_s: float = math.inf,
     environment: dict[str, str] | None = None,
     progress: Progress = silent,
+    together: Together = ALONE,
 ) -> list[RunRecord]:
     """Race the entries for one seed; returns a record per entry, in order.
 
@@ -161,38 +179,40 @@ def race(
 
     Raises:
         LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
+        RankError: another rank ended.
     """
-    outside = ProcessState.capture()
+    outside, is_over = ProcessState.capture(), False
     racers: list[Racer] = []
     try:
         for entry in entries:
             outside.restore()
-            racers.append(Racer(entry, task, data, seed, device))
-            with _leaving(racers[-1], last=racers[0]):
+            racers.append(Racer(entry, task, data, seed, device, together))
+            with _leaving(racers[-1], last=racers[0], together=together):
                 racers[-1].enter()
         lap, before = 0, None
         while running := [racer for racer in racers if not racer.end]:
             for racer in turns(running, lap, seed, before):
-                with _leaving(racer, last=racers[0]):
+                with _leaving(racer, last=racers[0], together=together):
                     racer.run_block(cap_s)
                 before = racer
             lap += 1
             progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_rows))
+        is_over = True
         return [racer.record(seed, environment or {}) for racer in racers]
     finally:
-        for racer in racers:
+        for racer in racers if is_over or together.num_ranks == 1 else ():  # else others would be waited for
             racer.close()
         outside.restore()
 
 
 @contextlib.contextmanager
-def _leaving(racer: Racer, last: Racer) -> Iterator[None]:
+def _leaving(racer: Racer, last: Racer, together: Together) -> Iterator[None]:
     """Let an arm that raises leave the race; without the `last` there is none."""
     try:
         yield
     except Exception as error:
-        if racer is last:
-            blame_reference(error)
+        if racer is last or not together.may_leave(error):
+            end_with(error, together, is_reference=racer is last)
         racer.fail(error)
 
 

@@ -144,6 +144,7 @@ class Comparison:
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         memory: arm -> what its step holds, by part and over time.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
+        num_ranks: processes that each arm was trained by together.
     """
 
     task: str
@@ -169,6 +170,7 @@ class Comparison:
     peak_source: str = "unknown"
     memory: Mapping[str, StepMemory] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    num_ranks: int = 1
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

@@ -12,6 +12,7 @@ from trimtab.experiments.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
+from trimtab.experiments.rank_notes import ONE_RANK, Ranks, rank_notes
 from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
 from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, ArmCurve, Comparison, RatioRow, TargetRow
 from trimtab.experiments.target_rows import target_row
@@ -28,6 +29,12 @@ _LABELS = {
 }
 
 
+# Where ranks train together.
+_ON_RANKS = {
+    "reference": ("P0 reference, in DDP", "", "recipes/replica.py"),
+    "self": ("reference in DDP again (A/A control)", "", "recipes/replica.py"),
+}
+
 # What search and planning are charged to: arm -> key of its plan.
 _CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
 
@@ -41,6 +48,7 @@ def summarise(
     *,
     command: str,
     environment: Mapping[str, str],
+    ranks: Ranks = ONE_RANK,
 ) -> Comparison:
     """Return everything a report shows."""
     present = [name for name in _LABELS if any(name in race for race in races.values())]
@@ -52,14 +60,14 @@ def summarise(
     return Comparison(
         task=task.name,
         description=task.description,
-        headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts)),
+        headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts), ranks.headline),
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         unit=task.metric.unit,
         terms=task.terms,
         targets=task.targets,
         num_pairs=len(races),
-        arms=tuple(_arm(name, task, plans, races, facts) for name in (*present, *failed)),
+        arms=tuple(_arm(name, task, plans, races, facts, ranks.num) for name in (*present, *failed)),
         ratios=tuple(ratios),
         target_rows=tuple(targets),
         resolution=None
@@ -73,7 +81,8 @@ def summarise(
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=plans.device.source if plans.device else "unknown",
-        notes=tuple(notes(plans, targets, races)),
+        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(plans, targets, races)),
+        num_ranks=ranks.num,
     )
 
 
@@ -95,8 +104,8 @@ def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, st
     return early | {name: where for name, where in raced.items() if where}
 
 
-def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts]) -> Arm:
-    label, tier, source = _LABELS[name]
+def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts], num_ranks: int) -> Arm:
+    label, tier, source = (_LABELS if num_ranks == 1 else _LABELS | _ON_RANKS)[name]
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := stats.failed(record))]
     records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}

@@ -22,6 +22,7 @@ class ReferenceLoop:
         self.precision = task.reference.precision
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
+        self._called = self.model
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self._put_back = hold_tf32(self.precision)
 
@@ -33,7 +34,7 @@ class ReferenceLoop:
             return self._task.batch_rows
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self._task.loss_fn(self.model, batch))
+            loss = mean_loss(self._task.loss_fn(self._called, batch))
         self._scaler.scale(loss).backward()
         if self._task.reference.clip_norm is not None:
             self._scaler.unscale_(self.optimizer)

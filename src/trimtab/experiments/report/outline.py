@@ -78,6 +78,7 @@ def byline(comparison: Comparison) -> str:
     direction = "higher" if comparison.higher_is_better else "lower"
     parts = (
         f"{comparison.num_pairs} paired runs of {len(comparison.arms)} arms",
+        f"on {comparison.num_ranks} ranks" if comparison.num_ranks > 1 else "",
         f"{say.one_line(comparison.metric)} ({direction} is better)",
         say.one_line(comparison.created),
     )

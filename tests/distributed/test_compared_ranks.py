@@ -1,0 +1,130 @@
+"""`trimtab compare --ranks`: every rank runs the same comparison in step, one writes it down, and all end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.core.codec import read_json, to_json
+from trimtab.core.errors import FormatError
+from trimtab.core.plan import Plan
+from trimtab.core.record import read_record
+from trimtab.experiments.compare import Settings, compare
+from trimtab.experiments.result import Comparison
+from trimtab.tasks import load_task
+
+TASKS = Path(__file__).parents[1] / "unit" / "experiments"
+SOURCE = Path(__file__).parents[2] / "src"
+COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
+FAULTY = """
+import inspect, os
+from dataclasses import replace
+from smooth_task import task as smooth
+
+def loss_fn(model, batch):
+    if os.environ["RANK"] == "1" and WHERE:
+        raise ValueError("a bad batch")
+    return smooth.loss_fn(model, batch)
+
+task = replace(smooth, loss_fn=loss_fn)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    for name in ("tiny_task.py", "smooth_task.py"):
+        shutil.copy(TASKS / name, folder)
+    return folder
+
+
+def run(folder: Path, task: str, *arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*COMMAND, "compare", task, "--ranks", "2", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)])},
+    )
+
+
+def written(folder: Path, name: str, **values) -> Path:
+    path = folder / name
+    path.write_text(to_json(Plan.fixed(**values)))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("race-*/*")}
+
+
+def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch):
+    """The plan shards the model: training and evaluation are collectives. All arms end as one process does."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)
+    done = run(folder, "smooth_task:task", "--pairs", 2, "--plan", plan, "--out", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    rows = json.loads(done.stdout)
+    assert rows["environment"]["ranks"] == "2"
+
+    out = folder / "out"
+    found = read_json(Comparison, out / "report.json")
+    assert (found.num_ranks, found.num_pairs) == (2, 2)
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
+    assert not any(arm.error for arm in found.arms)
+    assert found.arm("reference").source == "recipes/replica.py"
+    reference, control, planned = (found.arm(name).final_metric for name in ("reference", "self", "plan_S"))
+    assert reference == control
+    assert planned == pytest.approx(reference, rel=1e-5)
+    metrics = {(row.arm, row.metric) for row in found.ratios}
+    assert metrics >= {("plan_S", "throughput"), ("plan_S", "peak_memory"), ("plan_S", "final_metric_difference")}
+    assert "On 2 ranks; the reference is the loop in DDP." in found.headline.sentence
+    page = (out / "report.md").read_text()
+    assert "on 2 ranks" in page
+    assert "DistributedDataParallel" in page
+    record = read_record(out / "race-0" / "plan_S.jsonl")
+    task = load_task("smooth_task:task")
+    assert record.end.detail["rows"] == task.budget_rows
+    assert [each.rows for each in record.evaluations] == [task.eval_every_rows * i for i in range(1, 6)]
+
+    settings = Settings(num_pairs=1, adapt=False, peers=False)
+    alone = compare(task, folder / "alone", settings, command="", plan=Plan.fixed(32))
+    assert alone.num_ranks == 1
+    assert alone.arm("reference").final_metric[0] == pytest.approx(reference[0], rel=1e-5)
+
+    before = contents(out)
+    again = run(folder, "smooth_task:task", "--pairs", 3, "--plan", plan, "--out", "out")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("report: out/report.html") == 1
+    found = read_json(Comparison, out / "report.json")
+    assert found.num_pairs == 3
+    assert any(note.startswith("2 of 3 races were read back") for note in found.notes)
+    after = contents(out)
+    assert {name: after[name] for name in before} == before
+
+    with pytest.raises(FormatError, match="a comparison with another number of ranks, plan"):
+        compare(task, out, settings, command="", plan=Plan.fixed(32))
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["True", 'any(frame.filename.endswith("engine.py") for frame in inspect.stack())'],
+    ids=["reference", "plan"],
+)
+def test_a_rank_that_fails_ends_the_comparison_with_one_reason(folder, where):
+    (folder / "faulty.py").write_text(FAULTY.replace("WHERE", where))
+    plan = written(folder, "replica.json", batch_rows=16, num_ranks=2, zero_stage=0)
+    done = run(folder, "faulty:task", "--pairs", 1, "--plan", plan, "--out", f"faulty-{where[0]}")
+    assert done.returncode == 1
+    assert done.stderr.count("a bad batch") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout

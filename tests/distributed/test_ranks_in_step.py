@@ -1,0 +1,217 @@
+"""Ranks of a comparison do the same, whatever their own clocks, metrics and files say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.race import Entry, race
+from trimtab.measure.memory import storage_bytes
+from trimtab.recipes.reference import ReferenceLoop
+
+TASKS = Path(__file__).parents[1] / "unit" / "experiments"
+sys.path.insert(0, str(TASKS))
+from smooth_task import counting  # noqa: E402
+from tiny_task import BATCH_ROWS, load_data  # noqa: E402
+from tiny_task import task as tiny  # noqa: E402
+
+RANK = """
+    import json, os, sys, time
+    from dataclasses import replace
+    from pathlib import Path
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    sys.path.insert(0, sys.argv[3])
+    import torch
+    import torch.distributed as dist
+    from smooth_task import ODD_ROWS, counting
+    from tiny_task import task
+    from trimtab.calibrate import trials
+    from trimtab.core.codec import to_json
+    from trimtab.core.errors import TrimtabError, ValueGivenError
+    from trimtab.core.plan import Plan
+    from trimtab.distributed import process_group
+    from trimtab.experiments import race as race_module
+    from trimtab.experiments.compare import Settings, compare
+    from trimtab.experiments.race import Block, Entry, race
+    from trimtab.experiments.together import together
+    from trimtab.recipes.replica import ReplicaLoop
+
+    torch.set_num_threads(1)
+    trials.BLOCK_S = 0.003
+    process_group.TIMEOUT_S = 8.0
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    cpu, found = torch.device("cpu"), {}
+
+    def refused(ranks, error):
+        try:
+            with ranks.entering():
+                raise error
+        except type(error) as raised:
+            return ranks.may_leave(raised)
+
+    class Slow(ReplicaLoop):
+        def step(self, batches):
+            time.sleep(0.01 * rank)
+            return super().step(batches)
+
+    def blocks(record):
+        return [[e.detail["rows"], e.detail["seconds"], e.detail["cpu_s"]] for e in record.events]
+
+    with together() as ranks:
+        found["each"] = ranks.each(rank + 0.5)
+        found["made"] = to_json(ranks.made(Block, lambda: Block(3, 1.0, rank)))
+        found["absent"] = ranks.read(Block, folder / "absent.json") is None
+        ranks.write(folder / f"of-{rank}.json", Block(5, 1.0, rank))
+        found["read"] = to_json(ranks.read(Block, folder / f"of-{rank}.json"))
+        found["turn"] = ranks.in_turn(lambda: [time.time(), time.sleep(0.2), time.time()])
+        torch.manual_seed(0)
+        ranks.draw_apart(0)
+        found["draws"] = torch.rand(2).tolist()
+        found["alike"] = refused(ranks, ValueGivenError("plan", given="it", expected="another"))
+        found["apart"] = refused(ranks, ValueGivenError("plan", given=f"that of {rank}", expected="another"))
+        found["broken"] = refused(ranks, RuntimeError("no room left"))
+        if rank:
+            found["alone"] = refused(ranks, ValueGivenError("plan", given="it", expected="another"))
+        else:
+            with ranks.entering():
+                pass
+            found["alone"] = False
+        ranks.each(0.0)
+
+        race_module._BLOCK_S, race_module._BLOCK_STEPS = 0.1, 2
+        noted = replace(task.metric, evaluate=lambda model, batches: float("nan") if rank else 0.25)
+        its = replace(task, metric=noted, budget_rows=100_000, eval_every_rows=32 * 32)
+        one, other = race(
+            [Entry("reference", Slow, 100_000), Entry("self", ReplicaLoop, 64 * 32)],
+            its, its.load_data(), 0, cpu, cap_s=1.0, together=ranks,
+        )
+        found["slow"], found["ends"] = blocks(one), [[r.end.reason, r.end.detail["rows"]] for r in (one, other)]
+        found["metrics"] = [e.metrics["accuracy"] for r in (one, other) for e in r.evaluations]
+
+        few = Settings(num_pairs=1, whole_pairs=0, quick=True, adapt=False, peers=False)
+        bad = Plan.fixed(16, num_ranks=2, zero_stage=3, memory_layout="channels_last")
+        left = compare(task, folder / "left", few, command="", plan=bad, together=ranks)
+        found["left"] = [[arm.name, arm.error or "", len(arm.step_s), arm.peak_bytes] for arm in left.arms]
+        whole = compare(task, folder / "made_here", few, command="", together=ranks)
+        plan = whole.plans["S"]
+        found["plan"] = [plan.batch_rows, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
+        found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
+        share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
+        once = Settings(num_pairs=1, adapt=False, peers=False)
+        odd = compare(counting, folder / "odd", once, command="", plan=share, together=ranks)
+        found["odd"] = [[arm.name, arm.final_metric] for arm in odd.arms]
+        found["odd_terms"] = [odd.arm("reference").terms_per_s[0] * odd.arm("reference").step_s[0] / ODD_ROWS]
+        found["odd_notes"] = odd.notes
+        try:
+            compare(task, folder / "made_here", few, command="", plan=bad, together=ranks)
+        except TrimtabError as error:
+            found["another"] = [type(error).__name__, str(error), getattr(error, "is_echo", None)]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """What two ranks found that ran it all, by rank."""
+    folder = tmp_path_factory.mktemp("in_step")
+    run_ranks(RANK, folder, TASKS)
+    return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_figures_and_files_are_rank_0s_on_all(found):
+    folder, ranks = found
+    for each in ranks:
+        assert each["each"] == [0.5, 1.5]
+        assert json.loads(each["made"]) == {"rows": 3, "seconds": 1.0, "cpu_s": 0}
+        assert json.loads(each["read"]) == {"rows": 5, "seconds": 1.0, "cpu_s": 0}
+        assert each["absent"]
+    assert (folder / "of-0.json").exists()
+    assert not (folder / "of-1.json").exists()
+    assert ranks[0]["turn"][2] <= ranks[1]["turn"][0]
+
+
+def test_each_rank_draws_numbers_of_its_own(found):
+    torch.manual_seed(0)
+    assert found[1][0]["draws"] == torch.rand(2).tolist() != found[1][1]["draws"]
+
+
+@pytest.mark.parametrize(("case", "leaves"), [("alike", True), ("apart", False), ("broken", False), ("alone", False)])
+def test_an_arm_leaves_where_every_rank_refuses_it_alike(found, case, leaves):
+    assert [each[case] for each in found[1]] == [leaves, leaves]
+
+
+def test_a_race_is_the_same_on_ranks_whose_clocks_differ(found):
+    one, other = found[1]
+    assert one["slow"] == other["slow"]
+    rows, seconds, cpu_s = zip(*one["slow"], strict=True)
+    assert rows[0] == 2 * 32  # nothing is known of a step before the first block
+    assert max(rows[1:]) > 2 * 32
+    assert all(each >= 0.01 * n / 32 for n, each in zip(rows, seconds, strict=True))  # as long as the slow rank takes
+    assert min(cpu_s) > 0
+    assert one["ends"] == other["ends"]
+    assert [reason for reason, _ in one["ends"]] == ["cap", "budget"]
+    assert one["metrics"] == other["metrics"]
+    assert set(one["metrics"]) == {0.25}
+
+
+def test_a_plan_that_every_rank_refuses_leaves_and_the_reference_is_raced(found):
+    one, other = found[1]
+    assert one["left"] == other["left"]
+    arms = {name: (error, pairs) for name, error, pairs, _ in one["left"]}
+    assert arms["reference"] == arms["self"] == ("", 1)
+    assert "whose shards have no layout" in arms["plan_S"][0]
+
+
+def test_a_peak_counts_the_buckets_that_ddp_holds(found):
+    """Of as many rows on one process, and a bucket for each gradient."""
+    peak = next(peak for name, _, _, peak in found[1][0]["left"] if name == "reference")
+    alone = measure_arm(ReferenceLoop, replace(tiny, batch_rows=BATCH_ROWS // 2), load_data(), torch.device("cpu"))
+    buckets = storage_bytes(tiny.make_model().parameters())
+    assert peak == pytest.approx(alone.peak_bytes + buckets, rel=0.03)
+    assert buckets > 0.1 * peak
+
+
+def test_the_plan_is_made_by_rank_0_for_its_share(found):
+    one, other = found[1]
+    assert one["plan"] == other["plan"]
+    assert one["plan"][:3] == [16, 2, 0]
+    num_ranks, pairs, trials, notes = one["whole"]
+    assert (num_ranks, pairs) == (2, [1, 1, 1])
+    assert trials > 0
+    assert any("rank 0's share alone" in note for note in notes)
+    assert one["whole"] == other["whole"]
+
+
+def test_uneven_shares_train_as_one_process_does_and_ddp_is_said_not_to(found):
+    one, other = found[1]
+    assert one["odd"] == other["odd"]
+    final = {name: metric[0] for name, metric in one["odd"]}
+    entry = Entry("reference", ReferenceLoop, counting.budget_rows)
+    (alone,) = race([entry], counting, load_data(), 0, torch.device("cpu"))
+    expected = alone.evaluations[-1].metrics["entropy"]
+    assert final["plan_S"] == pytest.approx(expected, rel=1e-5)
+    assert final["reference"] == final["self"] != pytest.approx(expected, rel=1e-4)
+    assert any("the reference weighs these unlike, the plan alike" in note for note in one["odd_notes"])
+
+
+def test_terms_are_those_that_all_ranks_counted(found):
+    facts = measure_arm(ReferenceLoop, counting, load_data(), torch.device("cpu"))
+    assert 0.5 < facts.terms_per_row < 1
+    assert found[1][0]["odd_terms"] == pytest.approx([facts.terms_per_row])
+
+
+def test_a_folder_of_another_comparison_is_refused_on_all_ranks_and_said_by_one(found):
+    (kind, text, echo), (other_kind, other_text, other_echo) = (each["another"] for each in found[1])
+    assert (kind, echo) == ("FormatError", None)
+    assert "a comparison with another plan" in text
+    assert (other_kind, other_echo) == ("RankError", True)
+    assert "a comparison with another plan" in other_text
