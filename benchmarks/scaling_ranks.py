@@ -37,7 +37,7 @@ from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import slowest, total
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scale_job import kept
-from trimtab.recipes.replicated import ReplicatedLoop
+from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")
@@ -220,8 +220,8 @@ def _stepped(recipe: str, whole: Task, share: Task, folder: str, seed: int) -> _
     batches, several = _batches(whole, seed), _ranks() > 1
     if recipe == "baseline" and several:
         torch.manual_seed(seed)
-        loop = ReplicatedLoop(share, CPU)
-        return _Course(lambda: loop.step(batches), loop.model.module, loop.close, "")
+        loop = ReplicaLoop(share, CPU)
+        return _Course(lambda: loop.step(batches), loop.model, loop.close, "")
     make = kept(share, share.load_data(), CPU, Path(folder))
     plan = plan_together(make, CPU) if several else make().plan
     if recipe == "baseline":
@@ -248,7 +248,7 @@ def agreement(pairs: str) -> list[dict[str, Any]]:
     share = task_of_rank(whole, _ranks())
     torch.manual_seed(0)
     model = whole.make_model().train()
-    plain, batches = ReplicatedLoop(share, CPU), _batches(whole, 0)
+    plain, batches = ReplicaLoop(share, CPU), _batches(whole, 0)
     ours = _batches(whole, 0)
     ratios, controls = [], []
     plan = replicated(Plan.fixed(share.batch_rows), _ranks())

@@ -15,6 +15,7 @@ from trimtab.experiments import scaling
 from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scale import ScaleSettings, jobs_in, next_round, one_job, scale, take
 from trimtab.experiments.scaling import Scaling
+from trimtab.experiments.together import together
 from trimtab.measure.machine import environment
 from trimtab.tasks import load_task
 
@@ -52,7 +53,7 @@ def run_scale(task: str, out: Path, settings: ScaleSettings, job: int | None, pr
             launch([*again, "--out", str(out), "--job", str(number)], ranks)
 
         return _written(scale(loaded, out, settings, start, progress), out)
-    with joined():
+    with joined(), together():
         if job is None:
 
             def claimed() -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from trimtab.api import FREED, default_rule, start
+from trimtab.api import FREED, default_rule
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
@@ -25,14 +25,16 @@ from trimtab.decide.turns import turns
 from trimtab.distributed.dealing import shard
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.planning import Made, plan_together
-from trimtab.distributed.process_group import Place, place, slowest, total
+from trimtab.distributed.process_group import place, slowest, total
+from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import make_plans
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scaling import Job, Timed, TimedArm
+from trimtab.experiments.together import crowded
 from trimtab.measure.timing import synchronize
-from trimtab.recipes.loop import MakeLoop
+from trimtab.recipes.loop import Loop, MakeLoop
 from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replicated import ReplicatedLoop
+from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task, TaskData
 
 _MIN_WINDOWS = 4  # of a block
@@ -71,13 +73,13 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         progress(f"planning {share.batch_rows} rows a rank")
         plan = plan_together(kept(share, data, device, folder), device) if here.num_ranks > 1 else None
         plan = plan or kept(share, data, device, folder)().plan
-        bench = _Bench(whole, share, data, device, mode, number, settings, progress)
+        bench = _Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(plan)
     link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
+    shared = crowded(1 + round(slowest(float(here.local_rank))))
     if here.rank:
         return None
-    cores = torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
-    return Job(here.num_ranks, number, tuple(arms), cores, _local_ranks(here), link)
+    return Job(here.num_ranks, number, tuple(arms), shared, link)
 
 
 def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
@@ -103,55 +105,16 @@ def _link(device: torch.device) -> Link | None:
         return None
 
 
-def _local_ranks(here: Place) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or here.num_ranks)
+@dataclass(frozen=True)
+class _Stepped:
+    """A loop over this rank's share of its batches."""
 
-
-class _Stepped(Protocol):
-    """What can be stepped: a window; returns this rank's rows."""
-
-    def step(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class _Plain:
-    """A recipe's loop over batches."""
-
-    def __init__(self, make: MakeLoop, task: Task, device: torch.device, batches: Iterator[Any]) -> None:
-        self._loop, self._batches = make(task, device), batches
+    loop: Loop
+    batches: Iterator[Any]
 
     def step(self) -> int:
-        """Train on a batch."""
-        return self._loop.step(self._batches)
-
-    def close(self) -> None:
-        """End it."""
-        self._loop.close()
-
-
-class _Planned:
-    """A run of a plan over batches."""
-
-    def __init__(self, plan: Plan, task: Task, device: torch.device, batches: Iterator[Any]) -> None:
-        self._task, self.model = task, task.make_model().to(device).train()
-        self._run = start(self.model, task.make_optimizer(self.model), plan)
-        self._windows = self._run.windows(batches)
-
-    @property
-    def num_batches(self) -> int:
-        """Loader batches of the next window."""
-        return self._run.num_batches
-
-    def step(self) -> int:
-        """Train on a window."""
-        window = next(self._windows)
-        self._run.train_step(window, self._task.loss_fn)
-        return window.rows
-
-    def close(self) -> None:
-        """End it."""
-        self._run.close()
+        """Train on a window; returns the rows of all ranks."""
+        return self.loop.step(self.batches)
 
 
 class _Bench:
@@ -159,8 +122,7 @@ class _Bench:
 
     def __init__(
         self,
-        whole: Task,
-        share: Task,
+        task: Task,
         data: TaskData,
         device: torch.device,
         mode: str,
@@ -168,14 +130,14 @@ class _Bench:
         settings: JobSettings,
         progress: Progress,
     ) -> None:
-        self._whole, self._share, self._data, self._device = whole, share, data, device
+        self._task, self._data, self._device = task, data, device
         self._mode, self._number, self._settings, self._progress = mode, number, settings, progress
 
     def arms(self, plan: Plan) -> list[TimedArm]:
         """Return what was timed of each recipe."""
         with ExitStack() as loops:
             made = self._loops(plan, loops)
-            timed = self._timed({name: loop for name, loop in made.items() if loop is not None})
+            timed = self._timed(made)
         says = {"baseline": "", "plan": _says(plan), "plan_batch": _says(plan)}
         found = []
         for recipe in says:
@@ -190,35 +152,27 @@ class _Bench:
     def _loops(self, plan: Plan, close: ExitStack) -> dict[str, _Stepped]:
         """Return every loop, once its kernels are chosen and its batch has settled."""
         several = place().num_ranks > 1
-        makes: dict[str, Callable[[], _Stepped]] = {
-            "baseline": lambda: self._plain(ReplicatedLoop if several else ReferenceLoop),
-            "plan": lambda: self._planned(plan),
+        makes: dict[str, MakeLoop] = {
+            "baseline": ReplicaLoop if several else ReferenceLoop,
+            "plan": partial(PlanLoop, plan=plan),
         }
         if self._settings.frees_batch:
-            freed = plan.freed(default_rule(plan), FREED)
-            makes["plan_batch"] = lambda: self._planned(freed)
+            makes["plan_batch"] = partial(PlanLoop, plan=plan.freed(default_rule(plan), FREED))
         if several:
-            makes["baseline alone"] = lambda: self._plain(ReferenceLoop)
-            makes["plan alone"] = lambda: self._planned(alone(plan))
+            makes["baseline alone"] = ReferenceLoop
+            makes["plan alone"] = partial(PlanLoop, plan=alone(plan))
         made = {}
         for name, make in makes.items():
             self._progress(f"{self._mode}: {name}")
             torch.manual_seed(0)
-            made[name] = make()
-            close.callback(made[name].close)
+            loop = make(self._task, self._device)
+            close.callback(loop.close)
+            made[name] = _Stepped(loop, iter(shard(self._data.batches(self._number, self._task.batch_rows))))
             for _ in range(_WARM_WINDOWS):
                 made[name].step()
-        _settle(made.get("plan_batch"))
+            if name == "plan_batch":
+                _settle(made[name])
         return made
-
-    def _batches(self) -> Iterator[Any]:
-        return iter(shard(self._data.batches(self._number, self._whole.batch_rows)))
-
-    def _plain(self, make: MakeLoop) -> _Stepped:
-        return _Plain(make, self._share, self._device, self._batches())
-
-    def _planned(self, plan: Plan) -> _Stepped:
-        return _Planned(plan, self._share, self._device, self._batches())
 
     def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:
         """Return the blocks of each loop, and their windows."""
@@ -249,18 +203,15 @@ class _Bench:
         rows = sum(loop.step() for _ in range(windows))
         synchronize(self._device)
         taken_s = slowest(time.perf_counter() - begin)
-        return round(total(float(rows))), taken_s
+        return rows, taken_s
 
 
-def _settle(loop: _Stepped | None) -> None:
+def _settle(loop: _Stepped) -> None:
     """Step a loop whose batch is freed until that stays; it is the same on every rank, and so are the windows."""
-    same = 0
-    if not isinstance(loop, _Planned):
-        return
+    same, before = 0, -1
     for _ in range(_MOST_WINDOWS):
-        before = loop.num_batches
-        loop.step()
-        same = same + 1 if loop.num_batches == before else 0
+        rows = loop.step()
+        same, before = same + 1 if rows == before else 0, rows
         if same == _SETTLED:
             return
 

@@ -60,14 +60,13 @@ class Job:
     """What one launch of so many ranks timed; a JSON value.
 
     Args:
-        cores: of the machine, for all of its ranks. local_ranks: on it. link: as timed; None of one rank.
+        crowded: what ranks share that should have one each, "cores" or "devices"; or "". link: as timed, once.
     """
 
     ranks: int
     round: int
     arms: tuple[TimedArm, ...]
-    cores: int
-    local_ranks: int
+    crowded: str = ""
     link: Link | None = None
 
     def arm(self, recipe: str, mode: str) -> TimedArm | None:
@@ -85,7 +84,7 @@ class ScalingRow:
         efficiency: throughput(n) / (n throughput(1)); None of one rank, or where one rank was not timed. pairs: of each
             round that has both.
         waiting: share of a window that is waited for communication; None where it was not timed.
-        shares_cores: whether ranks are more than the cores they have: correctness only.
+        crowded: as of its jobs: where it is not "", the row is of correctness only.
     """
 
     recipe: str
@@ -95,7 +94,7 @@ class ScalingRow:
     rows_per_s: Interval
     efficiency: Interval | None
     waiting: Interval | None
-    shares_cores: bool
+    crowded: str
     says: str = ""
     pairs: tuple[float, ...] = ()
 
@@ -154,7 +153,7 @@ def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow 
         ratio_interval([arm.together.rows_per_s for _, arm in found]),
         ratio_interval(ratios) if ratios else None,
         mean_interval(waiting) if waiting else None,
-        any(job.local_ranks > job.cores for job, _ in found),
+        next((job.crowded for job, _ in found if job.crowded), ""),
         found[0][1].says,
         tuple(ratios),
     )
@@ -172,7 +171,7 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
     return (
         row.mode if row.ranks > 1 else "",
         row.recipe,
-        f"{row.ranks}" + (" (share cores)" if row.shares_cores else ""),
+        f"{row.ranks}" + (f" (share {row.crowded})" if row.crowded else ""),
         f"{row.window_rows:.0f}",
         f"{row.rows_per_s.mean:.4g}",
         _efficiency(row),
@@ -211,8 +210,8 @@ def notes(found: Scaling) -> list[str]:
     said = [f"{recipe}: {RECIPES[recipe]}" for recipe in recipes]
     said += [f"{row.recipe}, {_where(row)}: {row.says}" for row in found.rows if row.says]
     said += [f"link: {link.name}, {_speed(link)}" for link in found.links]
-    if any(row.shares_cores for row in found.rows):
-        said.append("ranks that share cores say that it runs, and nothing of scaling")
+    if shared := {row.crowded for row in found.rows if row.crowded}:
+        said.append(f"ranks that share {' or '.join(shared)} say that it runs, and nothing of scaling")
     if any(row.rows_per_s.n < MIN_PAIRS_FOR_VERDICT for row in found.rows):
         said.append(f"fewer than {MIN_PAIRS_FOR_VERDICT} rounds: each one's efficiency, and no verdict")
     return said
@@ -248,7 +247,7 @@ def benchmark_rows(found: Scaling, link: str) -> Iterable[dict[str, object]]:
             "pairs": list(row.pairs),
             "n": row.rows_per_s.n,
             "waiting_share": None if row.waiting is None else row.waiting.mean,
-            "shares_cores": row.shares_cores,
+            "shares": row.crowded,
             "says": row.says,
         }
 

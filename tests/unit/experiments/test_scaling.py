@@ -22,10 +22,10 @@ def timed(rate: float) -> Timed:
     return Timed((100, 100), (100 / rate, 100 / rate))
 
 
-def job(ranks: int, number: int, rate: float, alone: float | None = None, mode: str = "weak", cores: int = 2) -> Job:
+def job(ranks: int, number: int, rate: float, alone: float | None = None, mode: str = "weak") -> Job:
     own = None if alone is None else timed(alone)
     arm = TimedArm("baseline", mode, timed(rate), own, 32.0 * ranks)
-    return Job(ranks, number, (arm,), cores, ranks, LINK if ranks > 1 else None)
+    return Job(ranks, number, (arm,), "cores" if ranks > 2 else "", LINK if ranks > 1 else None)
 
 
 def row(found: scaling.Scaling, ranks: int, mode: str = "weak") -> scaling.ScalingRow:
@@ -70,7 +70,7 @@ def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
 
 def test_ranks_that_share_cores_are_said_to():
     found = summarise("tiny", [job(1, 0, 100.0), job(4, 0, 120.0)])
-    assert row(found, 4).shares_cores
+    assert row(found, 4).crowded == "cores"
     assert "nothing of scaling" in scaling.text(found)
     assert "nothing of scaling" not in scaling.text(summarise("tiny", [job(2, 0, 120.0)]))
 
