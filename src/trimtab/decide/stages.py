@@ -7,8 +7,9 @@ seconds are those of the plan, with the communication of its window beside them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.link import Calibration
@@ -21,6 +22,8 @@ from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication import WindowCost, window_s
 from trimtab.decide.planner import choose
 from trimtab.decide.ranks import WORTH, sending, ways_to_send
+
+T = TypeVar("T", Trial, Traced, Recomputable)
 
 _MARKS = Plan.marks()
 _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
@@ -104,7 +107,7 @@ def _cost(
     way: Way,
 ) -> StageCost | RefusedStage:
     stage, reduces_once = way
-    there = at_stage(profile, [trace for trace in traces if trace.way == way])
+    there = at_stage(profile if stage < 2 else _without_layouts(profile), [each for each in traces if each.way == way])
     try:
         plan = choose(there, profile.objective, Budget(profile.budget.memory_bytes))
     except InfeasibleError as error:
@@ -190,6 +193,20 @@ def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
     )
 
 
+def _without_layouts(profile: Profile) -> Profile:
+    """Return the profile without what ran in a memory layout of its own: a shard has none."""
+
+    def keeping(found: Iterable[T]) -> tuple[T, ...]:
+        return tuple(each for each in found if each.candidate.memory_layout == "keep")
+
+    return replace(
+        profile,
+        trials=keeping(profile.trials),
+        traces=keeping(profile.traces),
+        recomputables=keeping(profile.recomputables),
+    )
+
+
 def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration) -> Plan:
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
@@ -199,7 +216,9 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration) -> P
     once = tuple(Rejected(each.way[1], str(each)) for each in same)
     plan = replace(
         chosen.plan,
-        zero_stage=Choice(stage, f"{reason}, over {calibration.link.name}", _MARKS["zero_stage"], losers=losers),
+        zero_stage=Choice(
+            stage, f"{reason}, over {calibration.link.name}", _MARKS["zero_stage"], changed=stage > 0, losers=losers
+        ),
     )
     if stage < 2:
         return plan
