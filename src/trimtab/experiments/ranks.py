@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
-from trimtab.experiments.planning import Plans
+from trimtab.distributed.stage_choice import ADAPTS, Share, of_replicas, share_of
+from trimtab.experiments.planning import Plans, loop_of, make_plans, profile_here
 from trimtab.tasks.task import Task
 
 
@@ -29,24 +32,41 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     return replace(task, **share)
 
 
-def plan_on_ranks(task: Task, make: Callable[[Task], Plans]) -> Plan:
+def plan_on_ranks(task: Task, budget: Budget, adapt: Collection[str], progress: Callable[[str], None]) -> Plan:
     """Return the plan of this job, or of this process where it is alone.
 
     Args:
-        make: returns the plans of a task.
+        budget: of one rank. adapt: as of `make_plans`.
+
+    Raises:
+        InfeasibleError: no plan meets the budget. RankError: on the other ranks, where rank 0 could not make one.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def plans_of(each: Task) -> Plans:
+        how = {"adapt": adapt, "strong": False, "budget": budget, "progress": progress}
+        return make_plans(each, each.load_data(), device, **how)
+
     ranks = place().num_ranks
     if ranks == 1:
-        return _preferred(make(task))
+        return _preferred(plans_of(task))
 
-    def made() -> Made:
-        plans = make(task_of_rank(task, ranks))
-        plan = _preferred(plans)
-        with torch.device("meta"):
-            model = task.make_model()
-        return Made(plan, step_shape(model, plans.profiles["S"], plan))
+    def made() -> Made | Share:
+        share = task_of_rank(task, ranks)
+        if budget.memory_bytes is None or adapt:
+            plans = plans_of(share)
+            return _made(share, _preferred(plans), plans.profiles["S"], ADAPTS if budget.memory_bytes else "")
+        found = profile_here(share, budget, Objective(), progress, -(-share.budget_rows // share.batch_rows))
+        weighed = share_of(found, loop_of(share, device.type), progress)
+        return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
 
-    return plan_together(made, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return plan_together(made, device)
+
+
+def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:
+    with torch.device("meta"):
+        model = task.make_model()
+    return Made(plan, step_shape(model, profile, plan), kept)
 
 
 def _preferred(plans: Plans) -> Plan:
