@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from trimtab.core.errors import DependencyError, ValueGivenError
+from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
+from trimtab.core.parallelism import Parallelism
 from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
+from trimtab.distributed.rank_memory import trace_rank
 
 JOB = """
     import copy, os, sys
@@ -156,3 +159,20 @@ def test_a_torch_that_cannot_make_such_a_group_is_named(monkeypatch):
 def test_one_rank_has_no_others():
     with pytest.raises(ValueGivenError, match="2 or more"), absent_ranks(1):
         pass
+
+
+def test_parameters_that_torch_cannot_deal_out_are_named():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.double = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+        def forward(self, rows):
+            return self.double(self.single(rows).double())
+
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, how = (torch.ones(2, 4), torch.ones(4, 4)), Parallelism(2, 1)
+    with pytest.raises(ModelError, match="the same dense type"):
+        trace_rank(model, optimizer, lambda model, rows: model(rows).mean(), batches, (2, 4), how)
+    assert not dist.is_initialized()

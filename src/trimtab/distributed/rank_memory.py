@@ -19,7 +19,7 @@ from trimtab.core.rank_trace import WAYS, RankTrace, Way
 from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
 from trimtab.distributed.repoint import names_of
 from trimtab.measure.rank_trace import trace_replica, trace_shard
-from trimtab.measure.traced_step import Autocast, LossFn
+from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.precision import autocast as autocast_of
 
@@ -116,13 +116,20 @@ class _Part:
 
 
 def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals."""
+    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals.
+
+    Raises:
+        ModelError: it does not take such parameters.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+    try:
+        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+    except Exception as error:  # parameters of two types, for one
+        raise cannot_trace(error) from error
     parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
     largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
     return {name for name, parameter in model.named_parameters() if parameter in largest}
