@@ -15,6 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from trimtab.core.errors import DependencyError, ModelError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
+from trimtab.core.profile import Candidate
+from trimtab.core.rank_trace import WAYS
+from trimtab.distributed import rank_memory
 from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
 from trimtab.distributed.rank_memory import trace_rank
 
@@ -176,3 +179,31 @@ def test_parameters_that_torch_cannot_deal_out_are_named():
     with pytest.raises(ModelError, match="the same dense type"):
         trace_rank(model, optimizer, lambda model, rows: model(rows).mean(), batches, (2, 4), how)
     assert not dist.is_initialized()
+
+
+def test_each_way_to_share_is_traced_once(monkeypatch):
+    """In windows of one micro-batch gradients are reduced once, whichever way: what that takes is not traced again."""
+    traced, trace = [], rank_memory.trace_rank
+
+    def noted(*args, num_micro_batches, **kwargs):
+        how = args[5]
+        traced.append((how.zero_stage, how.reduces_once, num_micro_batches))
+        return trace(*args, num_micro_batches=num_micro_batches, **kwargs)
+
+    monkeypatch.setattr(rank_memory, "trace_rank", noted)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    candidate = Candidate(precision="fp32", memory_layout="keep", fused_optimizer=False, micro_batch=4)
+    found = rank_memory.trace_ways(model, optimizer, lambda model, b: model(b).mean(), torch.ones(4, 4), candidate, 2)
+    assert [each.way for each in found] == list(WAYS)
+    assert len(traced) == len(set(traced)) == len(WAYS) + 4
+    each = trace(
+        model,
+        optimizer,
+        lambda model, b: model(b).mean(),
+        (torch.ones(2, 4), torch.ones(4, 4)),
+        (2, 4),
+        Parallelism(2, 3, reduces_once=False),
+    )
+    assert found[-1].way == (3, False)
+    assert found[-1].whole.peak_bytes(4) == each.peak_bytes(4)

@@ -81,15 +81,21 @@ def trace_ways(
     forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
     seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
 
-    def of(way: Way) -> RankTrace:
+    def peak(way: Way, number: int) -> PeakModel:
         stage, reduces_once = way
         how = Parallelism(ranks, stage, reduces_once=reduces_once)
 
-        def trace(rows: Sizes, batches: Batches, number: int) -> PeakModel:
+        def trace(rows: Sizes, batches: Batches) -> PeakModel:
             return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
 
-        whole, sliced = (at_two_sizes(batch, functools.partial(trace, number=number)) for number in (1, _DIFFERENT))
-        return RankTrace(candidate, way, whole, sliced)
+        return at_two_sizes(batch, trace)
+
+    @functools.cache
+    def whole(stage: int) -> PeakModel:  # of one micro-batch, after which gradients are reduced either way
+        return peak((stage, True), 1)
+
+    def of(way: Way) -> RankTrace:
+        return RankTrace(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 
     with applied(model, optimizer, candidate):
         return tuple(map(of, WAYS))

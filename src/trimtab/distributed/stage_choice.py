@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.calibrate.step_shape import step_shape
-from trimtab.calibrate.tracing import trace_here
+from trimtab.calibrate.tracing import MIN_ROWS, trace_here
 from trimtab.core.errors import DependencyError, InfeasibleError, ModelError
 from trimtab.core.link import Calibration
 from trimtab.core.parallelism import StepShape
@@ -23,7 +23,7 @@ from trimtab.core.rank_trace import RankTrace
 from trimtab.decide.planner import choose
 from trimtab.decide.stages import choose_stage
 from trimtab.distributed.rank_memory import trace_ways
-from trimtab.runtime.batches import to_device
+from trimtab.runtime.batches import count_rows, to_device
 from trimtab.runtime.engine import LossFn
 
 Loop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
@@ -118,7 +118,8 @@ def traces_of_ranks(profile: Profile, loop: Loop, ranks: int, progress: Callable
         progress(f"tracing {ranks} ranks: {candidate.describe()}")
         traces += trace_ways(*loop, candidate, ranks, counts_scratch=profile.device.kind == "cpu")
     if not traces:
-        raise ModelError("model", given="a step that cannot be traced", expected="one whose ranks can be")
+        given = f"a step of {count_rows(loop[3])} rows that cannot be traced"
+        raise ModelError("model", given=given, expected=f"one whose ranks can be: of {MIN_ROWS} rows at the least")
     return tuple(traces)
 
 
