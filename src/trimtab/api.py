@@ -26,9 +26,10 @@ from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.learning_rate import choose_rate
-from trimtab.decide.planner import adapt_learning_rate, choose, choose_there
+from trimtab.decide.planner import adapt_learning_rate, choose_there
 from trimtab.distributed.backends import backend_of, is_to_share
 from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.stage_choice import Share, of_replicas, share_of
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
@@ -187,7 +188,8 @@ def plan(
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
 
     On several ranks, of a model that the loop has not wrapped, all call it: rank 0 measures its share of a batch, and
-    the plan it hands to the others says how they share the model.
+    the plan it hands to the others says how they share the model. Under a memory limit, which is a rank's, or where
+    memory is weighed, the ZeRO stage is chosen by what a rank holds at each; else every rank holds the whole model.
 
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
@@ -213,8 +215,8 @@ def plan(
         given = "an iterator, which planning would draw from on one of several ranks"
         raise ValueGivenError("data", given=given, expected="a loader, or nothing")
 
-    def make() -> Made:
-        found = profile(
+    def measured() -> Profile:
+        return profile(
             model,
             optimizer,
             loss_fn,
@@ -230,15 +232,23 @@ def plan(
             num_blocks=num_blocks,
             progress=progress,
         )
-        chosen = choose(found, objective, budget)
+
+    def made(found: Profile, kept: str = "") -> Made:
+        chosen = of_replicas(found, kept)
         if by_range and data is not None:
             chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
-        return Made(chosen, step_shape(model, found, chosen) if is_shared else None)
+        return Made(chosen, step_shape(model, found, chosen) if is_shared else None, kept)
 
-    return plan_together(make, next(model.parameters()).device) if is_shared else make().plan
+    def of_rank() -> Made | Share:
+        found = measured()
+        loop = (model, optimizer, loss_fn, example_batch if longest_batch is None else longest_batch)
+        share = share_of(found, loop, progress, adapts=by_range or rule is not None)
+        return share if isinstance(share, Share) else made(found, share)
+
+    return plan_together(of_rank, next(model.parameters()).device) if is_shared else made(measured()).plan
 
 
 def default_rule(plan: Plan) -> BatchRule:

@@ -151,13 +151,14 @@ def train(
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")] = None,
     seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
     record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
+    memory: Memory = None,
     adapt: Adapt = None,
     ranks: Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")] = 1,
     as_json: Json = False,
 ) -> None:
     """Train a task through a plan, and evaluate it."""
     from trimtab.core.codec import read_json
-    from trimtab.core.objective import Budget, Objective
+    from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
     from trimtab.decide.ranks import replicated
     from trimtab.distributed.launch import launch
@@ -166,17 +167,20 @@ def train(
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
-    here, loaded = place(), load_task(task)
+    here, loaded, limits = place(), load_task(task), Budget(memory)
     _require_new(None if here.rank else record)
     if plan_file is not None:
         _refuse_adapt(adapt, "--plan")
+        if memory is not None:
+            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
     if ranks > 1 and here.num_ranks == 1:
         task_of_rank(loaded, ranks)
         launch(sys.argv[1:], ranks)
         return
     with joined():
         if plan_file is None:
-            chosen = plan_on_ranks(loaded, lambda each: _plan(each, Budget(), Objective(), adapt))
+            with ProgressBar() as progress:
+                chosen = plan_on_ranks(loaded, limits, _adaptation(adapt, ("learning-rate", "batch")), progress)
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:

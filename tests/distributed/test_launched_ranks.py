@@ -11,10 +11,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from trimtab.core.codec import to_json
+from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
+from trimtab.distributed.rank_memory import trace_rank
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
@@ -43,13 +48,14 @@ def folder(tmp_path):
 
 
 def train(folder: Path, *arguments: object, environment=None) -> subprocess.CompletedProcess:
+    paths = filter(None, [os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [*COMMAND, "train", *map(str, arguments)],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(folder)} | (environment or {}),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *paths])} | (environment or {}),
     )
 
 
@@ -151,6 +157,49 @@ def test_a_loop_of_ones_own_plans_together_and_trains_on_its_rows(folder):
     assert one["rows"] == other["rows"] == 8 * 48
     assert one["weights"] == other["weights"]
     assert one["losses"][-1] < one["losses"][0]
+
+
+WIDE = """
+from dataclasses import replace
+import tiny
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+
+task = replace(tiny.task, name="wide", make_model=make_model)
+"""
+
+
+def least_of(stage: int) -> int:
+    """Return what one of two ranks is told to hold of the wide task, in windows of one micro-batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+    batches = tuple((torch.ones(rows, 16), torch.zeros(rows, dtype=torch.long)) for rows in (2, 4))
+    loop = (model, torch.optim.AdamW(model.parameters()), lambda model, b: cross_entropy(model(b[0]), b[1]), batches)
+    return trace_rank(*loop, (2, 4), Parallelism(2, stage), counts_scratch=True).peak_bytes(2)
+
+
+def test_ranks_that_plan_under_a_limit_share_the_model(folder):
+    """Replicas do not meet it, and the plan that they train by is in the record."""
+    (folder / "wide.py").write_text(WIDE)
+    whole, shared = least_of(0), min(least_of(stage) for stage in (1, 2, 3))
+    limit, record = (whole + shared) // 2, folder / "run.jsonl"
+    given = ("wide:task", "--steps", 6, "--ranks", 2, "--record", record)
+    done = train(folder, *given, "--memory", f"{limit}B", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = read_record(record).header.plan
+    assert plan["zero_stage"]["value"] >= 1
+    assert plan["predicted"]["peak_bytes"] <= limit
+    assert "is over the budget" in plan["zero_stage"]["losers"][0]["reason"]
+    assert json.loads(done.stdout)["rows"] == 6 * rows()
+
+
+def test_a_limit_that_no_stage_meets_ends_the_job_with_one_reason(folder):
+    done = train(folder, "tiny:task", "--steps", 2, "--ranks", 2, "--memory", "1KiB")
+    assert done.returncode == 1
+    assert done.stderr.count("no ZeRO stage of 2 ranks meets") == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,18 @@ class Sent:
         return self.cost.total_s + self.cast_s
 
 
-def replicated(plan: Plan, num_ranks: int) -> Plan:
+def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
     """Return a plan, made for one rank's share of a batch, for ranks that each hold the whole model.
 
     One that says how it is shared stays so.
+
+    Args:
+        why: no other way was weighed; "" where none was asked for.
     """
     if plan.zero_stage.value is not None or num_ranks == 1:
         return plan
     reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
+    reason += f"; {why}" if why else ""
     return replace(plan, num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"]))
 
 

@@ -232,7 +232,9 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration) -> P
     once = tuple(Rejected(each.way[1], str(each)) for each in same)
     plan = replace(
         chosen.plan,
-        zero_stage=Choice(stage, f"{reason}, over {calibration.link.name}", _MARKS["zero_stage"], losers=losers),
+        zero_stage=Choice(
+            stage, f"{reason}, over {calibration.link.name}", _MARKS["zero_stage"], changed=stage > 0, losers=losers
+        ),
     )
     if stage < 2:
         return plan

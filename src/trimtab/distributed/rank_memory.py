@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from trimtab.calibrate.tracing import MIN_ROWS, Batches, Sizes, applied, at_two_sizes
-from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
+from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
 from trimtab.distributed.repoint import names_of
 from trimtab.measure.rank_trace import trace_replica, trace_shard
-from trimtab.measure.traced_step import Autocast, LossFn
+from trimtab.measure.traced_step import Autocast, LossFn, cannot_trace
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.precision import autocast as autocast_of
 
@@ -48,15 +47,15 @@ def trace_rank(
             three hold what three hold. counts_scratch: as of `trimtab.measure.step_trace.trace_step`.
 
     Raises:
-        ModelError: the step cannot be traced. ValueGivenError: this process is one of several ranks, or there is one.
-        DependencyError: a torch that has no group without peers.
+        ModelError: the step cannot be traced. ValueGivenError: there is one rank. DependencyError: a torch that has no
+            group without peers.
     """
     loop, many = (model, optimizer, loss_fn, batches, rows), min(num_micro_batches, _DIFFERENT)
     seen: dict[str, Any] = {"num_micro_batches": many, "autocast": autocast, "counts_scratch": counts_scratch}
-    with _pretending(how.ranks):
+    with absent_ranks(how.ranks):
         if how.zero_stage < 2:
             return trace_replica(*loop, share=_Part(model, optimizer, how), **seen)
-        mesh = init_device_mesh(next(model.parameters()).device.type, (how.ranks,))
+        mesh = mesh_of_all(next(model.parameters()).device.type, how.ranks)
         return trace_shard(*loop, share=_Shard(how, mesh), **seen)
 
 
@@ -84,38 +83,24 @@ def trace_ways(
     forward = functools.partial(autocast_of, candidate.precision, next(model.parameters()).device)
     seen: dict[str, Any] = {"autocast": forward, "counts_scratch": counts_scratch}
 
-    def of(way: Way) -> RankTrace:
+    def peak(way: Way, number: int) -> PeakModel:
         stage, reduces_once = way
         how = Parallelism(ranks, stage, reduces_once=reduces_once)
 
-        def trace(rows: Sizes, batches: Batches, number: int) -> PeakModel:
+        def trace(rows: Sizes, batches: Batches) -> PeakModel:
             return trace_rank(model, optimizer, loss_fn, batches, rows, how, num_micro_batches=number, **seen)
 
-        whole, sliced = (at_two_sizes(batch, functools.partial(trace, number=number)) for number in (1, _DIFFERENT))
-        return RankTrace(candidate, way, whole, sliced)
+        return at_two_sizes(batch, trace)
+
+    @functools.cache
+    def whole(stage: int) -> PeakModel:  # of one micro-batch, after which gradients are reduced either way
+        return peak((stage, True), 1)
+
+    def of(way: Way) -> RankTrace:
+        return RankTrace(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 
     with applied(model, optimizer, candidate):
         return tuple(map(of, ways))
-
-
-@contextlib.contextmanager
-def _pretending(ranks: int) -> Iterator[None]:
-    """Be rank 0 of so many, the others of which are not there."""
-    if ranks < 2:
-        raise ValueGivenError("ranks", given=str(ranks), expected="2 or more")
-    if dist.is_initialized():
-        given = "a process that is one of several ranks"
-        raise ValueGivenError("ranks", given=given, expected="a process of its own", way_out="Plan before joining.")
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError:
-        expected = "one that has a process group without peers"
-        raise DependencyError("torch", given="another torch", expected=expected, way_out="Use torch 2.13.") from None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class _Part:
@@ -139,13 +124,20 @@ class _Part:
 
 
 def _largest_part(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals."""
+    """Return the names of the parameters whose state is the most that a rank has, as torch's own optimizer deals.
+
+    Raises:
+        ModelError: it does not take such parameters.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+    try:
+        dealt = ZeroRedundancyOptimizer(groups, optimizer_class=SGD, lr=0.0)._partition_parameters()
+    except Exception as error:  # parameters of two types, for one
+        raise cannot_trace(error) from error
     parts = [[parameter for group in part for parameter in group["params"]] for part in dealt]
     largest = set(max(parts, key=lambda part: sum(each.numel() for each in part)))
     return {name for name, parameter in model.named_parameters() if parameter in largest}

@@ -37,7 +37,7 @@ from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.rank_notes import Ranks
-from trimtab.experiments.ranks import plans_on_ranks, refuse_on_ranks, task_of_rank
+from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
@@ -211,17 +211,13 @@ def _plans(
     path = out / "plans.json"
     if (kept := together.read(Plans, path)) is not None:
         return kept
-    make = partial(
-        make_plans,
-        data=data,
-        device=device,
-        adapt=("learning_rate",) if settings.adapt else (),
-        strong=settings.peers,
-        budget=budget,
-        objective=objective,
-        progress=progress,
-    )
-    plans = plans_on_ranks(task, make, together)
+    limits, weights = budget or Budget(), objective or Objective()
+    if together.num_ranks > 1:
+        plans = job_plans(task, limits, weights, progress, together)
+    else:
+        adapt = ("learning_rate",) if settings.adapt else ()
+        how = {"adapt": adapt, "strong": settings.peers, "budget": limits, "objective": weights, "progress": progress}
+        plans = make_plans(task, data, device, **how)
     together.write(path, plans, indent=1)
     return plans
 

@@ -126,6 +126,29 @@ def make_plans(
     return Plans(plans, profiles)
 
 
+def profile_here(
+    task: Task,
+    budget: Budget,
+    objective: Objective,
+    progress: Callable[[str], None],
+    total_steps: int | None = None,
+) -> Profile:
+    """Return a task's profile on this machine, under limits that no settings need to meet."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(PLANNING_SEED)
+    model, batches = task.make_model().to(device).train(), task.load_data().batches(PLANNING_SEED, task.batch_rows)
+    loop = (model, task.make_optimizer(model), task.loss_fn, move(next(batches), device))
+    given = {"budget": budget, "objective": objective, "reference": task.reference, "total_steps": total_steps}
+    return profile(*loop, data=batches, progress=progress, **given)
+
+
+def loop_of(task: Task, kind: str) -> tuple[Any, ...]:
+    """Return a task's model, optimizer, loss and a batch that can be traced, on a kind of device."""
+    torch.manual_seed(PLANNING_SEED)
+    model = task.make_model().to(kind).train()
+    return model, task.make_optimizer(model), task.loss_fn, move(example_batch(task), torch.device(kind))
+
+
 def profile_there(
     task: Task, device: str, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> Profile:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
+from trimtab.core.profile import Profile
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
-from trimtab.experiments.planning import Plans
+from trimtab.distributed.stage_choice import ADAPTS, Share, of_replicas, share_of
+from trimtab.experiments.planning import Plans, loop_of, make_plans, profile_here
 from trimtab.experiments.together import Together
 from trimtab.tasks.task import Task
 
@@ -30,42 +33,60 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     return replace(task, **share)
 
 
-def plan_on_ranks(task: Task, make: Callable[[Task], Plans]) -> Plan:
+def plan_on_ranks(
+    task: Task,
+    budget: Budget,
+    adapt: Collection[str],
+    progress: Callable[[str], None],
+    *,
+    objective: Objective | None = None,
+    seen: Callable[[Profile], None] = lambda _: None,
+) -> Plan:
     """Return the plan of this job, or of this process where it is alone.
 
     Args:
-        make: returns the plans of a task.
+        budget, objective: of one rank. adapt: as of `make_plans`. seen: called on rank 0 with what it measured.
+
+    Raises:
+        InfeasibleError: no plan meets the budget. RankError: on the other ranks, where rank 0 could not make one.
     """
-    ranks = place().num_ranks
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights, ranks = objective or Objective(), place().num_ranks
+
+    def plans_of(each: Task) -> Plans:
+        how = {"adapt": adapt, "strong": False, "budget": budget, "objective": weights, "progress": progress}
+        return make_plans(each, each.load_data(), device, **how)
+
     if ranks == 1:
-        return _preferred(make(task))
+        return _preferred(plans_of(task))
 
-    def made() -> Made:
-        plans = make(task_of_rank(task, ranks))
-        plan = _preferred(plans)
-        with torch.device("meta"):
-            model = task.make_model()
-        return Made(plan, step_shape(model, plans.profiles["S"], plan))
+    def made() -> Made | Share:
+        share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
+        if adapt or not asks:
+            plans = plans_of(share)
+            seen(plans.profiles["S"])
+            return _made(share, _preferred(plans), plans.profiles["S"], ADAPTS if asks else "")
+        found = profile_here(share, budget, weights, progress, -(-share.budget_rows // share.batch_rows))
+        seen(found)
+        weighed = share_of(found, loop_of(share, device.type), progress)
+        return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
 
-    return plan_together(made, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return plan_together(made, device)
 
 
-def plans_on_ranks(task: Task, make: Callable[[Task], Plans], together: Together) -> Plans:
-    """Return the plans of a comparison, on all ranks; of several that of tier S is the job's.
+def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:
+    with torch.device("meta"):
+        model = task.make_model()
+    return Made(plan, step_shape(model, profile, plan), kept)
 
-    Args:
-        make: returns the plans of a task.
-    """
-    if together.num_ranks == 1:
-        return make(task)
-    own: list[Plans] = []  # rank 0's
 
-    def noted(share: Task) -> Plans:
-        own.append(make(share))
-        return own[0]
-
-    plan = plan_on_ranks(task, noted)
-    return together.made(Plans, lambda: replace(own[0], plans={"S": plan}))
+def job_plans(
+    task: Task, budget: Budget, objective: Objective, progress: Callable[[str], None], together: Together
+) -> Plans:
+    """Return the plan of a comparison's ranks, the job's, and rank 0's profile behind it; on all of them."""
+    own: list[Profile] = []  # rank 0's
+    plan = plan_on_ranks(task, budget, (), progress, objective=objective, seen=own.append)
+    return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
 
 
 def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None, peers: bool | None) -> None:

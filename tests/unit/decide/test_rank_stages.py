@@ -37,9 +37,9 @@ def shape(plan) -> StepShape:
     return StepShape(micro_s / 3, 2 * micro_s / 3, 0.01, (2**20,) * 8, (1.0,) * 8)
 
 
-def profile_of(*, memory: int | None = None, weight: float = 0.0):
+def profile_of(*, memory: int | None = None, weight: float = 0.0, speed: dict | None = None):
     budget = Budget() if memory is None else Budget(memory * MIB)
-    machine = Machine(split_s=0.2)
+    machine = Machine(split_s=0.2, speed=speed or {})
     return measured(machine, budget=budget, objective=Objective(1.0, weight), always=True)
 
 
@@ -98,6 +98,19 @@ def test_gradients_are_reduced_after_each_micro_batch_where_holding_them_is_too_
     assert (plan.zero_stage.value, plan.reduces_once.value, plan.micro_batch.value) == (3, False, 1)
     assert plan.reduces_once.changed
     assert "over the budget" in str(found[0])
+
+
+@pytest.mark.parametrize(("memory", "stage", "layout"), [(None, 0, "channels_last"), (72, 3, "keep")])
+def test_shards_have_no_layout(memory, stage, layout):
+    plan, found = choose(profile_of(memory=memory, speed={"channels_last": 1.5}))
+    assert (plan.zero_stage.value, plan.memory_layout.value) == (stage, layout)
+    assert all(each.plan.memory_layout.value == "keep" for each in found if each.way[0] >= 2 and hasattr(each, "plan"))
+
+
+@pytest.mark.parametrize(("memory", "is_changed"), [(751, False), (716, True)])
+def test_a_stage_that_is_not_what_a_loop_on_ranks_does_is_a_change(memory, is_changed):
+    plan, _ = choose(profile_of(memory=memory))
+    assert ("zero_stage" in plan.changes, plan.tier) == (is_changed, "S")
 
 
 def test_limits_that_no_stage_meets_are_refused():

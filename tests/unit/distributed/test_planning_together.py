@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 import trimtab
-from trimtab.core.errors import UsageError, ValueGivenError
+from trimtab.core.errors import InfeasibleError, UsageError, ValueGivenError
+from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
-from trimtab.distributed import backends, planning
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.distributed import backends, planning, stage_choice
 
 
 def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
@@ -24,6 +30,99 @@ def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     plan = planning.plan_together(lambda: made, torch.device("cpu"))
     assert (plan.reduce_dtype.value, plan.bucket_bytes.value) == ("fp32", None)
     assert "could not be timed" in plan.reduce_dtype.reason
+
+
+# Which stage: where it cannot be chosen, ranks hold the model as before, and the plan says why.
+
+
+def loop_of(loss_fn=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, loss_fn or (lambda model, batch: model(batch).square().mean()), torch.ones(8, 16)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return trimtab.profile(*loop_of(), budget=Budget(2**30), num_blocks=3)
+
+
+@pytest.fixture
+def of_two(monkeypatch):
+    """Have a job of two ranks, as the first of them sees it."""
+    monkeypatch.setattr(stage_choice.dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(planning, "from_first", lambda make: make())
+
+
+def chosen(profile, loop, **how) -> Plan:
+    share = stage_choice.share_of(profile, loop, silent, **how)
+    made = planning.Made(stage_choice.of_replicas(profile, share), None, share) if isinstance(share, str) else share
+    return planning.plan_together(lambda: made, torch.device("cpu"))
+
+
+def refuses(*args, **kwargs):
+    raise AssertionError("traced")
+
+
+def test_ample_memory_is_not_asked_about(profile, of_two, monkeypatch):
+    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    plan = chosen(replace(profile, budget=Budget()), loop_of())
+    assert (plan.zero_stage.value, plan.num_ranks) == (0, 2)
+    assert plan.zero_stage.reason.endswith("what a loop on ranks does")
+
+
+def test_memory_that_is_weighed_is(profile, of_two):
+    weighed = replace(profile, budget=Budget(), objective=Objective(1.0, 1.0))
+    assert isinstance(stage_choice.share_of(weighed, loop_of(), silent), stage_choice.Share)
+
+
+def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
+    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    plan = chosen(profile, loop_of(), adapts=True)
+    assert plan.zero_stage.value == 0
+    assert plan.zero_stage.reason.endswith("; a plan that adapts, or measures noise, is made for replicas")
+
+
+def test_a_step_that_cannot_be_traced_is_for_replicas(profile, of_two):
+    def counts(model, batch):
+        return model(batch).square().sum(), int((batch > 0).sum())
+
+    plan = chosen(profile, loop_of(counts))
+    assert plan.zero_stage.value == 0
+    assert "what a rank holds at another stage is not known: a step that cannot be traced" in plan.zero_stage.reason
+
+
+def test_a_share_of_too_few_rows_is_for_replicas(profile, of_two):
+    model, optimizer, loss_fn, batch = loop_of()
+    plan = chosen(profile, (model, optimizer, loss_fn, batch[:2]))
+    assert plan.zero_stage.value == 0
+    assert "is not known: a step of 2 rows that cannot be traced" in plan.zero_stage.reason
+
+
+def test_a_torch_without_what_traces_need_is_for_replicas(profile, of_two, monkeypatch):
+    monkeypatch.delattr(c10d, "_World")
+    plan = chosen(profile, loop_of())
+    assert plan.zero_stage.value == 0
+    assert f"is not known: {torch.__version__}" in plan.zero_stage.reason
+
+
+def test_a_link_that_cannot_be_timed_is_for_replicas(profile, of_two, monkeypatch):
+    def fails(device):
+        raise ValueGivenError("link.points", given="noise", expected="a line")
+
+    monkeypatch.setattr(planning, "calibrate", fails)
+    plan = chosen(profile, loop_of())
+    assert plan.zero_stage.value == 0
+    assert "; the link could not be timed (link.points: given noise" in plan.zero_stage.reason
+    assert plan.reduce_dtype.reason.startswith("as by default: the link could not be timed")
+
+
+def test_replicas_that_do_not_fit_say_why_there_is_no_other_stage(profile):
+    with pytest.raises(InfeasibleError, match=r"on ranks that hold the whole model: adapts; expected"):
+        stage_choice.of_replicas(replace(profile, budget=Budget(100)), "adapts")
+    with pytest.raises(InfeasibleError) as refused:
+        stage_choice.of_replicas(replace(profile, budget=Budget(100)), "")
+    assert "whole model" not in str(refused.value)
 
 
 def test_a_stage_in_one_process_is_no_stage():

@@ -1,0 +1,111 @@
+"""One rank of a job that plans with no limit, with one that no stage meets and with one that shards meet; then trains.
+
+    python stage_rank.py RANK RANKS FOLDER
+
+Each rank writes its plans, what it was refused and how often it traced; rank 0 also how far the weights are from one
+process's after all steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import rank_cases
+import torch
+import torch.distributed as dist
+from backend_rank import compared, train
+from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
+
+import trimtab
+from trimtab.core.codec import to_jsonable
+from trimtab.core.errors import TrimtabError
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.plan import Plan
+from trimtab.distributed import stage_choice
+from trimtab.distributed.rank_memory import trace_rank
+
+rank_cases.WIDTH = 96  # so that what a rank may shard is most of what it holds
+
+
+@dataclass(frozen=True)
+class Planned(Case):
+    """A case by a plan that was made; of one process, as it is."""
+
+    made: Plan | None = None
+
+    def plan(self, ranks: int) -> Plan:
+        return self.made if ranks > 1 else super().plan(ranks)
+
+
+def told(case: Case, stage: int, ranks: int, rows: int) -> int:
+    """Return what a rank is told to hold in windows of one micro-batch."""
+    model, (batch, *_) = Tokens(case.dtype), batches_of(case)
+    pair = tuple(tuple(part[:n] for part in batch) for n in (2, 4))
+    loop = (model, optimizer_of(model, case.optimizer), case.loss, pair, (2, 4))
+    return trace_rank(*loop, Parallelism(ranks, stage), counts_scratch=True).peak_bytes(rows)
+
+
+def limit_of(case: Case, rank: int, ranks: int) -> int:
+    """Return bytes that a rank meets at stage 3 with all its rows, and at stages 0 and 1 not with a single one."""
+    found = [0]
+    if rank == 0:
+        sharded, held = told(case, 3, ranks, ROWS // ranks), min(told(case, stage, ranks, 1) for stage in (0, 1))
+        assert 1.05 * sharded < held
+        found = [int(0.98 * held)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+class Counted:
+    """A function, and how often it was called."""
+
+    def __init__(self, name: str) -> None:
+        self._function, self.calls = getattr(stage_choice, name), 0
+        setattr(stage_choice, name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self._function(*args, **kwargs)
+
+
+def planned(case: Case, limit: int | None) -> Plan:
+    model = Tokens(case.dtype)
+    batch = next(iter(trimtab.shard(batches_of(case))))
+    how = {"budget": trimtab.Budget(limit), "num_blocks": 3}
+    return trimtab.plan(model, optimizer_of(model, case.optimizer), case.loss, batch, **how)
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    case = Planned({}, is_mean=True)
+    limit = limit_of(case, rank, ranks)
+    counted = [Counted(name) for name in ("trace_here", "trace_ways")]
+    said, plans = {"limit": limit}, {}
+    for name, given in (("none", None), ("impossible", 1000), ("shards", limit)):
+        before = sum(each.calls for each in counted)
+        try:
+            plans[name] = planned(case, given)
+            found = {"plan": to_jsonable(plans[name]), "text": str(plans[name])}
+        except TrimtabError as error:
+            found = {"error": type(error).__name__, "said": str(error)}
+        said[name] = found | {"traces": sum(each.calls for each in counted) - before}
+    torch.manual_seed(rank)
+    case = Planned({}, is_mean=True, made=plans["shards"])
+    ours = train(case, ranks=ranks, windows=trimtab.shard(batches_of(case)))
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        torch.manual_seed(0)
+        alone = Planned({}, is_mean=True)
+        said["trained"] = compared(ours, train(alone, ranks=1, windows=batches_of(alone)))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    os._exit(0)  # gloo's threads may outlive the interpreter, and end it with an error
