@@ -95,6 +95,27 @@ def absent_link(name: str, device_name: str = "") -> Link:
     raise ValueGivenError("link", given=given, expected="one of " + ", ".join(_names()))
 
 
+def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
+    """Return the one hop that a ring over several nodes is made of, where each rank has a port of its own.
+
+    NCCL makes as many rings as ports (src/graph/tuning.cc: a bus is as wide as its channels together), each of which
+    leaves and enters a node once and goes through its ranks over the link inside: together they are as wide as a
+    node's ports, or as what joins its ranks, and of a node's hops one has the latency of the network.
+
+    Args:
+        between: of a rank's port. ranks_of_node: ranks, and ports, of each node.
+
+    Raises:
+        ValueGivenError: a node of no ranks.
+    """
+    checks.integer("ranks_of_node", ranks_of_node)
+    latency_s = ((ranks_of_node - 1) * inside.latency_s + between.latency_s) / ranks_of_node
+    bytes_per_s = min(inside.bytes_per_s, ranks_of_node * between.bytes_per_s)
+    name = f"{between.name} of nodes of {ranks_of_node} on {inside.name}"
+    measured = inside.calibrated and between.calibrated
+    return Link(name, latency_s, bytes_per_s, f"{inside.source}; {between.source}", calibrated=measured)
+
+
 def _nvlink_of(device_name: str) -> str:
     """Return the name of a device's NVLink; "" where it is not known."""
     words = device_name.upper().replace("-", " ").replace("_", " ").split()
