@@ -4,8 +4,8 @@
 `published_ranks_cases.py`, and `published_efficiency` rows, two such steps of unlike numbers of ranks. Nothing is run.
 Seconds are told four ways, from what is like theirs to what a plan has:
 
-- `predicted_s`: parameters gathered and computed in what theirs were, over a flat ring of ports, as a plan has it;
-- `rails_s`: the same over as many rings as a node has ports, where there are several nodes;
+- `predicted_s`: parameters gathered and computed in what theirs were, and nodes named ("8 x nvlink + ib:NDR");
+- `flat_s`: the same where only ports are named ("ib:NDR"), so that one ring goes through all of them;
 - `alone_s`: without any communication that is waited for;
 - `own_s`: as `predicted_s`, by our own backend: parameters gathered in fp32, and autocast.
 """
@@ -116,9 +116,9 @@ def _held(model: Model, how: Parallelism, num_micro_batches: int, *, fused: bool
 def row_of(case: Case) -> dict[str, Any]:
     """Tell of one published step."""
     joined, how = case.joined, case.how
-    link = joined.link(how.ranks)
+    link = joined.rings(how.ranks)
     told, own = window_of(case, link), window_of(case, link, like_theirs=False)
-    rails = window_of(case, joined.rails(how.ranks))
+    flat = window_of(case, joined.flat(how.ranks))
     row: dict[str, Any] = {"metric": "published_ranks", "source": SOURCES[case.source], "device": joined.spec.name}
     row |= {"ranks": how.ranks, "link": link.name, "link_stated": joined.is_stated, "model": case.model.name}
     row |= {"zero_stage": how.zero_stage, "gather_dtype": how.gather_dtype, "reduce_dtype": how.reduce_dtype}
@@ -126,7 +126,7 @@ def row_of(case: Case) -> dict[str, Any]:
     row |= {"recompute": case.model.recompute, "compiled": case.compiled}
     row |= {"published_s": case.step_s, "predicted_s": told.total_s, "time_error": told.total_s / case.step_s - 1}
     row |= {"waited_s": told.exposed_s, "alone_s": told.compute_s + told.optimizer_s}
-    row |= {"rails_s": rails.total_s, "rails_error": rails.total_s / case.step_s - 1, "own_s": own.total_s}
+    row |= {"flat_s": flat.total_s, "flat_error": flat.total_s / case.step_s - 1, "own_s": own.total_s}
     told_bytes = None if case.held_bytes is None else peak_of(case)
     return row | {
         "published_bytes": case.held_bytes,
@@ -144,14 +144,14 @@ def efficiency_of(pair: Efficiency) -> dict[str, Any]:
     def told(ways: Sequence[Link]) -> float:
         return window_of(fewer, ways[0]).total_s / window_of(more, ways[1]).total_s
 
-    flat, rails = ([way(number) for number in ranks] for way in (fewer.joined.link, fewer.joined.rails))
-    timed = fewer.step_s / window_s(more.how, rails[1], _as_timed(fewer, rails[0]), more.micro_batches).total_s
+    rings, flat = ([way(number) for number in ranks] for way in (fewer.joined.rings, fewer.joined.flat))
+    timed = fewer.step_s / window_s(more.how, rings[1], _as_timed(fewer, rings[0]), more.micro_batches).total_s
     row: dict[str, Any] = {"metric": "published_efficiency", "source": SOURCES[fewer.source]}
     row |= {"device": fewer.joined.spec.name, "model": fewer.model.name, "zero_stage": more.how.zero_stage}
     row |= {"precision": fewer.precision, "rows": fewer.rows, "compiled": fewer.compiled}
     row |= {"recompute": fewer.model.recompute, "fewer_ranks": ranks[0], "ranks": ranks[1]}
-    row |= {"published": pair.published, "predicted": told(flat), "rails": told(rails), "rails_timed": timed}
-    return row | {"error": row["predicted"] / pair.published - 1, "rails_error": row["rails"] / pair.published - 1}
+    row |= {"published": pair.published, "predicted": told(rings), "flat": told(flat), "timed": timed}
+    return row | {f"{name}_error": row[name] / pair.published - 1 for name in ("predicted", "flat", "timed")}
 
 
 def _as_timed(case: Case, link: Link) -> StepShape:
@@ -177,7 +177,7 @@ def main() -> None:
     for case in [each for each in CASES if not options.quick or each.model.name in QUICK]:
         rows.append(row_of(case))
         print(_line(rows[-1]), file=sys.stderr, flush=True)
-    for key in ("time_error", "rails_error"):
+    for key in ("time_error", "flat_error"):
         errors = [abs(row[key]) for row in rows if not row["compiled"]]
         print(f"{key}: median {statistics.median(errors):.0%} off, worst {max(errors):.0%}", file=sys.stderr)
     for pair in [each for each in EFFICIENCIES if not options.quick or each.more.model.name in QUICK]:
@@ -190,12 +190,12 @@ def _line(row: dict[str, Any]) -> str:
     about = f"{row['ranks']:>4} {row['device']:<15} {row['model']:<13} stage {row['zero_stage']} {row['rows']:>4} rows"
     about += " compiled" if row["compiled"] else ""
     if row["metric"] == "published_efficiency":
-        told = ", ".join(f"{name} {row[name]:.1%}" for name in ("predicted", "rails", "rails_timed"))
+        told = ", ".join(f"{name} {row[name]:.1%}" for name in ("predicted", "flat", "timed"))
         return f"{about} over {row['fewer_ranks']} ranks: {row['published']:.1%}, {told}"
     held = "" if row["error"] is None else f"; {row['published_bytes'] / 2**30:.1f} GiB, predicted {row['error']:+.1%}"
-    rails = f", over rails {row['rails_error']:+.1%}, ours {row['own_s'] / row['published_s'] - 1:+.1%}"
+    others = f", over one ring {row['flat_error']:+.1%}, ours {row['own_s'] / row['published_s'] - 1:+.1%}"
     waited = f"({row['waited_s'] / row['predicted_s']:.0%} waiting)"
-    return f"{about} {row['published_s']:>7.3f} s, predicted {row['time_error']:+.1%} {waited}{rails}{held}"
+    return f"{about} {row['published_s']:>7.3f} s, predicted {row['time_error']:+.1%} {waited}{others}{held}"
 
 
 if __name__ == "__main__":

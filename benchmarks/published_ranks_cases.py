@@ -77,11 +77,11 @@ class Joined:
         """Return the device's figures."""
         return absent_device(self.device) if isinstance(self.device, str) else self.device
 
-    def link(self, ranks: int) -> Link:
+    def flat(self, ranks: int) -> Link:
         """Return one hop of a flat ring: as wide as one rank's port wherever there are several nodes."""
         return self.inside if ranks <= self.ranks_of_node or self.between is None else self.between
 
-    def rails(self, ranks: int) -> Link:
+    def rings(self, ranks: int) -> Link:
         """Return one hop of as many rings as a node has ports."""
         if ranks <= self.ranks_of_node or self.between is None:
             return self.inside

@@ -14,7 +14,7 @@ from trimtab.api import profile
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.tracing import trace_here
 from trimtab.core.errors import ModelError
-from trimtab.core.link import Calibration, absent_link
+from trimtab.core.link import Calibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate, Profile, Traced
@@ -43,20 +43,20 @@ def plan_ranks(
     """Return a plan for each of so many ranks, what every way to share the model takes, and the profile behind them.
 
     Args:
-        link: what joins them, by its name in the table. device: one that is not here; None: this machine's, on which
-            one rank's share is measured.
+        link: what joins them, by its name in the table, or nodes ("8 x nvlink + ib").
+        device: one that is not here; None: this machine's, on which one rank's share is measured.
 
     Raises:
         ValueGivenError: more ranks than rows of a batch, or a link or device that is not known. InfeasibleError: no
             stage meets the limits. ModelError: the steps of ranks cannot be traced.
     """
     share = task_of_rank(task, ranks)
-    absent_link(link, device or "")  # or it is refused, before anything is measured
+    ring_link(link, device or "", ranks)  # or it is refused, before anything is measured
     if device is None:
         found = _alone(share, _profile_here(share, budget, objective, progress), progress)
     else:
         found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
-    calibration = Calibration(absent_link(link, found.device.name))
+    calibration = Calibration(ring_link(link, found.device.name, ranks))
     traces = _traces(share, found, ranks, is_there=device is not None, progress=progress)
     with torch.device("meta"):
         model = task.make_model()

@@ -26,8 +26,8 @@ def test_a_step_of_many_ranks_is_told_from_one_process(published):
     case = case_of(published, "MPT 125M", 128)
     row = published.row_of(case)
     assert row["zero_stage"] == 3
-    assert row["rails_s"] == pytest.approx(row["published_s"], rel=0.25)
-    assert row["alone_s"] <= row["rails_s"] < row["predicted_s"]  # a flat ring is as wide as one port
+    assert row["predicted_s"] == pytest.approx(row["published_s"], rel=0.25)
+    assert row["alone_s"] <= row["predicted_s"] < row["flat_s"]  # one ring is as wide as one port
     assert row["predicted_s"] == pytest.approx(row["alone_s"] + row["waited_s"])
     assert row["predicted_s"] < row["own_s"]  # fp32 parameters are twice the bytes
 
@@ -45,7 +45,7 @@ def test_an_efficiency_is_that_of_two_published_steps(published):
     row = published.efficiency_of(pair)
     assert row["published"] == pytest.approx(123_936 / 130_535)
     assert (row["fewer_ranks"], row["ranks"]) == (16, 128)
-    for name in ("predicted", "rails", "rails_timed"):
+    for name in ("predicted", "flat", "timed"):
         assert 0 < row[name] <= 1
 
 
@@ -62,4 +62,4 @@ def test_each_figure_has_its_source(published):
     for case in published.CASES:
         assert published.SOURCES[case.source]
         assert case.step_s > 0
-        assert case.joined.link(case.how.ranks).source
+        assert case.joined.rings(case.how.ranks).source
