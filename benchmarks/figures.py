@@ -355,6 +355,65 @@ def _published(rows: list[Row]) -> Iterator[str]:
         yield f"{step}| {1000 * row['published_s']:.0f} | {row['time_error']:+.1%} {peak}"
 
 
+def _published_ranks(rows: list[Row]) -> Iterator[str]:
+    steps = [row for row in rows if row["metric"] == "published_ranks"]
+    eager = [row for row in steps if not row["compiled"]]
+    for name, key in (("nodes named", "time_error"), ("one ring of ports", "flat_error")):
+        errors = [row[key] for row in eager]
+        within = sum(abs(each) <= CLOSE for each in errors)
+        yield f"- seconds, {name}: {_errors(errors)}; {within} of {len(errors)} within {CLOSE:.0%}"
+    held = [row for row in steps if row["error"] is not None]
+    for is_reserved, against in ((True, "what torch's allocator had reserved"), (False, "what tensors had taken")):
+        errors = [row["error"] for row in held if row["is_reserved"] is is_reserved]
+        yield f"- peaks of {len(errors)}, against {against}: {min(errors):+.1%} to {max(errors):+.1%}"
+    pairs = [row for row in rows if row["metric"] == "published_efficiency"]
+    for name, key in (
+        ("nodes named", "predicted"),
+        ("one ring of ports", "flat"),
+        ("from the fewer's seconds", "timed"),
+    ):
+        off = [row[key] - row["published"] for row in pairs]
+        within = sum(abs(each) <= 0.03 for each in off)
+        points = f"{100 * min(off):+.1f} to {100 * max(off):+.1f} points, {within} within 3"
+        yield f"- efficiencies of {len(pairs)} pairs, {name}: {points}"
+    compiled = len(steps) - len(eager)
+    yield f"- {compiled} steps that were compiled are told as if they were not, and in no figure of seconds above"
+    yield ""
+    yield (
+        "| published by | ranks | link | step | stage | rows | recomputed | published, ms | predicted "
+        "| of it waiting | over one ring | by our backend | GiB | predicted |"
+    )
+    yield "|---" * 14 + "|"
+    yield from map(_rank_step, steps)
+    yield ""
+    yield "| published by | step | ranks | rows | published | predicted | over one ring | from the fewer's seconds |"
+    yield "|---" * 8 + "|"
+    for row in pairs:
+        told = " | ".join(f"{row[name]:.1%}" for name in ("published", "predicted", "flat", "timed"))
+        step = f"{row['device']}, {row['model']}, {_precision(row)}"
+        yield f"| {_short(row)} | {step} | {row['fewer_ranks']} to {row['ranks']} | {row['rows']} | {told} |"
+
+
+def _rank_step(row: Row) -> str:
+    link = row["link"] if row["link_stated"] else f"{row['link']}, assumed"
+    step = f"{row['device']}, {row['model']}, {_precision(row)}"
+    rows = f"{row['micro_batches']} x {row['rows']}" if row["micro_batches"] > 1 else f"{row['rows']}"
+    seconds = f"{1000 * row['published_s']:.0f} | {row['time_error']:+.1%} | {row['waited_s'] / row['predicted_s']:.0%}"
+    others = f"{row['flat_error']:+.1%} | {row['own_s'] / row['published_s'] - 1:+.1%}"
+    peak = " | " if row["error"] is None else f"{row['published_bytes'] / 2**30:.1f} | {row['error']:+.1%}"
+    about = f"{row['ranks']} | {link} | {step} | {row['zero_stage']} | {rows} | {row['recompute']}"
+    return f"| {_short(row)} | {about} | {seconds} | {others} | {peak} |"
+
+
+def _precision(row: Row) -> str:
+    return f"{row['precision']}, compiled" if row["compiled"] else row["precision"]
+
+
+def _short(row: Row) -> str:
+    """Return who published it, without where."""
+    return row["source"].split(",")[0].removeprefix("github.com/")
+
+
 def _rank_memory(rows: list[Row]) -> Iterator[str]:
     within = sum(abs(row["error"]) <= 0.05 for row in rows)
     yield f"- {within} of {len(rows)} within 5%; {min(row['error'] for row in rows):+.1%} at the worst"
@@ -482,6 +541,7 @@ KINDS = {
     "exhaustive": _picks,
     "planning_time": _planning_times,
     "published": _published,
+    "published_ranks": _published_ranks,
     "rank_memory": _rank_memory,
     "probing": _probing,
     "frontier": _frontier,

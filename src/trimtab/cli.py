@@ -88,7 +88,8 @@ def plan(
     device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="processes to plan for, none of them here: all is predicted")] = 1,
     link: Annotated[
-        str | None, typer.Option(help="what joins them: nvlink, ib, ethernet, or one such as ib:HDR")
+        str | None,
+        typer.Option(help="what joins them: nvlink, ib, ethernet, ib:HDR and the like, or nodes: 8 x nvlink + ib"),
     ] = None,
     engine: Annotated[str, typer.Option(help="what shares the model between ranks: torch, deepspeed")] = "torch",
     adapt: Adapt = None,

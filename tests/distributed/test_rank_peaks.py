@@ -19,11 +19,11 @@ from trimtab.distributed.rank_memory import trace_rank
 RANKS = 2
 
 
-def told(stage: int, k: int = 1, *, once: bool = True, ranks: int = RANKS, loss_fn=loss) -> int:
+def told(stage: int, k: int = 1, *, once: bool = True, ranks: int = RANKS, loss_fn=loss, **more) -> int:
     model = Words()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     sizes = ROWS // 2, ROWS
-    how = Parallelism(ranks, stage, reduces_once=once)
+    how = Parallelism(ranks, stage, reduces_once=once, **more)
     batches = tuple(map(batch_of, sizes))
     found = trace_rank(model, optimizer, loss_fn, batches, sizes, how, num_micro_batches=k, counts_scratch=True)
     assert not dist.is_initialized()
@@ -53,6 +53,11 @@ def test_each_stage_is_told_apart(counted):
 
 def test_more_ranks_hold_less_each():
     assert told(3, ranks=8) < told(3, ranks=4) < told(3, ranks=2)
+
+
+def test_what_is_gathered_in_bf16_holds_less():
+    assert told(3, gather_dtype="bf16") < told(3)
+    assert told(2, gather_dtype="bf16") < told(2)
 
 
 def test_a_step_that_cannot_be_traced_leaves_no_group_behind():

@@ -200,6 +200,8 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     made = read_json(Plan, Path("plan.json"))
     assert made.elsewhere == "4 ranks of H100 SXM, over nvlink:H100"
     assert (made.num_ranks, made.zero_stage.value, made.measured) == (4, 0, None)
+    over = from_json(Plan, trimtab("plan", *of, "--link", "2 x nvlink + ib", "--json").out)
+    assert over.elsewhere == "4 ranks of H100 SXM, over 2 x nvlink:H100 + ib:NDR"
     assert made.predicted is not None
     tight = f"{made.predicted.peak_bytes - 1}B"
     less = from_json(Plan, trimtab("plan", *of, "--link", "ib", "--memory", tight, "--json").out)
@@ -214,6 +216,7 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
         (("--ranks", "2"), "--link: given --ranks 2 with no link"),
         (("--link", "ib"), "--link: given --link with one rank"),
         (("--ranks", "2", "--link", "string"), "link: given 'string'"),
+        (("--ranks", "2", "--link", "8 x ib + string"), "link: given 'string'"),
         (("--ranks", "2", "--link", "ib", "--adapt", "batch"), "--adapt: given batch with --ranks"),
         (("--ranks", "2", "--link", "ib", "--explain"), "--ranks: given tiny.py:task, --explain"),
         (("--ranks", "4096", "--link", "ib"), "--ranks: given 4096"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ _ROWS = (
 LINKS: Mapping[str, Link] = {link.name: link for link in _ROWS}
 # Which of them a name alone means; "nvlink" is the device's own.
 USUAL: Mapping[str, str] = {"ib": "ib:NDR", "ethernet": "ethernet:100"}
+_NODES = re.compile(r"\s*(\d{1,4})\s*x\s*([^+]+)\+(.+)", re.IGNORECASE)
 # Products of the same families that are joined otherwise: by PCIe, or by bridges in pairs.
 _OTHER_PRODUCTS = frozenset({"PCIE", "NVL", "MIG"})
 
@@ -93,6 +95,43 @@ def absent_link(name: str, device_name: str = "") -> Link:
             return link
     given = f"{name!r:.60}" + (f" of {device_name!r:.60}" if device_name else "")
     raise ValueGivenError("link", given=given, expected="one of " + ", ".join(_names()))
+
+
+def ring_link(name: str, device_name: str, ranks: int) -> Link:
+    """Return a link as `absent_link` does, or that of nodes: "8 x nvlink + ib:NDR", by what joins eight and theirs.
+
+    Ranks that fit on one node are joined by what is inside of it.
+
+    Raises:
+        ValueGivenError: as `absent_link`; a node of no ranks.
+    """
+    found = _NODES.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return absent_link(name, device_name)
+    ranks_of_node = checks.integer("link.ranks_of_node", int(found[1]))
+    inside, between = (absent_link(part.strip(), device_name) for part in found.group(2, 3))
+    return inside if ranks <= ranks_of_node else over_nodes(inside, between, ranks_of_node)
+
+
+def over_nodes(inside: Link, between: Link, ranks_of_node: int) -> Link:
+    """Return the one hop that a ring over several nodes is made of, where each rank has a port of its own.
+
+    NCCL makes as many rings as ports (src/graph/tuning.cc: a bus is as wide as its channels together), each of which
+    leaves and enters a node once and goes through its ranks over the link inside: together they are as wide as a
+    node's ports, or as what joins its ranks, and of a node's hops one has the latency of the network.
+
+    Args:
+        between: of a rank's port. ranks_of_node: ranks, and ports, of each node.
+
+    Raises:
+        ValueGivenError: a node of no ranks.
+    """
+    checks.integer("ranks_of_node", ranks_of_node)
+    latency_s = ((ranks_of_node - 1) * inside.latency_s + between.latency_s) / ranks_of_node
+    bytes_per_s = min(inside.bytes_per_s, ranks_of_node * between.bytes_per_s)
+    name = f"{ranks_of_node} x {inside.name} + {between.name}"
+    measured = inside.calibrated and between.calibrated
+    return Link(name, latency_s, bytes_per_s, f"{inside.source}; {between.source}", calibrated=measured)
 
 
 def _nvlink_of(device_name: str) -> str:

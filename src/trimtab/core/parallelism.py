@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.sharing import REDUCE_DTYPES
+from trimtab.core.sharing import GATHER_DTYPES, REDUCE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class Parallelism:
         reduces_once: whether gradients are reduced once a window, rather than after each micro-batch.
         gathers_once: of stage 2: parameters stay gathered over a window, rather than over a forward and its backward.
             They change in the optimizer's step alone.
+        gather_dtype: what parameters are gathered in at stages 2 and 3: "fp32" (as they are, and autocast computes in
+            less) or "bf16" (half of the bytes, and all is computed in it: FSDP2's own mixed precision).
 
     Raises:
-        ValueGivenError: a choice is out of range.
+        ValueGivenError: a choice is out of range, or parameters that no rank gathers are gathered in bf16.
     """
 
     ranks: int
@@ -35,11 +37,16 @@ class Parallelism:
     overlaps: bool = True
     reduces_once: bool = True
     gathers_once: bool = True
+    gather_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         checks.integer("parallelism.ranks", self.ranks)
         checks.integer("parallelism.zero_stage", self.zero_stage, low=0, high=3)
         checks.one_of("parallelism.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        checks.one_of("parallelism.gather_dtype", self.gather_dtype, GATHER_DTYPES)
+        if self.gather_dtype != "fp32" and self.zero_stage < 2:
+            given = f"{self.gather_dtype!r} at stage {self.zero_stage}, which gathers no parameters"
+            raise ValueGivenError("parallelism.gather_dtype", given=given, expected="stage 2 or 3, or 'fp32'")
         if self.bucket_bytes is not None:
             checks.integer("parallelism.bucket_bytes", self.bucket_bytes)
         for name in ("overlaps", "reduces_once", "gathers_once"):

@@ -9,7 +9,7 @@ from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 
 ENGINES = ("torch", "deepspeed")
-REDUCE_DTYPES = ("fp32", "bf16")
+REDUCE_DTYPES = GATHER_DTYPES = ("fp32", "bf16")
 # What is said of how ranks share, and what stands where nothing is: all of it needs a stage.
 KEPT = {
     "engine": "torch",

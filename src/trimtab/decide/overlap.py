@@ -20,7 +20,7 @@ from trimtab.decide.collectives import all_reduce_s
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 # A bucket holds a tensor at least, however small it is asked to be.
 MOST_BUCKETS = 4096
-# What a gradient is sent as, in bytes of what it is.
+# What a gradient or a parameter is sent as, in bytes of what it is.
 SENT = {"fp32": 1.0, "bf16": 0.5}
 
 

@@ -22,19 +22,26 @@ class Shards:
     """A model in shards, and what becomes of them in a window.
 
     Args:
-        zero_stage: 2 or 3. mesh: of the ranks. reduces_once, reduce_dtype: as of a plan.
+        zero_stage: 2 or 3. mesh: of the ranks. reduces_once, reduce_dtype: as of a plan. gather_dtype: as of a
+            `Parallelism`; a plan has none, its parameters are gathered as they are.
     """
 
-    def __init__(self, zero_stage: int, mesh: DeviceMesh, *, reduces_once: bool, reduce_dtype: str) -> None:
+    def __init__(
+        self, zero_stage: int, mesh: DeviceMesh, *, reduces_once: bool, reduce_dtype: str, gather_dtype: str = "fp32"
+    ) -> None:
         self._stage, self._mesh, self._reduces_once = zero_stage, mesh, reduces_once
-        self._reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else None
+        self._gather_dtype = torch.bfloat16 if gather_dtype == "bf16" else None
+        as_they_are = (
+            None if self._gather_dtype is None else torch.float32
+        )  # or gradients are sent in what was gathered
+        self._reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else as_they_are
 
     def make(self, model: nn.Module, named: tuple[str, ...] = ()) -> None:
         """Shard the model's blocks and the rest of it; blocks are found, or `named`."""
         how: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self._stage == 3,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self._gather_dtype, reduce_dtype=self._reduce_dtype),
         }
         for block in blocks_apart(model, named):
             fully_shard(block, **how)

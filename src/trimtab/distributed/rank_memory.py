@@ -149,7 +149,8 @@ class _Shard:
     def __init__(self, how: Parallelism, mesh: DeviceMesh) -> None:
         from trimtab.distributed.fully_sharded import Shards
 
-        self._shards = Shards(how.zero_stage, mesh, reduces_once=how.reduces_once, reduce_dtype=how.reduce_dtype)
+        dtypes = {"reduce_dtype": how.reduce_dtype, "gather_dtype": how.gather_dtype}
+        self._shards = Shards(how.zero_stage, mesh, reduces_once=how.reduces_once, **dtypes)
         self.begin = self._shards.begin
 
     def spread(self, model: nn.Module, optimizer: Optimizer) -> None:

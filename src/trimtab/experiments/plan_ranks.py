@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from trimtab.calibrate.step_shape import step_shape
-from trimtab.core.link import Calibration, absent_link
+from trimtab.core.link import Calibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
@@ -36,21 +36,21 @@ def plan_ranks(
     """Return a plan for each of so many ranks, what every way to share the model takes, and the profile behind them.
 
     Args:
-        link: what joins them, by its name in the table. device: one that is not here; None: this machine's, on which
-            one rank's share is measured. engine: what is to share the model.
+        link: what joins them, by its name in the table, or nodes ("8 x nvlink + ib"). device: one that is not here;
+            None: this machine's, on which one rank's share is measured. engine: what is to share the model.
 
     Raises:
         ValueGivenError: more ranks than rows of a batch, or a link or device that is not known. InfeasibleError: no
             stage meets the limits. ModelError: the steps of ranks cannot be traced.
     """
     share = task_of_rank(task, ranks)
-    absent_link(link, device or "")  # or it is refused, before anything is measured
+    ring_link(link, device or "", ranks)  # or it is refused, before anything is measured
     if device is None:
         found = profile_here(share, budget, objective, progress)
         found = with_traces(found, loop_of(share, found.device.kind), progress)
     else:
         found = profile_there(share, device, budget=budget, objective=objective, progress=progress)
-    calibration = Calibration(absent_link(link, found.device.name))
+    calibration = Calibration(ring_link(link, found.device.name, ranks))
     loop = loop_of(share, "cpu" if device is not None else found.device.kind)
     with contextlib.nullcontext() if device is None else AsCuda():
         traces = traces_of_ranks(found, loop, ranks, progress, ways_of(engine))

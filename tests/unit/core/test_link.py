@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.link import LINKS, USUAL, Link, absent_link
+from trimtab.core.link import LINKS, USUAL, Link, absent_link, over_nodes, ring_link
 from trimtab.core.parallelism import Parallelism, StepShape
 
 LINK = Link("made up", 1e-5, 1e9, "made up")
@@ -155,3 +155,40 @@ def test_shares_sum_to_one_and_are_read_back_as_written(shares):
 )
 def test_values_are_read_back_as_written(value):
     assert from_json(type(value), to_json(value)) == value
+
+
+def test_a_ring_over_nodes_is_as_wide_as_their_ports_together():
+    inside, port = Link("inside", 2e-6, 400e9, "a"), Link("port", 14e-6, 25e9, "b")
+    ring = over_nodes(inside, port, 8)
+    assert ring.bytes_per_s == 200e9
+    assert ring.latency_s == pytest.approx((7 * 2e-6 + 14e-6) / 8)
+    assert ring.source == "a; b"
+    assert over_nodes(inside, replace(port, bytes_per_s=100e9), 8).bytes_per_s == 400e9
+    assert over_nodes(inside, port, 1).latency_s == port.latency_s
+    with pytest.raises(ValueGivenError, match="ranks_of_node"):
+        over_nodes(inside, port, 0)
+
+
+@pytest.mark.parametrize("name", ["8 x nvlink + ib:NDR", "8xnvlink+IB", " 8 X NVLink:H100 + ib "])
+def test_nodes_are_named_by_what_joins_their_ranks_and_them(name):
+    inside, between = LINKS["nvlink:H100"], LINKS["ib:NDR"]
+    assert ring_link(name, "H100 SXM", 8) is inside
+    assert ring_link(name, "H100 SXM", 64) == over_nodes(inside, between, 8)
+    assert ring_link(over_nodes(inside, between, 8).name, "", 64) == over_nodes(inside, between, 8)
+
+
+def test_a_link_that_names_no_nodes_is_that_of_the_table():
+    assert ring_link("ib:HDR", "H100", 64) is LINKS["ib:HDR"]
+    for name in ("8 x nvlink", "x nvlink + ib", "8 x ib:FDR + ib", "8 x nvlink + token ring", None):
+        with pytest.raises(ValueGivenError, match="link"):
+            ring_link(name, "H100", 64)
+    with pytest.raises(ValueGivenError, match="ranks_of_node"):
+        ring_link("0 x nvlink + ib", "H100", 64)
+
+
+def test_parameters_that_no_rank_gathers_have_no_type_to_be_gathered_in():
+    assert Parallelism(2, 3, gather_dtype="bf16").gather_dtype == "bf16"
+    with pytest.raises(ValueGivenError, match=r"parallelism\.gather_dtype: given 'fp16'"):
+        Parallelism(2, 3, gather_dtype="fp16")
+    with pytest.raises(ValueGivenError, match="gathers no parameters"):
+        Parallelism(2, 1, gather_dtype="bf16")

@@ -96,6 +96,14 @@ def test_what_a_sharded_window_sends(stage, reduces_once, gathers_once, gathers,
     assert halved == pytest.approx((gathers + reductions / 2) * whole)
 
 
+@pytest.mark.parametrize(("stage", "gathers"), [(2, 1), (3, 4)])
+def test_parameters_in_bf16_are_half_of_the_bytes_to_gather_and_gradients_as_many_to_reduce(stage, gathers):
+    shape, link = StepShape(1.0, 2.0, 0.5, (400, 800), (0.5, 0.5)), link_of(0.0, 1e3)
+    once = sum(all_gather_s(link, 4, size) for size in shape.block_bytes)
+    cost = window_s(Parallelism(4, stage, gather_dtype="bf16"), link, shape, 2)
+    assert cost.communication_s == pytest.approx((gathers / 2 + 1) * once)
+
+
 def test_a_sharded_window_by_hand():
     """Blocks gathered in 1 s each run 1 s forward and 2 s backward; 2 ranks, stage 3, windows of 2."""
     shape, link = StepShape(2.0, 4.0, 0.0, (2, 2), (0.5, 0.5)), link_of(0.0, 1.0)

@@ -101,7 +101,7 @@ def test_gradients_are_reduced_after_each_micro_batch_where_holding_them_is_too_
 
 
 @pytest.mark.parametrize(("memory", "stage", "layout"), [(None, 0, "channels_last"), (72, 3, "keep")])
-def test_shards_have_no_layout(memory, stage, layout):
+def test_a_stage_that_shards_is_chosen_without_a_layout(memory, stage, layout):
     plan, found = choose(profile_of(memory=memory, speed={"channels_last": 1.5}))
     assert (plan.zero_stage.value, plan.memory_layout.value) == (stage, layout)
     assert all(each.plan.memory_layout.value == "keep" for each in found if each.way[0] >= 2 and hasattr(each, "plan"))
