@@ -31,12 +31,12 @@ from typing import Any
 
 import command
 
-from trimtab.decide.statistics import ratio_interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
 HERE = Path(__file__).parent
 MBIT = {"resnet_small": 60, "gpt_small": 1000}
 TARGET, MOST = 1.4, 200_000
-COURSES = ("baseline", "plan", "plan_batch")
+COURSES = ("baseline", "no_buffers", "plan", "plan_batch")
 PAIRS = 400
 
 
@@ -84,21 +84,21 @@ def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: 
 
 
 def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES) -> Iterator[dict[str, Any]]:
-    """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {(recipe, n): [] for recipe in recipes for n in (1, 2)}
+    """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed.
+
+    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward.
+    """
+    arms = [(recipe, n) for recipe in recipes for n in (1, 2) if (recipe, n) != ("no_buffers", 1)]
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {arm: [] for arm in arms}
     for seed in range(seeds):
-        order = list(found)
-        for recipe, ranks in order if seed % 2 == 0 else order[::-1]:
+        for recipe, ranks in arms if seed % 2 == 0 else arms[::-1]:
             link = "slow" if ranks > 1 else "local"  # one rank sends nothing
             found[recipe, ranks] += found_by(link, mbit, ranks, "course", folder, recipe, seed, TARGET, MOST)
             print(_course_line(found[recipe, ranks][-1]), file=sys.stderr, flush=True)
     for (recipe, ranks), runs in found.items():
-        pairs = zip(runs, found[recipe, 1], strict=True)
-        ratios = [ours["rows_per_s"] / (ranks * alone["rows_per_s"]) for ours, alone in pairs]
-        speed = [ours["rows_per_s"] for ours in runs]
-        same = [
-            ours["rows_per_s"] / base["rows_per_s"] for ours, base in zip(runs, found["baseline", ranks], strict=True)
-        ]
+        alone = found["baseline" if recipe == "no_buffers" else recipe, 1]
+        ratios = [ours["rows_per_s"] / (ranks * one["rows_per_s"]) for ours, one in zip(runs, alone, strict=True)]
+        reached = [run for run in runs if run["target_s"] is not None]
         yield {
             "metric": "samples_to_target",
             "task": "resnet_small",
@@ -106,32 +106,37 @@ def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSE
             "mbit": mbit if ranks > 1 else None,
             "ranks": ranks,
             "recipe": recipe,
-            "tier": {"baseline": "", "plan": "S", "plan_batch": "F"}[recipe],
+            "tier": "F" if recipe == "plan_batch" else "S" if recipe == "plan" else "",
             "target": TARGET,
-            "reached": sum(run["reached"] for run in runs),
+            "reached": len(reached),
             "seeds": len(runs),
-            "samples_to_target": statistics.median(run["rows"] for run in runs),
-            "seconds_to_target": statistics.median(run["seconds"] for run in runs),
+            "samples_to_target": _median(runs, reached, "target_rows"),
+            "seconds_to_target": _median(runs, reached, "target_s"),
+            "samples_of_seeds": [run["target_rows"] for run in runs],
+            "seconds_of_seeds": [run["target_s"] for run in runs],
             "effective_batch": statistics.fmean(run["rows"] / run["windows"] for run in runs),
-            "rows_per_s": statistics.median(speed),
-            "over_baseline": statistics.median(same),
             "says": runs[0]["says"],
             **_efficiency(ratios if ranks > 1 else []),
         }
 
 
+def _median(runs: Sequence[Any], reached: Sequence[Any], key: str) -> float | None:
+    """Return the median of all runs; None where one of them did not reach the target."""
+    return statistics.median(run[key] for run in runs) if len(reached) == len(runs) else None
+
+
 def _efficiency(ratios: list[float]) -> dict[str, Any]:
     if not ratios:
-        return {"mean": None, "low": None, "high": None, "pairs": []}
+        return {"mean": None, "low": None, "high": None, "n": 0, "pairs": []}
     found = ratio_interval(ratios)
-    bounds = (found.low, found.high) if found.n > 1 else (None, None)
-    return {"mean": found.mean, "low": bounds[0], "high": bounds[1], "pairs": ratios}
+    bounds = (found.low, found.high) if found.n >= MIN_PAIRS_FOR_VERDICT else (None, None)
+    return {"mean": found.mean, "low": bounds[0], "high": bounds[1], "n": found.n, "pairs": ratios}
 
 
 def _course_line(run: dict[str, Any]) -> str:
     return (
         f"  {run['recipe']} on {run['ranks']}, seed {run['seed']}: {run['rows']} rows in {run['seconds']:.1f} s, "
-        f"{run['rows'] / run['windows']:.0f} a window{'' if run['reached'] else ', not reached'}"
+        f"{run['rows'] / run['windows']:.0f} a window{', not reached' if run['target_s'] is None else ''}"
     )
 
 
@@ -140,7 +145,7 @@ def overhead(pairs: int) -> Iterator[dict[str, Any]]:
     for row in found_by("local", 0, 2, "agreement", pairs):
         ours, control = ratio_interval(row.pop("pairs")), ratio_interval(row.pop("control_pairs"))
         figures = {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
-        yield row | figures | {"resolution": control.half_width, "control": control.mean}
+        yield row | figures | {"resolution": resolution(control), "control": control.mean}
 
 
 def measured(options: Any) -> Iterator[dict[str, Any]]:
@@ -179,6 +184,8 @@ def _line(row: dict[str, Any]) -> str:
         case "samples_to_target":
             share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
             what = f"{row['recipe']:<10} on {row['ranks']} to {row['target']:g} ({row['reached']}/{row['seeds']})"
+            if row["samples_to_target"] is None:
+                return f"{what}: not reached in each{share}"
             return f"{what}: {row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s{share}"
         case "window_prediction":
             once = "" if row["reduces_once"] else ", each reduced"

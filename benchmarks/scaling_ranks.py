@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from trimtab.decide.ranks import alone, replicated
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import slowest, total
+from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scale_job import kept
+from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
@@ -44,6 +47,7 @@ CPU = torch.device("cpu")
 STEPS = 20  # of weights that are compared
 SEVERAL = 3  # micro-batches of windows that are reduced once or each
 BLOCKS, BLOCK_S = 7, 0.5
+EVERY = 2048  # rows between evaluations
 BACKENDS: dict[str, dict[str, Any]] = {
     "ddp": {"zero_stage": 0},
     "zero-1": {"zero_stage": 1},
@@ -179,67 +183,72 @@ def _seconds(step: Callable[[], None], count: int) -> float:
 
 
 def course(folder: str, recipe: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
-    """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock."""
+    """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock.
+
+    The loss is reached at the first of two evaluations in a row that meet it, interpolated from the one before.
+    """
     whole = _whole(RESNET)
-    share = task_of_rank(whole, _ranks())
-    stepped = _stepped(recipe, whole, share, folder, int(seed))
-    data, due, consumed, seconds = whole.load_data(), 0, 0, 0.0
-    losses: list[tuple[int, float, float]] = []
-    while consumed < int(most):
+    stepped = _stepped(recipe, whole, folder, int(seed))
+    data, due, rows, seconds = whole.load_data(), EVERY, 0, 0.0
+    points: list[tuple[int, float, float]] = []
+    met = None
+    while rows < int(most) and met is None:
+        total(0.0)  # all begin together
         begin = time.perf_counter()
-        while consumed < due or not consumed:
-            consumed += round(total(float(stepped.step())))
+        while rows < due:
+            rows += stepped.step()
         seconds += slowest(time.perf_counter() - begin)
-        due = consumed + 2048
+        due = (rows // EVERY + 1) * EVERY
         loss = torch.tensor(held_out_loss(whole, stepped.model, data))
         if dist.is_initialized():
             dist.broadcast(loss, src=0)  # batch statistics are each rank's own
-        losses.append((consumed, seconds, float(loss)))
-        if len(losses) >= 3 and statistics.fmean(each[2] for each in losses[-3:]) <= float(target):
-            break
-    reached = statistics.fmean(each[2] for each in losses[-3:]) <= float(target)
-    found = {"recipe": recipe, "ranks": _ranks(), "seed": int(seed), "rows": consumed, "seconds": seconds}
-    found |= {"rows_per_s": consumed / seconds, "reached": reached, "windows": stepped.windows, "says": stepped.says}
+        points.append((rows, seconds, float(loss)))
+        met = _met(points, float(target))
+    found = {"recipe": recipe, "ranks": _ranks(), "seed": int(seed), "rows": rows, "seconds": seconds}
+    found |= {"rows_per_s": rows / seconds, "windows": stepped.windows, "says": stepped.says}
+    found |= {"target_rows": None, "target_s": None} if met is None else {"target_rows": met[0], "target_s": met[1]}
     stepped.close()
     return [found]
+
+
+def _met(points: list[tuple[int, float, float]], target: float) -> tuple[float, float] | None:
+    """Return rows and seconds at which the last two evaluations' loss was first met; None where they do not meet it."""
+    if len(points) < 2 or points[-1][2] > target or points[-2][2] > target:
+        return None
+    if len(points) == 2:
+        return points[0][0], points[0][1]
+    before, first = points[-3], points[-2]
+    share = (before[2] - target) / (before[2] - first[2])
+    rows, seconds = (before[i] + share * (first[i] - before[i]) for i in (0, 1))
+    return rows, seconds
 
 
 class _Course:
     """A recipe's loop over its batches, and how many windows it had."""
 
-    def __init__(self, step: Callable[[], int], model: torch.nn.Module, close: Callable[[], None], says: str) -> None:
-        self._step, self.model, self.close, self.says, self.windows = step, model, close, says, 0
+    def __init__(self, loop: Any, batches: Iterator[Any], says: str) -> None:
+        self._loop, self._batches, self.model, self.says, self.windows = loop, batches, loop.model, says, 0
+        self.close = loop.close
 
     def step(self) -> int:
-        """Train on a window; returns this rank's rows."""
+        """Train on a window; returns the rows of all ranks."""
         self.windows += 1
-        return self._step()
+        return int(self._loop.step(self._batches))
 
 
-def _stepped(recipe: str, whole: Task, share: Task, folder: str, seed: int) -> _Course:
+def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
     batches, several = _batches(whole, seed), _ranks() > 1
-    if recipe == "baseline" and several:
-        torch.manual_seed(seed)
-        loop = ReplicaLoop(share, CPU)
-        return _Course(lambda: loop.step(batches), loop.model, loop.close, "")
+    share = replace(whole, batch_rows=whole.batch_rows // _ranks())
     make = kept(share, share.load_data(), CPU, Path(folder))
     plan = plan_together(make, CPU) if several else make().plan
-    if recipe == "baseline":
-        plan = Plan.fixed(share.batch_rows)
+    torch.manual_seed(seed)
+    if recipe in ("baseline", "no_buffers"):
+        plain = partial(ReplicaLoop, sends_buffers=recipe == "baseline") if several else ReferenceLoop
+        return _Course(plain(whole, CPU), batches, "")
     if recipe == "plan_batch":
         plan = plan.freed(default_rule(plan), FREED)
-    torch.manual_seed(seed)
-    model = whole.make_model().train()
-    run = trimtab.start(model, whole.make_optimizer(model), plan)
-    opened = run.windows(batches)
-
-    def step() -> int:
-        window = next(opened)
-        run.train_step(window, whole.loss_fn)
-        return window.rows
-
-    says = f"{plan.precision.value}, {plan.reduce_dtype.value} in {plan.bucket_bytes.value}"
-    return _Course(step, model, run.close, says)
+    says = f"{plan.precision.value}, gradients in {plan.reduce_dtype.value} by buckets of {plan.bucket_bytes.value}"
+    return _Course(PlanLoop(whole, CPU, plan), batches, says)
 
 
 def agreement(pairs: str) -> list[dict[str, Any]]:
@@ -248,7 +257,7 @@ def agreement(pairs: str) -> list[dict[str, Any]]:
     share = task_of_rank(whole, _ranks())
     torch.manual_seed(0)
     model = whole.make_model().train()
-    plain, batches = ReplicaLoop(share, CPU), _batches(whole, 0)
+    plain, batches = ReplicaLoop(whole, CPU), _batches(whole, 0)
     ours = _batches(whole, 0)
     ratios, controls = [], []
     plan = replicated(Plan.fixed(share.batch_rows), _ranks())

@@ -1,4 +1,4 @@
-"""The command: doctor, profile, plan, train, compare, report. Figures on standard output, progress on standard error.
+"""The command: doctor, profile, plan, train, compare, scale, report. Figures go to standard output, progress to error.
 
 Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
 """
@@ -229,7 +229,7 @@ def compare(
 @app.command()
 def scale(
     task: TaskName,
-    ranks: Annotated[str, typer.Option(help="numbers of processes on this machine; a launcher's are joined")] = "1,2",
+    ranks: Annotated[str | None, typer.Option(help="numbers of processes on this machine, such as 1,2,4")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = None,
     scaling: Annotated[
         str | None, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")
@@ -240,7 +240,7 @@ def scale(
     job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time the plain loop and the plan on several numbers of ranks: what are more of them worth?"""
+    """Time the plain loop and the plan on several numbers of ranks; under a launcher one job, of its ranks."""
     from trimtab.experiments.scale import ScaleSettings, numbers
     from trimtab.experiments.scale_command import run_scale
     from trimtab.experiments.scale_job import JobSettings
@@ -248,10 +248,11 @@ def scale(
     frees = _adaptation(adapt, ("batch",)) != ()
     modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
     asked = JobSettings(modes, *((2, 0.2) if quick else ()), frees_batch=frees)
-    settings = ScaleSettings(numbers(ranks), rounds or (2 if quick else 5), asked)
+    settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
+    which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
     folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"
     with ProgressBar() as progress:
-        found = run_scale(task, folder, settings, job, progress)
+        found = run_scale(task, folder, settings, job, progress, which)
     if found is not None:
         _print_json(found.as_benchmark()) if as_json else typer.echo(f"{found.text}\n\nreport: {found.path}")
 

@@ -17,8 +17,9 @@ from trimtab.distributed.planning import Made
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
-ARGUMENTS = ["tiny:task", "--ranks=2", "--quick", "--rounds=1", "--scaling=weak,strong", "--adapt=batch"]
-ARGUMENTS += ["--out=table", "--json"]
+WHICH = ["--ranks=2", "--rounds=1"]
+HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=table", "--json"]
+ARGUMENTS = [*HOW, *WHICH]
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -43,10 +44,10 @@ def folder(tmp_path_factory):
 def test_every_recipe_has_a_row_of_each_number_of_ranks(folder):
     rows = json.loads((folder / "printed.json").read_text())["rows"]
     of = {(row["recipe"], row["ranks"], row["scaling"]): row for row in rows}
-    for recipe in ("baseline", "plan", "plan_batch"):
+    for recipe in ("baseline", "self", "plan", "plan_batch"):
         assert {(recipe, 1, "weak"), (recipe, 2, "weak"), (recipe, 2, "strong")} <= of.keys()
         assert of[recipe, 1, "weak"]["mean"] is None
-        assert of[recipe, 2, "weak"]["pairs"] == [of[recipe, 2, "weak"]["mean"]]
+        assert of[recipe, 2, "weak"]["pairs"] == pytest.approx([of[recipe, 2, "weak"]["mean"]])
         assert of[recipe, 2, "weak"]["rows_per_s"] > 0
     assert of["baseline", 2, "weak"]["effective_batch"] == of["plan", 2, "weak"]["effective_batch"] == 64
     assert of["baseline", 2, "strong"]["effective_batch"] == of["plan", 1, "weak"]["effective_batch"] == 32
@@ -76,17 +77,37 @@ def test_a_launchers_ranks_add_a_job_of_theirs(folder):
     program = folder / "command.py"
     program.write_text("from trimtab.cli import main\nmain()\n")
     given = os.environ | {"PYTHONPATH": str(folder)}
-    found = subprocess.run(
-        [*command, str(program), "scale", *ARGUMENTS], cwd=folder, capture_output=True, text=True, env=given
-    )
+
+    def launched(*arguments: str) -> subprocess.CompletedProcess:
+        full = [*command, str(program), "scale", *arguments]
+        return subprocess.run(full, cwd=folder, capture_output=True, text=True, env=given)
+
+    refused = launched(*ARGUMENTS)
+    assert refused.returncode != 0
+    assert "--ranks and --rounds under a launcher" in refused.stderr
+    found = launched(*HOW)
     assert found.returncode == 0, found.stderr
     assert (folder / "table" / "job-1-2.json").exists()
     rows = json.loads(found.stdout)["rows"]
     (row,) = [r for r in rows if (r["recipe"], r["ranks"], r["scaling"]) == ("plan", 2, "weak")]
-    assert (row["n"], len(row["pairs"])) == (2, 1)  # its round has no job of one rank
+    assert (row["n"], len(row["pairs"])) == (1, 1)  # its round has no job of one rank
 
 
 def test_numbers_that_are_none_are_refused(folder):
     found = run(folder, "tiny:task", "--ranks", "two")
     assert found.returncode == 1
     assert "--ranks" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "64", "--scaling", "strong"], "32 at the most"),
+        (["--ranks", "64", "--scaling", "weak"], "16 at the most"),
+    ],
+)
+def test_more_ranks_than_rows_are_refused_before_any_is_started(folder, arguments, said):
+    found = run(folder, "tiny:task", "--out", "none", *arguments)
+    assert found.returncode == 1
+    assert said in found.stderr
+    assert not (folder / "none").exists()

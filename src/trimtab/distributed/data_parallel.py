@@ -18,7 +18,7 @@ from trimtab.runtime.gradient_sync import GradientSync
 _MIB = 2**20
 # Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters
-_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 _WHOLE_MIB = 2**30 // _MIB
 # Windows that PowerSGD sends gradients whole in, at first: factors of early gradients tell least (its own default
 # of 1,000 would be all of a short run).
@@ -43,7 +43,7 @@ class DataParallel(Torch):
         self._inner, self.optimizer = model, optimizer
         if plan.memory_layout.value == "channels_last":
             _settle_strides(model)
-        own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, _BUFFERS: False}
+        own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, BUFFERS: False}
         self.model = DistributedDataParallel(model, **own)
         self._sync = GradientSync(self.model)
         broadcast_buffers(model)

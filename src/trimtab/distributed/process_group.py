@@ -51,6 +51,12 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
     return Place()
 
 
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether a launcher started this process, if only as the one rank of a job."""
+    variables = os.environ if environment is None else environment
+    return any(rank in variables and number in variables for rank, number, _ in _LAUNCHERS.values())
+
+
 @contextlib.contextmanager
 def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     """Be one of the job's ranks inside the block: gloo for the host, NCCL for CUDA devices, each rank its own device.

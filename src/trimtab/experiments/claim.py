@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from trimtab.tasks.task import Task, TaskData
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
 # Written down only where they are given; a key that is missing otherwise tells of an older version.
 _OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks"}
-_MACHINE = ("cpu", "threads", "gpu")
+MACHINE = ("cpu", "threads", "gpu")
 
 
 def claim(
@@ -33,8 +33,12 @@ def claim(
     objective: Objective,
     plan: Plan | None = None,
     num_ranks: int = 1,
+    machine: Sequence[str] = MACHINE,
 ) -> None:
     """Write down what the folder holds, or refuse one that holds another comparison.
+
+    Args:
+        machine: what of it must be the same.
 
     Raises:
         FormatError: it names what differs; or the file that says so is damaged.
@@ -47,7 +51,7 @@ def claim(
         given |= {"plan": to_json(plan)}
     if num_ranks > 1:
         given |= {"number of ranks": num_ranks}
-    wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place()}.items()}
+    wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place(machine)}.items()}
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))
     elif (found := _read(path)) != wanted:
@@ -84,11 +88,11 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
     }
 
 
-def _place() -> dict[str, str]:
+def _place(machine: Sequence[str]) -> dict[str, str]:
     """Return the machine and the versions that times depend on."""
     found = environment()
-    machine = {key: found[key] for key in _MACHINE if key in found}
-    return {"torch": torch.__version__, "trimtab": trimtab.__version__} | machine
+    known = {key: found[key] for key in machine if key in found}
+    return {"torch": torch.__version__, "trimtab": trimtab.__version__} | known
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -89,7 +89,7 @@ def job_plans(
     return together.made(Plans, lambda: Plans({"S": plan}, {"S": own[0]}))
 
 
-def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None, peers: bool | None) -> None:
+def refuse_on_ranks(task: Task, num_ranks: int, *, adapts: bool | None = None, peers: bool | None = None) -> None:
     """Raise where a comparison on so many ranks was asked for what it cannot race.
 
     Args:

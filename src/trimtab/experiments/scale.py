@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trimtab.core import checks
@@ -17,6 +17,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.progress import Progress
 from trimtab.experiments.claim import claim
+from trimtab.experiments.ranks import refuse_on_ranks
 from trimtab.experiments.scale_job import JobSettings, run_job
 from trimtab.experiments.scaling import MODES, Job, Scaling, summarise
 from trimtab.measure.machine import environment
@@ -66,6 +67,7 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
     Args:
         launch: `launch(ranks, round)` runs `one_job` on so many ranks, and waits for them.
     """
+    _require_possible(task, settings)
     take(task, out, settings.job)
     for number in range(settings.rounds):
         order = settings.ranks if number % 2 == 0 else settings.ranks[::-1]
@@ -75,6 +77,19 @@ def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progre
                 progress(f"round {number + 1} of {settings.rounds}: {ranks} ranks", done)
                 launch(ranks, number)
     return summarise(task.name, jobs_in(out), environment())
+
+
+def _require_possible(task: Task, settings: ScaleSettings) -> None:
+    """Raise before minutes of work, not after them.
+
+    Raises:
+        ValueGivenError: more ranks than a batch has rows, or data; or the task has a step of its own.
+    """
+    most, rows = settings.ranks[-1], task.load_data().num_rows
+    refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
+    if "weak" in settings.job.modes and most * task.batch_rows > rows:
+        given = f"{most}, each with a batch of {task.batch_rows} rows, of {rows} that there are"
+        raise ValueGivenError("--ranks", given=given, expected=f"{rows // task.batch_rows} at the most")
 
 
 def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress: Progress) -> None:
@@ -91,7 +106,7 @@ def take(task: Task, out: Path, settings: JobSettings) -> None:
         FormatError: it holds another one.
     """
     out.mkdir(parents=True, exist_ok=True)
-    claim(out, task, task.load_data(), {"scaling": asdict(settings)}, Budget(), Objective())
+    claim(out, task, task.load_data(), {"scaling": asdict(settings)}, Budget(), Objective(), machine=("cpu", "gpu"))
 
 
 def path_of(out: Path, number: int, ranks: int) -> Path:

@@ -29,8 +29,9 @@ from trimtab.distributed.process_group import place, slowest, total
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import make_plans
 from trimtab.experiments.ranks import task_of_rank
-from trimtab.experiments.scaling import Job, Timed, TimedArm
+from trimtab.experiments.scaling import RECIPES, Job, Timed, TimedArm
 from trimtab.experiments.together import crowded
+from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
 from trimtab.recipes.reference import ReferenceLoop
@@ -48,8 +49,8 @@ class JobSettings:
     """How much of a job to run.
 
     Args:
-        modes: of `scaling.MODES`. blocks: of each arm, about `block_s` seconds each. frees_batch: whether a plan with a
-            freed batch runs too.
+        modes: of `scaling.MODES`. blocks: of each loop, about `block_s` seconds each. frees_batch: whether a plan whose
+            batch is freed runs too.
     """
 
     modes: tuple[str, ...] = ("weak", "strong")
@@ -69,7 +70,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     arms: list[TimedArm] = []
     for mode in settings.modes if here.num_ranks > 1 else ("weak",):
         whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
-        share = task_of_rank(whole, here.num_ranks)
+        share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
         progress(f"planning {share.batch_rows} rows a rank")
         plan = plan_together(kept(share, data, device, folder), device) if here.num_ranks > 1 else None
         plan = plan or kept(share, data, device, folder)().plan
@@ -79,7 +80,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     shared = crowded(1 + round(slowest(float(here.local_rank))))
     if here.rank:
         return None
-    return Job(here.num_ranks, number, tuple(arms), shared, link)
+    return Job(here.num_ranks, number, tuple(arms), shared, link, torch.get_num_threads(), device.type)
 
 
 def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
@@ -105,16 +106,24 @@ def _link(device: torch.device) -> Link | None:
         return None
 
 
-@dataclass(frozen=True)
 class _Stepped:
-    """A loop over this rank's share of its batches."""
+    """A loop over this rank's share of its batches, under global modes and random numbers of its own."""
 
-    loop: Loop
-    batches: Iterator[Any]
+    def __init__(self, loop: Loop, batches: Iterator[Any]) -> None:
+        self._loop, self._batches, self._state = loop, batches, ProcessState.capture()
+        self.settled = True
 
-    def step(self) -> int:
-        """Train on a window; returns the rows of all ranks."""
-        return self.loop.step(self.batches)
+    def steps(self, windows: int) -> int:
+        """Train on so many windows; returns the rows of all ranks."""
+        return sum(self._loop.step(self._batches) for _ in range(windows))
+
+    def enter(self) -> None:
+        """Make the process as this loop left it."""
+        self._state.restore()
+
+    def leave(self) -> None:
+        """Keep what it has made of the process."""
+        self._state = ProcessState.capture()
 
 
 class _Bench:
@@ -138,15 +147,15 @@ class _Bench:
         with ExitStack() as loops:
             made = self._loops(plan, loops)
             timed = self._timed(made)
-        says = {"baseline": "", "plan": _says(plan), "plan_batch": _says(plan)}
         found = []
-        for recipe in says:
-            if (together := timed.get(recipe)) is None:
+        for recipe in RECIPES:
+            if recipe not in made:
                 continue
-            rows = sum(together[0].rows) / together[1]
-            by_itself = timed.get(f"{recipe} alone")
-            own = None if by_itself is None else by_itself[0]
-            found.append(TimedArm(recipe, self._mode, together[0], own, rows, says[recipe]))
+            together, windows = timed[recipe]
+            own = timed.get(f"{recipe} alone", (None, 0))[0]
+            says = _says(plan) if recipe.startswith("plan") else ""
+            rows, settled = sum(together.rows) / windows, made[recipe].settled
+            found.append(TimedArm(recipe, self._mode, together, own, rows, says, settled))
         return found
 
     def _loops(self, plan: Plan, close: ExitStack) -> dict[str, _Stepped]:
@@ -154,6 +163,7 @@ class _Bench:
         several = place().num_ranks > 1
         makes: dict[str, MakeLoop] = {
             "baseline": ReplicaLoop if several else ReferenceLoop,
+            "self": ReplicaLoop if several else ReferenceLoop,
             "plan": partial(PlanLoop, plan=plan),
         }
         if self._settings.frees_batch:
@@ -161,17 +171,19 @@ class _Bench:
         if several:
             makes["baseline alone"] = ReferenceLoop
             makes["plan alone"] = partial(PlanLoop, plan=alone(plan))
-        made = {}
+        made, outside = {}, ProcessState.capture()
+        close.callback(outside.restore)
         for name, make in makes.items():
             self._progress(f"{self._mode}: {name}")
+            outside.restore()
             torch.manual_seed(0)
             loop = make(self._task, self._device)
             close.callback(loop.close)
             made[name] = _Stepped(loop, iter(shard(self._data.batches(self._number, self._task.batch_rows))))
-            for _ in range(_WARM_WINDOWS):
-                made[name].step()
+            made[name].steps(_WARM_WINDOWS)
             if name == "plan_batch":
-                _settle(made[name])
+                made[name].settled = _settle(made[name])
+            made[name].leave()
         return made
 
     def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:
@@ -197,23 +209,29 @@ class _Bench:
 
     def _block(self, loop: _Stepped, windows: int) -> tuple[int, float]:
         """Return rows of all ranks, and seconds of the slowest; all begin together."""
+        loop.enter()
         total(0.0)
         synchronize(self._device)
         begin = time.perf_counter()
-        rows = sum(loop.step() for _ in range(windows))
+        rows = loop.steps(windows)
         synchronize(self._device)
         taken_s = slowest(time.perf_counter() - begin)
+        loop.leave()
         return rows, taken_s
 
 
-def _settle(loop: _Stepped) -> None:
-    """Step a loop whose batch is freed until that stays; it is the same on every rank, and so are the windows."""
+def _settle(loop: _Stepped) -> bool:
+    """Step a loop whose batch is freed until that stays, and return whether it did.
+
+    It is the same on every rank, and so are the windows.
+    """
     same, before = 0, -1
     for _ in range(_MOST_WINDOWS):
-        rows = loop.step()
+        rows = loop.steps(1)
         same, before = same + 1 if rows == before else 0, rows
         if same == _SETTLED:
-            return
+            return True
+    return False
 
 
 def _says(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -22,14 +23,25 @@ def timed(rate: float) -> Timed:
     return Timed((100, 100), (100 / rate, 100 / rate))
 
 
-def job(ranks: int, number: int, rate: float, alone: float | None = None, mode: str = "weak") -> Job:
+def job(
+    ranks: int,
+    number: int,
+    rate: float,
+    alone: float | None = None,
+    mode: str = "weak",
+    control: float | None = None,
+    recipe: str = "baseline",
+    threads: int = 1,
+) -> Job:
     own = None if alone is None else timed(alone)
-    arm = TimedArm("baseline", mode, timed(rate), own, 32.0 * ranks)
-    return Job(ranks, number, (arm,), "cores" if ranks > 2 else "", LINK if ranks > 1 else None)
+    arms = [TimedArm(recipe, mode, timed(rate), own, 32.0 * ranks, settled=recipe != "plan_batch")]
+    arms += [] if control is None else [TimedArm("self", mode, timed(control), None, 32.0 * ranks)]
+    crowded, link = "cores" if ranks > 2 else "", LINK if ranks > 1 else None
+    return Job(ranks, number, tuple(arms), crowded, link, threads)
 
 
-def row(found: scaling.Scaling, ranks: int, mode: str = "weak") -> scaling.ScalingRow:
-    (one,) = [each for each in found.rows if (each.ranks, each.mode) == (ranks, mode)]
+def row(found: scaling.Scaling, ranks: int, mode: str = "weak", recipe: str = "baseline") -> scaling.ScalingRow:
+    (one,) = [each for each in found.rows if (each.ranks, each.mode, each.recipe) == (ranks, mode, recipe)]
     return one
 
 
@@ -66,6 +78,42 @@ def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
     said = scaling.text(summarise("tiny", many))
     assert "98.0% (96.0 to 100.0)" in said
     assert "no verdict" not in said
+
+
+def test_the_control_says_what_efficiency_can_be_told_from_another():
+    jobs = [
+        job(ranks, n, 100.0 * ranks, control=100.0 * ranks * (1 + 0.02 * n * (ranks > 1)))
+        for n in range(5)
+        for ranks in (1, 2)
+    ]
+    found = summarise("tiny", jobs)
+    assert row(found, 2).resolution == row(found, 2, recipe="self").resolution > 0.04
+    assert "A/A control tells" in scaling.text(found)
+    assert row(summarise("tiny", jobs[:4]), 2).resolution is None
+
+
+def test_ranks_of_other_threads_are_no_pair():
+    found = row(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 800.0, threads=8)]), 2)
+    assert (found.efficiency, found.pairs) == (None, ())
+    assert "threads of a rank: 1, 8" in scaling.text(summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)]))
+
+
+def test_a_freed_batch_has_a_table_of_its_own_and_is_in_no_figure():
+    same = [job(ranks, 0, 100.0 * ranks) for ranks in (1, 2)]
+    freed = [job(ranks, 0, 100.0 * ranks, recipe="plan_batch") for ranks in (1, 2)]
+    found = summarise("tiny", [*same, *freed])
+    assert set(scaling.tables(found)) == {"Same maths", "Batch freed"}
+    assert "not measured here" in scaling.text(found)
+    assert "had not settled" in scaling.text(found)
+    assert "plan_batch" not in scaling_page(found).partition("</figure>")[0]
+    assert set(scaling.tables(summarise("tiny", same))) == {"Same maths"}
+
+
+def test_what_a_plan_did_in_other_rounds_is_said_too():
+    jobs = [job(2, n, 100.0, recipe="plan") for n in range(2)]
+    jobs[1] = replace(jobs[1], arms=(replace(jobs[1].arms[0], says="bf16"),))
+    jobs[0] = replace(jobs[0], arms=(replace(jobs[0].arms[0], says="fp32"),))
+    assert row(summarise("tiny", jobs), 2, recipe="plan").says == "fp32 / bf16"
 
 
 def test_ranks_that_share_cores_are_said_to():

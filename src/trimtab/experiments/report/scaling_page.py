@@ -7,15 +7,15 @@ from typing import Any
 
 from trimtab.experiments.report.html import escape, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
-from trimtab.experiments.scaling import MODES, RECIPES, Scaling, ScalingRow, notes, table
+from trimtab.experiments.scaling import MODES, Scaling, ScalingRow, notes, tables
 
-# As the same loops have them in the figures of comparisons: the reference, the plans of tiers S and F.
-_ROLES = {"baseline": "s0", "plan": "s4", "plan_batch": "s5"}
+# As the same loops have them in the figures of comparisons; what frees the batch shares no figure with what keeps it.
+_ROLES = {"baseline": "s0", "plan": "s4"}
 
 
 def scaling_page(found: Scaling) -> str:
     """Return the page, self-contained: no network, no script, every string from outside escaped."""
-    body = "\n".join((_header(found), _figure(found), _table(found), _notes(found)))
+    body = "\n".join((_header(found), _figure(found), _tables(found), _notes(found)))
     return page(f"{found.task}: trimtab scaling", body)
 
 
@@ -35,7 +35,7 @@ def _figure(found: Scaling) -> str:
     lines = [
         (mode, recipe, rows)
         for mode in MODES
-        for recipe in RECIPES
+        for recipe in _ROLES
         if (rows := [row for row in found.rows if (row.mode, row.recipe) == (mode, recipe) and row.efficiency])
     ]
     if not lines:
@@ -76,12 +76,15 @@ def _paint(ax: Any, mode: str, recipe: str, rows: Sequence[ScalingRow]) -> None:
     ax.errorbar(x, y, yerr=list(zip(*bars, strict=True)), capsize=3, linewidth=1.4, markersize=4, **style)
 
 
-def _table(found: Scaling) -> str:
-    head, *rows = table(found)
+def _tables(found: Scaling) -> str:
+    return "\n".join(_table(title, *rows) for title, rows in tables(found).items())
+
+
+def _table(title: str, head: Sequence[str], *rows: Sequence[str]) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        '<section><h2>Table</h2><div class="scroll"><table>'
+        f'<section><h2>{title}</h2><div class="scroll"><table>'
         f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
