@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scaling_figures import scaling
+
 from trimtab.decide.goodput import Times, relative_time
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -543,6 +545,7 @@ KINDS = {
     "published": _published,
     "published_ranks": _published_ranks,
     "rank_memory": _rank_memory,
+    "scaling": scaling,
     "probing": _probing,
     "frontier": _frontier,
     "frontier_compiled": _compiled,

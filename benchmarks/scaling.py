@@ -10,7 +10,8 @@
   over the slow link: rows that it took, and the efficiency of the whole course, paired by seed;
 - `window_prediction`: seconds of a window of each ZeRO stage, as told from one process and a timed link, and as taken;
 - `loop_overhead_ratio`: a plan that changes nothing on two ranks over the plain loop in DDP, step by step, and the
-  seconds of what ranks ask each other once a window.
+  seconds of what ranks ask each other once a window;
+- `rank_fault`: seconds from a rank's SIGKILL, or SIGSTOP, to the end of the command that started it.
 
 Ranks have one thread each. The slow link is this machine's loopback in a network namespace of its own, held to
 `--mbit` by the kernel's token bucket (`tc`); without root and `tc` it is not measured.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import command
+from scaling_faults import faults
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
@@ -169,6 +171,8 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
             yield from courses(options.seeds, options.mbit or MBIT["resnet_small"], folder / "courses")
         if "overhead" in options.parts:
             yield from overhead(PAIRS // 4 if options.quick else PAIRS)
+        if "faults" in options.parts:
+            yield from faults({"SIGKILL": 5, "SIGSTOP": 2})
     if "slow" in options.links and "slow" not in links:
         yield {"metric": "not measured", "link": "slow", "why": "it takes root, unshare, ip and tc"}
 
@@ -195,6 +199,9 @@ def _line(row: dict[str, Any]) -> str:
         case "loop_overhead_ratio":
             asks = f"asking takes {1e6 * row['ask_s']:.0f} µs, and {1e6 * row['answer_s']:.0f} µs to the answer"
             return f"loop on 2 ranks {_bounded(row)} of the plain one's (control ±{row['resolution']:.1%}); {asks}"
+        case "rank_fault":
+            named = f"rank named in {row['named']} of {row['tried']}"
+            return f"{row['kind']}: {row['median_s']:.2f} s to the end, {row['longest_s']:.2f} at the most; {named}"
     return f"not measured: {row.get('link', '')} {row.get('why', '')}"
 
 
@@ -203,7 +210,7 @@ def _bounded(row: dict[str, Any]) -> str:
     return f"{row['mean']:.3f}{bounds}"
 
 
-PARTS = ("weights", "efficiency", "windows", "courses", "overhead")
+PARTS = ("weights", "efficiency", "windows", "courses", "overhead", "faults")
 
 
 def main() -> None:

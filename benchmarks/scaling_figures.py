@@ -1,0 +1,105 @@
+"""What `make figures` writes of scaling.py: a table of each metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def scaling(rows: list[Row]) -> Iterator[str]:
+    """Yield the lines of a run's figures."""
+    for metric, table in _TABLES.items():
+        if found := [row for row in rows if row["metric"] == metric]:
+            yield from table(found)
+            yield ""
+
+
+def _efficiency(rows: list[Row]) -> Iterator[str]:
+    yield "| task | link | ranks | recipe | rows in a window | rows/s | efficiency | A/A tells | waiting | plan |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        link = row["link"] + (f", {row['mbit']} Mbit/s" if row.get("mbit") else "")
+        shared = f" (share {row['shares']}: correctness only)" if row["shares"] else ""
+        where = f"| {row['task']} | {link} | {row['ranks']}{shared} | {row['recipe']}"
+        figures = (
+            f"{row['effective_batch']:.0f} | {row['rows_per_s']:.0f} | {_bounded(row)} | {_percent(row, 'resolution')}"
+        )
+        figures += f" | {_percent(row, 'resolution')} | {_percent(row, 'waiting_share')}"
+        yield f"{where} | {figures} | {row['says'].replace('|', '/')} |"
+
+
+def _courses(rows: list[Row]) -> Iterator[str]:
+    target = rows[0]["target"]
+    yield f"Trained to a held-out loss of {target:g}; medians over seeds, efficiency of the whole course:"
+    yield ""
+    yield "| recipe | ranks | link | rows in a window | reached | samples to it | seconds to it | efficiency |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        link = f"{row['mbit']} Mbit/s" if row["mbit"] else ""
+        samples, seconds = _plain(row["samples_to_target"], ".0f"), _plain(row["seconds_to_target"], ".1f")
+        what = f"| {row['recipe']} | {row['ranks']} | {link} | {row['effective_batch']:.0f}"
+        yield f"{what} | {row['reached']} of {row['seeds']} | {samples} | {seconds} | {_bounded(row)} |"
+
+
+def _windows(rows: list[Row]) -> Iterator[str]:
+    yield "| link | stage | micro-batches | reduced | told, ms | measured | error | waiting, told | measured |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        how = f"{row['micro_batches']} | {'once' if row['reduces_once'] else 'each'}"
+        told, taken, waits, waited = (
+            1000 * row[name] for name in ("predicted_s", "measured_s", "predicted_waiting_s", "measured_waiting_s")
+        )
+        seconds = f"{told:.1f} | {taken:.1f} | {row['error']:+.1%} | {waits:.1f} | {waited:.1f}"
+        yield f"| {row['link']} | {row['zero_stage']} | {how} | {seconds} |"
+
+
+def _weights(rows: list[Row]) -> Iterator[str]:
+    yield "| backend | ranks | type | largest difference of a weight after 20 windows, over the largest weight |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        yield f"| {row['backend']} | {row['ranks']} | {row['dtype']} | {row['difference']:.1e} |"
+
+
+def _overhead(rows: list[Row]) -> Iterator[str]:
+    for row in rows:
+        asks = f"asking takes {1e6 * row['ask_s']:.0f} µs, and {1e6 * row['answer_s']:.0f} µs to the answer"
+        yield (
+            f"- A plan that changes nothing, on {row['ranks']} ranks: {row['mean']:.3f} "
+            f"({row['low']:.3f} to {row['high']:.3f}, n={row['n']}) of the plain loop's steps in DDP; "
+            f"the A/A control tells {row['resolution']:.1%}. What ranks ask each other once a window: {asks}."
+        )
+
+
+def _faults(rows: list[Row]) -> Iterator[str]:
+    for row in rows:
+        yield (
+            f"- {row['kind']} of one of two ranks to the command's end: {row['median_s']:.2f} s "
+            f"(median of {row['tried']}, {row['longest_s']:.2f} at the most); the rank was named in {row['named']}."
+        )
+
+
+def _bounded(row: Row) -> str:
+    if row["mean"] is None:
+        return ""
+    bounds = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f}, n={row['n']})"
+    return f"{row['mean']:.3f}{bounds}"
+
+
+def _percent(row: Row, key: str) -> str:
+    return _plain(row.get(key), ".1%")
+
+
+def _plain(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+_TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "scaling_efficiency": _efficiency,
+    "samples_to_target": _courses,
+    "window_prediction": _windows,
+    "weight_difference": _weights,
+    "loop_overhead_ratio": _overhead,
+    "rank_fault": _faults,
+}
