@@ -36,8 +36,8 @@ from scaling_faults import faults
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
 HERE = Path(__file__).parent
-MBIT = {"resnet_small": 60, "gpt_small": 1000}
-TARGET, MOST = 1.4, 200_000
+MBIT = {"resnet_small": 400, "gpt_small": 2000}
+TARGET, MOST = 1.5, 100_000
 COURSES = ("baseline", "no_buffers", "plan", "plan_batch")
 PAIRS = 400
 
@@ -93,10 +93,13 @@ def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSE
     arms = [(recipe, n) for recipe in recipes for n in (1, 2) if (recipe, n) != ("no_buffers", 1)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {arm: [] for arm in arms}
     for seed in range(seeds):
-        for recipe, ranks in arms if seed % 2 == 0 else arms[::-1]:
+        turn = 1 if seed % 2 == 0 else -1
+        for ranks in (1, 2)[::turn]:
             link = "slow" if ranks > 1 else "local"  # one rank sends nothing
-            found[recipe, ranks] += found_by(link, mbit, ranks, "course", folder, recipe, seed, TARGET, MOST)
-            print(_course_line(found[recipe, ranks][-1]), file=sys.stderr, flush=True)
+            own = ",".join([recipe for recipe, n in arms if n == ranks][::turn])
+            for run in found_by(link, mbit, ranks, "courses", folder, own, seed, TARGET, MOST):
+                found[run["recipe"], ranks].append(run)
+                print(_course_line(run), file=sys.stderr, flush=True)
     for (recipe, ranks), runs in found.items():
         alone = found["baseline" if recipe == "no_buffers" else recipe, 1]
         ratios = [ours["rows_per_s"] / (ranks * one["rows_per_s"]) for ours, one in zip(runs, alone, strict=True)]

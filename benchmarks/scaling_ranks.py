@@ -1,6 +1,6 @@
 """What a rank of scaling.py runs, under torchrun: weights, windows of each stage, a course to a loss, the loop's price.
 
-    torchrun ... scaling_ranks.py weights|windows|course|agreement OUT [ARGUMENT ...]
+    torchrun ... scaling_ranks.py weights|windows|courses|agreement OUT [ARGUMENT ...]
 
 Rank 0 writes what was found to OUT.
 """
@@ -39,6 +39,7 @@ from trimtab.distributed.process_group import slowest, total
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scale_job import kept
+from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
@@ -182,17 +183,23 @@ def _seconds(step: Callable[[], None], count: int) -> float:
     return slowest((time.perf_counter() - begin) / count)
 
 
-def course(folder: str, recipe: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
+def courses(folder: str, recipes: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
+    """Return the course of each recipe, one after the other."""
+    return [_course(folder, recipe, int(seed), float(target), int(most)) for recipe in recipes.split(",")]
+
+
+def _course(folder: str, recipe: str, seed: int, target: float, most: int) -> dict[str, Any]:
     """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock.
 
     The loss is reached at the first of two evaluations in a row that meet it, interpolated from the one before.
     """
     whole = _whole(RESNET)
-    stepped = _stepped(recipe, whole, folder, int(seed))
+    outside = ProcessState.capture()
+    stepped = _stepped(recipe, whole, folder, seed)
     data, due, rows, seconds = whole.load_data(), EVERY, 0, 0.0
     points: list[tuple[int, float, float]] = []
     met = None
-    while rows < int(most) and met is None:
+    while rows < most and met is None:
         total(0.0)  # all begin together
         begin = time.perf_counter()
         while rows < due:
@@ -203,12 +210,13 @@ def course(folder: str, recipe: str, seed: str, target: str, most: str) -> list[
         if dist.is_initialized():
             dist.broadcast(loss, src=0)  # batch statistics are each rank's own
         points.append((rows, seconds, float(loss)))
-        met = _met(points, float(target))
-    found = {"recipe": recipe, "ranks": _ranks(), "seed": int(seed), "rows": rows, "seconds": seconds}
+        met = _met(points, target)
+    found = {"recipe": recipe, "ranks": _ranks(), "seed": seed, "rows": rows, "seconds": seconds}
     found |= {"rows_per_s": rows / seconds, "windows": stepped.windows, "says": stepped.says}
     found |= {"target_rows": None, "target_s": None} if met is None else {"target_rows": met[0], "target_s": met[1]}
     stepped.close()
-    return [found]
+    outside.restore()
+    return found
 
 
 def _met(points: list[tuple[int, float, float]], target: float) -> tuple[float, float] | None:
@@ -302,7 +310,7 @@ def agreement(pairs: str) -> list[dict[str, Any]]:
 JOBS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "weights": weights,
     "windows": windows,
-    "course": course,
+    "courses": courses,
     "agreement": agreement,
 }
 
