@@ -12,10 +12,14 @@ _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 
 
 def taken(profile: Profile, engine: str, stage: int) -> Profile:
-    """Return a profile of what goes with an engine's stage alone: shards have no layout, and DeepSpeed casts itself."""
+    """Return a profile of what goes with an engine's stage alone.
+
+    Shards have no layout and, of torch's SGD, no fused step (torch 2.13: no sharding strategy); DeepSpeed casts itself.
+    """
+    fuses = profile.loop.optimizer != "SGD" or profile.loop.is_fused or not profile.trials
 
     def goes(candidate: Candidate) -> bool:
-        fits = stage < 2 or candidate.memory_layout == "keep"
+        fits = stage < 2 or (candidate.memory_layout == "keep" and (fuses or not candidate.fused_optimizer))
         return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
 
     return replace(

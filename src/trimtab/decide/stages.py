@@ -184,7 +184,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
         plan,
         num_ranks=job.ranks,
         zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]),
-        reduces_once=Choice(reduces_once, "as considered", _MARKS["reduces_once"], changed=not reduces_once),
+        reduces_once=replace(plan.reduces_once, value=reduces_once, changed=not reduces_once),
     )
     if job.engine == "deepspeed":
         reason = (

@@ -290,3 +290,11 @@ def test_over_gloo_shards_are_held_against_a_limit_with_what_its_threads_let_go_
 def test_what_gloo_may_hold_is_said_where_it_decides():
     with pytest.raises(InfeasibleError, match=r"\(80 MiB, less what 26% on top may take\)"):
         choose(profile_of(memory=80, device=CPU))  # a row of ten, and 60 at stage 3
+
+
+@pytest.mark.parametrize(("optimizer", "is_fused"), [("AdamW", True), ("SGD", False)])
+def test_shards_have_no_fused_step_of_sgd(optimizer, is_fused):
+    profile = measured(Machine(fused_speed=10.0), device=ACCELERATOR, always=True, optimizer=optimizer)
+    _, found = choose(profile)
+    steps = {each.way[0]: each.plan.fused_optimizer.value for each in found if isinstance(each, StageCost)}
+    assert steps == {0: True, 1: True, 2: is_fused, 3: is_fused}
