@@ -62,6 +62,11 @@ class StageCost:
         """Of a rank; None: not known."""
         return None if self.plan.predicted is None else self.plan.predicted.peak_bytes
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a window that are held against a limit: told by a data sheet, with a margin."""
+        return (1 + (self.plan.seconds_margin or 0.0)) * self.cost.total_s
+
     def __str__(self) -> str:
         return f"{format_seconds(self.cost.total_s)} a window, {_bytes(self.peak_bytes)} a rank"
 
@@ -152,9 +157,12 @@ def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: W
     if profile.objective.memory > 0 and not (costs := [each for each in costs if each.peak_bytes is not None]):
         return RefusedStage(way, "its peak memory, which is weighed, is not known")
     limit_s = math.inf if profile.budget.time is None else profile.budget.time
-    if not (in_time := [each for each in costs if each.cost.total_s <= limit_s]):
-        fastest_s = min(each.cost.total_s for each in costs)
-        return RefusedStage(way, f"{format_seconds(fastest_s)} a window, over {format_seconds(limit_s)}")
+    if not (in_time := [each for each in costs if each.limit_s <= limit_s]):
+        fastest = min(costs, key=lambda each: each.limit_s)
+        told = f", with {100 * more:.2g}% on top:" if (more := fastest.plan.seconds_margin) else ","
+        return RefusedStage(
+            way, f"{format_seconds(fastest.cost.total_s)} a window{told} over {format_seconds(limit_s)}"
+        )
     return in_time
 
 

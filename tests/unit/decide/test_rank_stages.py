@@ -13,7 +13,9 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.rank_trace import WAYS, RankTrace
+from trimtab.decide import stages
 from trimtab.decide.deepspeed_config import config_of
+from trimtab.decide.planner import choose_each
 from trimtab.decide.rank_profile import at_stage
 from trimtab.decide.stages import StageCost, choose_stage, held_with, stages_text
 
@@ -298,3 +300,16 @@ def test_shards_have_no_fused_step_of_sgd(optimizer, is_fused):
     _, found = choose(profile)
     steps = {each.way[0]: each.plan.fused_optimizer.value for each in found if isinstance(each, StageCost)}
     assert steps == {0: True, 1: True, 2: is_fused, 3: is_fused}
+
+
+def test_seconds_by_a_data_sheet_are_held_against_a_limit_with_their_margin(monkeypatch):
+    """As one process's are; `roofline` figures of a device that is not here miss by that much."""
+
+    def told(*given):
+        return tuple(replace(plan, seconds_margin=0.33) for plan in choose_each(*given))
+
+    monkeypatch.setattr(stages, "choose_each", told)
+    with pytest.raises(InfeasibleError, match=r"a window, with 33% on top: over 1\.1"):
+        choose(profile_of(time=1.1))
+    plan, _ = choose(profile_of(time=1.4))
+    assert plan.predicted.step_s < 1.1
