@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trimtab.core.plan import Plan
 
-ROWS, LENGTH, WORDS, WIDTH, STEPS = 8, 6, 11, 8, 20
+ROWS, LENGTH, WORDS, WIDTH, DEPTH, STEPS = 8, 6, 11, 8, 3, 20
 STAGES = {
     "ddp": {"zero_stage": 0},
     "zero-1": {"zero_stage": 1},
@@ -38,7 +38,7 @@ class Tokens(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("gain", torch.ones(()))

@@ -24,6 +24,7 @@ from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.experiments import progress_bar, race
 from trimtab.experiments.result import Comparison
+from trimtab.measure import machine
 from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -208,6 +209,23 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert less.predicted is not None
     assert less.predicted.peak_bytes < made.predicted.peak_bytes
     assert (less.zero_stage.value, less.micro_batch.value) != (0, made.micro_batch.value)
+
+
+@pytest.mark.parametrize(
+    ("link", "name"), [("nvlink", "nvlink:H100"), ("2 x nvlink + ib:NDR", "2 x nvlink:H100 + ib:NDR")]
+)
+def test_ranks_of_this_machines_device_are_joined_by_its_own_link(trimtab, monkeypatch, link, name):
+    monkeypatch.setattr(machine, "cpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    here = trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", link, "--json")
+    assert here.code == 0, here.err
+    assert from_json(Plan, here.out).elsewhere == f"4 ranks of NVIDIA H100 80GB HBM3, over {name}"
+
+
+def test_a_device_without_a_link_of_its_own_is_refused_by_its_name(trimtab, monkeypatch):
+    monkeypatch.setattr(machine, "cpu_name", lambda: "an abacus")
+    explained(
+        trimtab("plan", "tiny.py:task", "--ranks", "4", "--link", "nvlink"), "link: given 'nvlink' of 'an abacus'"
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ class Parallelism:
         bucket_bytes: gradients that stages 0 and 1 send at once; None: as torch does, 25 MiB, and first 1 MiB.
         overlaps: whether communication runs beside the computation, as far as it can.
         reduces_once: whether gradients are reduced once a window, rather than after each micro-batch.
-        gathers_once: of stage 2: parameters stay gathered over a window, rather than over a forward and its backward.
-            They change in the optimizer's step alone.
         gather_dtype: what parameters are gathered in at stages 2 and 3: "fp32" (as they are, and autocast computes in
             less) or "bf16" (half of the bytes, and all is computed in it: FSDP2's own mixed precision).
 
@@ -36,7 +34,6 @@ class Parallelism:
     bucket_bytes: int | None = None
     overlaps: bool = True
     reduces_once: bool = True
-    gathers_once: bool = True
     gather_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -49,7 +46,7 @@ class Parallelism:
             raise ValueGivenError("parallelism.gather_dtype", given=given, expected="stage 2 or 3, or 'fp32'")
         if self.bucket_bytes is not None:
             checks.integer("parallelism.bucket_bytes", self.bucket_bytes)
-        for name in ("overlaps", "reduces_once", "gathers_once"):
+        for name in ("overlaps", "reduces_once"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueGivenError(f"parallelism.{name}", given=repr(value), expected="true or false")
 

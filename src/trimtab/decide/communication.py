@@ -1,8 +1,7 @@
-"""Seconds of a window of ranks that share a model, and what more ranks are worth (math: sections 4 and 8)."""
+"""Seconds of a window of ranks that share a model (math: section 4)."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from trimtab.core import checks
@@ -10,9 +9,6 @@ from trimtab.core.link import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.decide.collectives import all_gather_s, broadcast_s, reduce_scatter_s
 from trimtab.decide.overlap import NOTHING, SENT, BlockTimes, Spent, spent_on_blocks, spent_on_buckets
-
-# Micro-batches of a window beyond which none is looked for.
-MOST = 2**20
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def _stepped_parameters(how: Parallelism, link: Link, shape: StepShape) -> Spent
 
 def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: float) -> Spent:
     """Return what gathering parameters and reducing gradients takes, in the k forwards and backwards of a window."""
-    gathers = k if how.zero_stage == 3 or not how.gathers_once else 1
+    gathers = k if how.zero_stage == 3 else 1  # at stage 2 they stay gathered until they change
     reductions = 1 if how.reduces_once else k
     again = how.zero_stage == 3  # gathered in the backward too
     parts = (
@@ -112,33 +108,3 @@ def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, 
             for size, share in blocks
         ]
     )
-
-
-def scaling_efficiency(how: Parallelism, link: Link, shape: StepShape, k: int, *, overlap_share: float = 1.0) -> float:
-    """Return throughput(n) / (n throughput(1)) of n ranks, each with windows of k micro-batches of the same rows.
-
-    Of one rank nothing is sharded. Sharded state, of which each rank steps its part, may bring it above 1.
-    """
-    alone = window_s(Parallelism(1), link, shape, k)
-    return alone.total_s / window_s(how, link, shape, k, overlap_share=overlap_share).total_s
-
-
-def micro_batches_to_efficiency(
-    wanted: float, how: Parallelism, link: Link, shape: StepShape, *, overlap_share: float = 1.0, most: int = MOST
-) -> int | None:
-    """Return the fewest micro-batches a window whose efficiency is as wanted; None: none up to `most` are enough.
-
-    What a window sends once is shared by more of them. Its seconds are a line in k, so that efficiency goes one way.
-
-    Raises:
-        ValueGivenError: what is wanted is not above zero.
-    """
-    checks.number("wanted", wanted, low=0, open_low=True)
-
-    def is_enough(k: int) -> bool:
-        return scaling_efficiency(how, link, shape, k, overlap_share=overlap_share) >= wanted
-
-    if is_enough(1):  # where efficiency falls with k, one is the most that it is
-        return 1
-    found = bisect_left(range(1, most + 1), True, key=is_enough) + 1
-    return found if found <= most else None

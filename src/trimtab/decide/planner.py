@@ -37,8 +37,30 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
     """
+    return _plan(profile, space.points(profile, budget), objective, budget)
+
+
+def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
+    """Return the plan of each size of a micro-batch at which some settings meet the budget, the largest first.
+
+    Args:
+        profile: that no final decides.
+
+    Raises:
+        InfeasibleError: as `choose`.
+    """
     found = space.points(profile, budget)
-    decision = _decide(profile, found, objective, budget)
+    sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
+    if not sizes:
+        raise _infeasible(profile, found, budget)
+    return tuple(_plan(profile, found, objective, budget, rows) for rows in sizes)
+
+
+def _plan(
+    profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget, rows: int | None = None
+) -> Plan:
+    """Return the plan of what is found best; rows: of the micro-batches it is chosen from, None: of all."""
+    decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Told(profile, found, winner, decision.outcome, budget)
 
@@ -101,7 +123,9 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
 
 
-def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget) -> _Decision:
+def _decide(
+    profile: Profile, found: Sequence[Point], objective: Objective, budget: Budget, rows: int | None = None
+) -> _Decision:
     rounds = profile.finals
     outcome, judged = _outcome(profile, rounds, objective, budget)
     was_asked = (objective, budget) == (profile.objective, profile.budget)
@@ -110,12 +134,13 @@ def _decide(profile: Profile, found: Sequence[Point], objective: Objective, budg
     winner = None if outcome is None else outcome.winner.candidate
     lost = judged - {winner, profile.reference_candidate}
     fitting = [point for point in found if point.refusal is None and point.candidate not in lost]
+    fitting = [point for point in fitting if rows is None or point.candidate.micro_batch == rows]
     if not fitting or (rounds and was_asked):
         raise _infeasible(profile, found, budget)
     unit = next((p for p in found if p.candidate == profile.reference_candidate), fitting[0])
     scores = {point.candidate: space.score(point, objective, unit) for point in fitting}
     simplest = space.simplest(fitting, scores, profile.reference_candidate)
-    stays = unit.candidate == profile.reference_candidate and unit.refusal is None
+    stays = unit.candidate == profile.reference_candidate and unit in fitting
     best = unit.candidate if stays and not space.is_worth_a_change(simplest, unit, objective) else simplest.candidate
     if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
         return _Decision(winner, outcome)

@@ -59,32 +59,41 @@ def alone(plan: Plan) -> Plan:
 
 
 def sending(plan: Plan, calibration: Calibration, shape: StepShape) -> Plan:
-    """Return a plan of replicas whose gradients are sent as is predicted to be fastest, where that is worth a change.
+    """Return a plan whose gradients are sent as is predicted to be fastest, where that is worth a change.
 
     Args:
-        shape: of a micro-batch of the plan, on one rank.
+        plan: of ranks that share a model by torch.
+        shape: of a micro-batch of it, on one rank.
     """
     ways = ways_to_send(plan, calibration, shape)
     usual = ways["fp32", None]
     best = min(ways.values(), key=lambda way: (way.total_s, way.reduce_dtype != "fp32", way.bucket_bytes or 0))
     chosen = best if best.total_s < (1 - WORTH) * usual.total_s else usual
-    said = _said(calibration, shape, usual)
-    return replace(
-        plan,
-        reduce_dtype=_choice("reduce_dtype", chosen, ways, f"{said}; {_won(chosen, usual)}"),
-        bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(chosen, usual)),
-    )
+    said = _said(plan, calibration, shape, usual)
+    plan = replace(plan, reduce_dtype=_choice("reduce_dtype", chosen, ways, f"{said}; {_won(plan, chosen, usual)}"))
+    if int(plan.zero_stage.value or 0) >= 2:
+        return plan
+    return replace(plan, bucket_bytes=_choice("bucket_bytes", chosen, ways, _won(plan, chosen, usual)))
 
 
 def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapping[tuple[str, int | None], Sent]:
     """Return every way with its cost, by (reduce_dtype, bucket_bytes)."""
+    stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
+    reduces_once = bool(plan.reduces_once.value)
+    dtypes = ("fp32", "bf16") if is_torch and not _adds_up(plan) else ("fp32",)
     found = {}
-    for dtype, bucket in itertools.product(("fp32", "bf16"), BUCKETS):
-        how = Parallelism(plan.num_ranks, int(plan.zero_stage.value or 0), dtype, bucket)
-        cost = window_s(how, calibration.link, shape, plan.num_micro_batches, overlap_share=calibration.overlap_share)
-        cast_s = calibration.cast_s_per_byte * sum(shape.block_bytes) if dtype == "bf16" else 0.0
+    for dtype, bucket in itertools.product(dtypes, BUCKETS if is_torch and stage < 2 else (None,)):
+        how = Parallelism(plan.num_ranks, stage, dtype, bucket, overlaps=is_torch, reduces_once=reduces_once)
+        cost = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
+        casts = (1 if reduces_once else k) if dtype == "bf16" else 0
+        cast_s = casts * calibration.cast_s_per_byte * sum(shape.block_bytes)
         found[dtype, bucket] = Sent(dtype, bucket, cost, cast_s)
     return found
+
+
+def _adds_up(plan: Plan) -> bool:
+    """Return whether micro-batches are added up in the type that is sent, before it is: FSDP2 does (its FSDPParam)."""
+    return int(plan.zero_stage.value or 0) >= 2 and bool(plan.reduces_once.value) and plan.num_micro_batches > 1
 
 
 def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent], reason: str) -> Choice:
@@ -100,15 +109,18 @@ def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent]
     )
 
 
-def _said(calibration: Calibration, shape: StepShape, usual: Sent) -> str:
+def _said(plan: Plan, calibration: Calibration, shape: StepShape, usual: Sent) -> str:
     link, size = calibration.link, format_bytes(sum(shape.block_bytes))
+    gathered = ", with the parameters that are gathered," if int(plan.zero_stage.value or 0) >= 2 else ""
     return (
-        f"{size} of gradients over {link.name} ({format_seconds(link.latency_s)} a hop, "
+        f"{size} of gradients{gathered} over {link.name} ({format_seconds(link.latency_s)} a hop, "
         f"{format_bytes(int(link.bytes_per_s))}/s) take {format_seconds(usual.cost.communication_s)}"
     )
 
 
-def _won(chosen: Sent, usual: Sent) -> str:
+def _won(plan: Plan, chosen: Sent, usual: Sent) -> str:
+    if _adds_up(plan):
+        return "bf16 is not considered: micro-batches would be added up in it"
     if chosen is usual:
         return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
     before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)

@@ -13,19 +13,24 @@ from dataclasses import dataclass, replace
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.link import Calibration
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.parallelism import Parallelism, StepShape
+from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Choice, Measured, Plan, Rejected
-from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, Trial
+from trimtab.core.profile import Profile
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
 from trimtab.core.units import format_bytes, format_seconds
-from trimtab.decide.communication import WindowCost, window_s
-from trimtab.decide.planner import choose
+from trimtab.decide.communication import WindowCost
+from trimtab.decide.planner import choose_each
+from trimtab.decide.rank_profile import at_stage, taken
 from trimtab.decide.ranks import WORTH, sending, ways_to_send
+from trimtab.decide.space import WORTH_A_RUN
 
 _MARKS = Plan.marks()
-_BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 # DeepSpeed's, each reduced once a window: by itself its stage 2 sends all gradients of every micro-batch to all ranks.
 DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
+# What a rank's shards took beyond their trace over gloo, whose threads let go of what they sent some milliseconds late:
+# up to 11.0% reduced once a window and 25.5% reduced after each micro-batch, as medians over windows of five models on
+# two ranks (benchmarks/results/rank_memory-epyc-2core-2026-11-24.json); single windows took up to 26 and 42%.
+GLOO_ONCE, GLOO_EACH = 0.12, 0.26
 _SHARED = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
@@ -41,19 +46,29 @@ class _Job:
 
 @dataclass(frozen=True)
 class StageCost:
-    """A way to share the model, and what a window is predicted to take by the best plan that it has."""
+    """A way to share the model, and what a window is predicted to take by the best plan that it has.
+
+    Args:
+        margin: by which its peak is raised before it is held against a limit.
+    """
 
     way: Way
     plan: Plan
     cost: WindowCost
+    margin: float = 0.0
 
     @property
-    def peak_bytes(self) -> int:
-        """Of a rank."""
-        return (self.plan.predicted and self.plan.predicted.peak_bytes) or 0
+    def peak_bytes(self) -> int | None:
+        """Of a rank; None: not known."""
+        return None if self.plan.predicted is None else self.plan.predicted.peak_bytes
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a window that are held against a limit: told by a data sheet, with a margin."""
+        return (1 + (self.plan.seconds_margin or 0.0)) * self.cost.total_s
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.cost.total_s)} a window, {format_bytes(self.peak_bytes)} a rank"
+        return f"{format_seconds(self.cost.total_s)} a window, {_bytes(self.peak_bytes)} a rank"
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,12 @@ def choose_stage(
         InfeasibleError: no stage meets the limits.
     """
     job = _Job(ranks, calibration, shape_of, engine)
-    found = tuple(_cost(profile, traces, job, way) for way in ways_of(engine))
+    each_way = [(way, _considered(profile, traces, job, way)) for way in ways_of(engine)]
+    unit = next((costs[0] for _, costs in each_way if not isinstance(costs, RefusedStage)), None)
+    found = tuple(
+        costs if isinstance(costs, RefusedStage) else _best(way, costs, unit or costs[0], profile.objective)
+        for way, costs in each_way
+    )
     feasible = [each for each in found if isinstance(each, StageCost)]
     if not feasible:
         raise InfeasibleError(
@@ -96,10 +116,10 @@ def choose_stage(
             given=f"limits that no ZeRO stage of {ranks} ranks meets; the last: {found[-1]}",
             expected="a budget that some stage meets, or more ranks",
         )
-    scores = {each.way: _score(each, feasible[0], profile.objective) for each in feasible}
+    scores = {each.way: _score(each, unit or feasible[0], profile.objective) for each in feasible}
     worth = (1 + WORTH) * min(scores.values())
     chosen = next(each for each in feasible if scores[each.way] <= worth)
-    return _with_stage(chosen, found, calibration), found
+    return _with_stage(chosen, found, calibration, is_limited=profile.budget.memory_bytes is not None), found
 
 
 def ways_of(engine: str) -> tuple[Way, ...]:
@@ -107,134 +127,118 @@ def ways_of(engine: str) -> tuple[Way, ...]:
     return DEEPSPEED_WAYS if engine == "deepspeed" else WAYS
 
 
+def held_with(device_kind: str, way: Way) -> float:
+    """Return by what share a rank's told peak is raised before it is held against a limit."""
+    stage, reduces_once = way
+    if device_kind != "cpu" or stage < 2:
+        return 0.0
+    return GLOO_ONCE if reduces_once else GLOO_EACH
+
+
+def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost] | RefusedStage:
+    """Return what the plans of a way take that meet the limits, of large micro-batches first; or why there is none.
+
+    Of each size, as its window sends by how many it has; and where memory is weighed the fastest of each too, which a
+    limit on time may leave alone.
+    """
+    there = at_stage(taken(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
+    margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
+    limit = None if memory is None else math.floor(memory / (1 + margin))
+    try:
+        objectives = dict.fromkeys((profile.objective, Objective()))
+        plans = [plan for objective in objectives for plan in choose_each(there, objective, Budget(limit))]
+    except InfeasibleError as error:
+        less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin and memory else ""
+        return RefusedStage(way, error.given + less)
+    plans.sort(key=lambda plan: plan.num_micro_batches)
+    costs = [cost for plan in plans if (cost := _cost(plan, job, way, margin)) is not None]
+    if not costs:
+        return RefusedStage(way, "the seconds of its step are not known")
+    if profile.objective.memory > 0 and not (costs := [each for each in costs if each.peak_bytes is not None]):
+        return RefusedStage(way, "its peak memory, which is weighed, is not known")
+    limit_s = math.inf if profile.budget.time is None else profile.budget.time
+    if not (in_time := [each for each in costs if each.limit_s <= limit_s]):
+        fastest = min(costs, key=lambda each: each.limit_s)
+        told = f", with {100 * more:.2g}% on top:" if (more := fastest.plan.seconds_margin) else ","
+        return RefusedStage(
+            way, f"{format_seconds(fastest.cost.total_s)} a window{told} over {format_seconds(limit_s)}"
+        )
+    return in_time
+
+
+def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Objective) -> StageCost | RefusedStage:
+    """Return the best of a way, or who is as good to what is worth a run and splits less."""
+    scores = [_score(each, unit, objective) for each in costs]
+    best = costs[next(i for i, score in enumerate(scores) if score <= min(scores) / WORTH_A_RUN)]
+    if not way[1] and best.plan.num_micro_batches == 1:
+        return RefusedStage(way, "windows of one micro-batch are reduced once")
+    return _with_size(best, costs)
+
+
 def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
-    """Return time and memory by their weights, in units of the first stage that fits."""
+    """Return time and memory by their weights, in units of the first that fits; of a weighed memory both are known."""
     time = each.cost.total_s / unit.cost.total_s
-    memory = each.peak_bytes / max(1, unit.peak_bytes)
+    memory = (each.peak_bytes or 0) / max(1, unit.peak_bytes or 0) if objective.memory > 0 else 0.0
     return objective.time * time + objective.memory * memory
 
 
-def _cost(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> StageCost | RefusedStage:
-    stage, reduces_once = way
-    there = at_stage(_taken(profile, job.engine, stage), [trace for trace in traces if trace.way == way])
-    try:
-        plan = choose(there, profile.objective, Budget(profile.budget.memory_bytes))
-    except InfeasibleError as error:
-        return RefusedStage(way, error.given)
-    if not reduces_once and plan.num_micro_batches == 1:
-        return RefusedStage(way, "windows of one micro-batch are reduced once")
+def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
+    """Return what a plan of one rank's share takes when it is shared; None where its seconds are not known."""
     shape = job.shape_of(plan)
     if shape is None or plan.predicted is None:
-        return RefusedStage(way, "the seconds of its step are not known")
-    plan = replace(plan, num_ranks=job.ranks, zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]))
+        return None
+    peak, (stage, reduces_once) = plan.predicted.peak_bytes, way
+    plan = replace(
+        plan,
+        num_ranks=job.ranks,
+        zero_stage=Choice(stage, "as considered", _MARKS["zero_stage"]),
+        reduces_once=replace(plan.reduces_once, value=reduces_once, changed=not reduces_once),
+    )
     if job.engine == "deepspeed":
         reason = (
             "as asked; a rank's bytes and seconds are those of torch's sharding, with nothing sent beside the "
             "computation, as DeepSpeed is configured: of its own none were traced"
         )
         plan = replace(plan, engine=Choice(job.engine, reason, _MARKS["engine"], changed=True))
-    plan, cost = _window(plan, job.calibration, shape, reduces_once=reduces_once)
-    limit_s = math.inf if profile.budget.time is None else profile.budget.time
-    if cost.total_s > limit_s:
-        return RefusedStage(way, f"{format_seconds(cost.total_s)} a window, over {format_seconds(limit_s)}")
-    peak = None if plan.predicted is None else plan.predicted.peak_bytes
+    plan, cost = _window(plan, job.calibration, shape)
     bare = replace(plan, baseline=None, measured=None, verified=None, front=(), stands_between=None)
-    return StageCost(way, replace(bare, predicted=Measured(cost.total_s, peak)), cost)
+    return StageCost(way, replace(bare, predicted=Measured(cost.total_s, peak)), cost, margin)
 
 
-def _window(plan: Plan, calibration: Calibration, shape: StepShape, *, reduces_once: bool) -> tuple[Plan, WindowCost]:
+def _window(plan: Plan, calibration: Calibration, shape: StepShape) -> tuple[Plan, WindowCost]:
     """Return the plan with the way its gradients are sent, and what a window takes."""
-    stage, is_torch = int(plan.zero_stage.value or 0), plan.engine.value == "torch"
-    if stage < 2 and is_torch:
-        sent = sending(plan, calibration, shape)
-        way = ways_to_send(sent, calibration, shape)[str(sent.reduce_dtype.value), _bucket(sent)]
-        return sent, replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
-    how = Parallelism(plan.num_ranks, stage, overlaps=is_torch, reduces_once=reduces_once)
-    k, share = plan.num_micro_batches, calibration.overlap_share
-    return plan, window_s(how, calibration.link, shape, k, overlap_share=share)
+    sent = sending(plan, calibration, shape) if plan.engine.value == "torch" else plan
+    bucket = None if sent.bucket_bytes.value is None else int(sent.bucket_bytes.value)
+    way = ways_to_send(sent, calibration, shape)[str(sent.reduce_dtype.value), bucket]
+    return sent, replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
 
 
-def _bucket(plan: Plan) -> int | None:
-    return None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
+def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
+    """Return it with what windows of other micro-batches would take, sent as they would be."""
+    size = best.plan.micro_batch
+    others = {each.plan.micro_batch.value: Rejected(each.plan.micro_batch.value, str(each)) for each in reversed(costs)}
+    losers = {loser.value: loser for loser in size.losers} | others
+    losers.pop(size.value, None)
+    with_sent = f"{size.reason}; with what is sent, {best}" if len(others) > 1 else size.reason
+    chosen = replace(size, reason=with_sent, losers=tuple(losers.values()))
+    return replace(best, plan=replace(best.plan, micro_batch=chosen))
 
 
-def _taken(profile: Profile, engine: str, stage: int) -> Profile:
-    """Return a profile of what goes with an engine's stage alone: shards have no layout, and DeepSpeed casts itself."""
-
-    def goes(candidate: Candidate) -> bool:
-        fits = stage < 2 or candidate.memory_layout == "keep"
-        return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
-
-    return replace(
-        profile,
-        trials=tuple(trial for trial in profile.trials if goes(trial.candidate)),
-        traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
-        recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
-    )
-
-
-def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
-    """Return a profile of one process as that of a rank: each peak moved by what traces of both differ in.
-
-    What was decided by running it against the loop was decided of one process, and is not in it.
-
-    Args:
-        traces: of one way to share. What none tells of has no peak.
-    """
-
-    def of(candidate: Candidate) -> tuple[Traced, RankTrace] | None:
-        alone = next((each for each in profile.traces if each.candidate.alike(candidate, *_BUT)), None)
-        shared = next((each for each in traces if each.candidate.alike(candidate, *_BUT)), None)
-        return None if alone is None or shared is None else (alone, shared)
-
-    def difference(candidate: Candidate) -> int | None:
-        pair = of(candidate)
-        if pair is None:
-            return None
-        alone, shared = pair
-        rows, is_whole = candidate.micro_batch, candidate.micro_batch >= profile.loop.batch_rows
-        model = alone.whole if is_whole else alone.sliced or alone.whole
-        return (shared.whole if is_whole else shared.sliced).peak_bytes(rows) - model.peak_bytes(rows)
-
-    def moved(trial: Trial) -> Trial:
-        more = difference(trial.candidate)
-        known = trial.peak_bytes is not None and more is not None
-        return replace(trial, peak_bytes=(trial.peak_bytes or 0) + (more or 0) if known else None)
-
-    def shared(traced: Traced) -> Traced | None:
-        pair = of(traced.candidate)
-        if pair is None:
-            return None
-        return replace(traced, whole=pair[1].whole, sliced=traced.sliced and pair[1].sliced, step=None)
-
-    def chained(each: Recomputable) -> Recomputable:
-        wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_rows))
-        slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_rows // 2)))
-        if wholly is None or slicing is None or each.whole is None:
-            return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "no trace of a rank")
-        sliced = None if each.sliced is None else each.sliced.holding(slicing)
-        return replace(each, whole=each.whole.holding(wholly), sliced=sliced)
-
-    return replace(
-        profile,
-        trials=tuple(moved(trial) for trial in profile.trials if trial.stage not in profile.finals),
-        traces=tuple(found for found in map(shared, profile.traces) if found is not None),
-        recomputables=tuple(map(chained, profile.recomputables)),
-    )
-
-
-def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration) -> Plan:
+def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, is_limited: bool) -> Plan:
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
     losers = tuple(Rejected(each.way[0], str(each)) for each in others if each.way[1])
     reason = f"{chosen}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
+    link = f"over {calibration.link.name}"
+    if chosen.margin and is_limited:
+        link += (
+            f"; held against the limit with {100 * chosen.margin:.0f}% on top, as gloo may let go late of what it sent"
+        )
     same = [each for each in found if each.way[0] == stage and each.way != chosen.way]
     once = tuple(Rejected(each.way[1], str(each)) for each in same)
     plan = replace(
         chosen.plan,
-        zero_stage=Choice(
-            stage, f"{reason}, over {calibration.link.name}", _MARKS["zero_stage"], changed=stage > 0, losers=losers
-        ),
+        zero_stage=Choice(stage, f"{reason}, {link}", _MARKS["zero_stage"], changed=stage > 0, losers=losers),
     )
     if stage < 2:
         return plan
@@ -253,6 +257,11 @@ def _line(each: StageCost | RefusedStage) -> str:
     if isinstance(each, RefusedStage):
         return f"{way:<78}  {each}"
     cost, plan = each.cost, each.plan
-    figures = f"{format_bytes(each.peak_bytes):>9}  {format_seconds(cost.total_s):>9} a window"
+    figures = f"{_bytes(each.peak_bytes):>9}  {format_seconds(cost.total_s):>9} a window"
     waits = f"{100 * cost.exposed_s / cost.total_s:3.0f}% waiting to send"
-    return f"{way:<78}  {figures}, {waits}; {plan.num_micro_batches} x {plan.micro_batch.value} rows"
+    sent = "" if plan.reduce_dtype.value == "fp32" else f", gradients sent in {plan.reduce_dtype.value}"
+    return f"{way:<78}  {figures}, {waits}; {plan.num_micro_batches} x {plan.micro_batch.value} rows{sent}"
+
+
+def _bytes(value: int | None) -> str:
+    return "not known" if value is None else format_bytes(value)

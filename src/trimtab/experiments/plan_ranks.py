@@ -16,9 +16,10 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.stages import Stages, choose_stage, ways_of
 from trimtab.distributed.stage_choice import traces_of_ranks, with_traces
-from trimtab.experiments.planning import loop_of, profile_here, profile_there
+from trimtab.experiments.planning import device_here, loop_of, profile_here, profile_there
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.measure.as_cuda import AsCuda
+from trimtab.measure.machine import device_name
 from trimtab.tasks.task import Task
 
 
@@ -44,7 +45,7 @@ def plan_ranks(
             stage meets the limits. ModelError: the steps of ranks cannot be traced.
     """
     share = task_of_rank(task, ranks)
-    ring_link(link, device or "", ranks)  # or it is refused, before anything is measured
+    ring_link(link, device or device_name(device_here()), ranks)  # or it is refused, before anything is measured
     if device is None:
         found = profile_here(share, budget, objective, progress)
         found = with_traces(found, loop_of(share, found.device.kind), progress)

@@ -126,6 +126,11 @@ def make_plans(
     return Plans(plans, profiles)
 
 
+def device_here() -> torch.device:
+    """Return what a task is measured on: this machine's GPU, where it has one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def profile_here(
     task: Task,
     budget: Budget,
@@ -134,7 +139,7 @@ def profile_here(
     total_steps: int | None = None,
 ) -> Profile:
     """Return a task's profile on this machine, under limits that no settings need to meet."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     torch.manual_seed(PLANNING_SEED)
     model, batches = task.make_model().to(device).train(), task.load_data().batches(PLANNING_SEED, task.batch_rows)
     loop = (model, task.make_optimizer(model), task.loss_fn, move(next(batches), device))

@@ -72,10 +72,15 @@ def cpu_name() -> str:
     return " ".join([values.get("model name", platform.processor() or "unknown CPU"), *extensions[:2]])
 
 
+def device_name(device: torch.device) -> str:
+    """Return a device's own name, without timing anything."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
 def device_spec(device: torch.device) -> DeviceSpec:
     """Return a device as it is known: a GPU's peaks from the table, a CPU's from matrix products timed here."""
+    name = device_name(device)
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
         row = lookup_peaks(name)
         if row is None:
@@ -84,7 +89,7 @@ def device_spec(device: torch.device) -> DeviceSpec:
     peaks = measured_cpu_peaks(torch.get_num_threads())
     threads = torch.get_num_threads()
     source = f"fastest square matrix product timed on this machine, {threads} threads"
-    return DeviceSpec(cpu_name(), "cpu", _total_memory(), peaks, measured_cpu_bandwidth(threads), source, threads)
+    return DeviceSpec(name, "cpu", _total_memory(), peaks, measured_cpu_bandwidth(threads), source, threads)
 
 
 @functools.cache

@@ -109,7 +109,6 @@ def test_what_the_table_lacks_is_refused_and_the_names_are_listed(name, device):
         ("bucket_bytes", 1e6),
         ("overlaps", 1),
         ("reduces_once", None),
-        ("gathers_once", "no"),
     ],
 )
 def test_a_way_to_share_that_is_none_is_refused_by_field(field, value):

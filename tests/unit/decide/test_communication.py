@@ -13,7 +13,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
 from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.decide.collectives import all_gather_s
-from trimtab.decide.communication import WindowCost, micro_batches_to_efficiency, scaling_efficiency, window_s
+from trimtab.decide.communication import WindowCost, window_s
 
 MIB = 2**20
 
@@ -39,7 +39,6 @@ ways = st.builds(
     st.integers(0, 3),
     st.sampled_from(["fp32", "bf16"]),
     st.none() | st.integers(MIB, 100 * MIB),
-    flags,
     flags,
     flags,
 )
@@ -75,18 +74,12 @@ def test_stage_1_steps_a_share_and_gives_it_to_all():
 
 
 @pytest.mark.parametrize(
-    ("stage", "reduces_once", "gathers_once", "gathers", "reductions"),
-    [
-        (2, True, True, 1, 1),
-        (2, True, False, 4, 1),
-        (2, False, True, 1, 4),
-        (3, True, True, 8, 1),
-        (3, False, True, 8, 4),
-    ],
+    ("stage", "reduces_once", "gathers", "reductions"),
+    [(2, True, 1, 1), (2, False, 1, 4), (3, True, 8, 1), (3, False, 8, 4)],
 )
-def test_what_a_sharded_window_sends(stage, reduces_once, gathers_once, gathers, reductions):
+def test_what_a_sharded_window_sends(stage, reduces_once, gathers, reductions):
     shape, link = StepShape(1.0, 2.0, 0.5, (400, 800), (0.5, 0.5)), link_of(1e-3, 1e3)
-    how = Parallelism(4, stage, reduces_once=reduces_once, gathers_once=gathers_once)
+    how = Parallelism(4, stage, reduces_once=reduces_once)
     once = sum(all_gather_s(link, 4, size) for size in shape.block_bytes)
     cost = window_s(how, link, shape, 4)
     assert cost.communication_s == pytest.approx((gathers + reductions) * once)
@@ -123,7 +116,6 @@ def test_one_rank_costs_what_it_computes(shape, link, how, k, share):
     cost = window_s(replace(how, ranks=1), link, shape, k, overlap_share=share)
     assert (cost.exposed_s, cost.communication_s, cost.optimizer_s) == (0.0, 0.0, shape.optimizer_s)
     assert cost.compute_s == pytest.approx(k * (shape.forward_s + shape.backward_s))
-    assert scaling_efficiency(replace(how, ranks=1), link, shape, k) == 1.0
 
 
 @given(shapes(), links, ways, windows, overlap_shares, overlap_shares)
@@ -172,9 +164,9 @@ def test_bf16_sends_half_of_the_bytes(shape, bytes_per_s, ranks, k):
 
 
 @given(shapes(), links, ways, windows, overlap_shares)
-def test_reducing_or_gathering_once_is_never_slower(shape, link, how, k, share):
-    each = window_s(replace(how, reduces_once=False, gathers_once=False), link, shape, k, overlap_share=share)
-    once = window_s(replace(how, reduces_once=True, gathers_once=True), link, shape, k, overlap_share=share)
+def test_reducing_once_is_never_slower(shape, link, how, k, share):
+    each = window_s(replace(how, reduces_once=False), link, shape, k, overlap_share=share)
+    once = window_s(replace(how, reduces_once=True), link, shape, k, overlap_share=share)
     assert at_most(once.total_s, each.total_s)
 
 
@@ -183,55 +175,3 @@ def test_windows_that_are_none_are_refused(k, share):
     shape = StepShape(1.0, 2.0, 0.5, (100,), (1.0,))
     with pytest.raises(ValueGivenError, match=r"k: |overlap_share: "):
         window_s(Parallelism(2), link_of(0.0, 1.0), shape, k, overlap_share=share)
-
-
-# Efficiency.
-
-
-@given(shapes(), links, ways, windows, overlap_shares)
-def test_efficiency_rises_with_k_to_one_at_most(shape, link, how, k, share):
-    """But for the optimizer's step, which longer windows have less of: it is shared, or stands beside what is not."""
-    shape = shape if how.zero_stage == 0 and how.reduces_once else replace(shape, optimizer_s=0.0)
-    few, many = (scaling_efficiency(how, link, shape, each, overlap_share=share) for each in (k, k + 1))
-    assert 0 < few <= many * (1 + 1e-9)
-    assert many <= 1 + 1e-9
-
-
-def test_efficiency_by_hand():
-    """A window of 4 micro-batches of 3 s, 0.5 s of a step, and 1.25 s of communication that nothing hides."""
-    shape, link = StepShape(1.0, 2.0, 0.5, (200,), (1.0,)), link_of(0.0, 160.0)
-    how = Parallelism(2, overlaps=False)
-    assert scaling_efficiency(how, link, shape, 4) == pytest.approx(12.5 / 13.75)
-    # (3 k + 0.5) / (3 k + 1.75) is 0.95 at 7.75.
-    assert micro_batches_to_efficiency(0.95, how, link, shape) == 8
-    assert micro_batches_to_efficiency(0.95, how, link, shape, most=8) == 8
-    assert micro_batches_to_efficiency(0.95, how, link, shape, most=7) is None
-    assert micro_batches_to_efficiency(1.0, how, link, shape) is None
-    assert micro_batches_to_efficiency(0.5, how, link, shape) == 1
-
-
-def test_sharded_state_may_bring_more_than_all_and_less_of_it_the_longer_the_window():
-    shape, link = StepShape(0.1, 0.2, 8.0, (10, 10), (0.5, 0.5)), link_of(0.0, 1e6)
-    how = Parallelism(4, 1)
-    assert scaling_efficiency(how, link, shape, 1) > scaling_efficiency(how, link, shape, 8) > 1
-    assert micro_batches_to_efficiency(1.0, how, link, shape) == 1
-
-
-@given(shapes(), links, ways, st.floats(0.05, 1.0), overlap_shares)
-def test_the_fewest_micro_batches_are_enough_and_one_less_is_not(shape, link, how, wanted, share):
-    def efficiency(k: int) -> float:
-        return scaling_efficiency(how, link, shape, k, overlap_share=share)
-
-    found = micro_batches_to_efficiency(wanted, how, link, shape, overlap_share=share)
-    if found is None:
-        assert efficiency(1) < wanted
-        assert efficiency(2**20) < wanted
-        return
-    assert efficiency(found) >= wanted
-    assert found == 1 or efficiency(found - 1) < wanted
-
-
-@pytest.mark.parametrize("wanted", [0.0, -1.0, math.nan, "0.9"])
-def test_an_efficiency_that_is_none_is_refused(wanted):
-    with pytest.raises(ValueGivenError, match="wanted: "):
-        micro_batches_to_efficiency(wanted, Parallelism(2), link_of(0.0, 1.0), StepShape(1.0, 2.0, 0.5, (100,), (1.0,)))

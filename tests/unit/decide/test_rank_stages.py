@@ -13,10 +13,15 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.rank_trace import WAYS, RankTrace
+from trimtab.decide import stages
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.decide.stages import StageCost, at_stage, choose_stage, stages_text
+from trimtab.decide.planner import choose_each
+from trimtab.decide.rank_profile import at_stage
+from trimtab.decide.stages import StageCost, choose_stage, held_with, stages_text
 
 RANKS = 4
+# Ranks of a processor are held against limits with what gloo may hold on top; of an accelerator nothing is.
+ACCELERATOR = replace(CPU, name="an accelerator", kind="cuda")
 # MiB that a rank holds beyond one process, in windows of one micro-batch and of several: buckets, less what is sharded.
 HELD = {
     (0, True): (10, 20),
@@ -37,10 +42,12 @@ def shape(plan) -> StepShape:
     return StepShape(micro_s / 3, 2 * micro_s / 3, 0.01, (2**20,) * 8, (1.0,) * 8)
 
 
-def profile_of(*, memory: int | None = None, weight: float = 0.0, speed: dict | None = None):
-    budget = Budget() if memory is None else Budget(memory * MIB)
-    machine = Machine(split_s=0.2, speed=speed or {})
-    return measured(machine, budget=budget, objective=Objective(1.0, weight), always=True)
+def profile_of(
+    *, memory: int | None = None, time: float | None = None, weight: float = 0.0, device=ACCELERATOR, **machine
+):
+    budget = Budget(None if memory is None else memory * MIB, time)
+    made = Machine(**{"split_s": 0.2, **machine})
+    return measured(made, device=device, budget=budget, objective=Objective(1.0, weight), always=True)
 
 
 def traces_of(profile) -> tuple[RankTrace, ...]:
@@ -147,10 +154,10 @@ def test_the_table_has_a_line_of_each_way():
     assert "windows of one micro-batch are reduced once" in lines[4]
 
 
-def fast_in(*values: str, compiled: float = 1.0):
+def fast_in(*values: str, compiled: float = 1.0, weight: float = 0.0):
     device = replace(CPU, peak_flops={"fp32": 1e11, "fp16": 2e11})
     machine = Machine(split_s=0.2, speed=dict.fromkeys(values, 3.0), compiled_speed=compiled, compile_s=0.1)
-    return measured(machine, device=device, objective=Objective(1.0, 0.0), total_steps=10**6, always=True)
+    return measured(machine, device=device, objective=Objective(1.0, weight), total_steps=10**6, always=True)
 
 
 def test_deepspeeds_stages_are_told_by_the_same_traces_and_their_plan_says_so():
@@ -186,3 +193,123 @@ def test_shards_have_no_layout(engine):
     layouts = {each.way[0]: each.plan.memory_layout.value for each in found if isinstance(each, StageCost)}
     assert layouts.pop(0, "channels_last") == layouts.pop(1) == "channels_last"
     assert layouts == {2: "keep", 3: "keep"}
+
+
+def test_a_peak_that_no_trace_tells_of_is_not_known():
+    plan, found = choose(fast_in(compiled=3.0))
+    assert (plan.compiled.value, plan.predicted.peak_bytes, found[0].peak_bytes) == (True, None, None)
+    assert "a window, not known a rank" in plan.zero_stage.losers[0].reason
+    assert "0 B" not in stages_text(found) + str(plan)
+    assert "  not known  " in stages_text(found)
+
+
+def test_where_memory_is_weighed_what_is_not_known_is_never_better():
+    plan, found = choose(fast_in(compiled=3.0, weight=1.0))
+    assert not plan.compiled.value
+    assert all(each.peak_bytes for each in found if isinstance(each, StageCost))
+
+
+def test_where_memory_is_weighed_and_nothing_is_known_of_it_there_is_no_stage():
+    profile = profile_of(weight=1.0)
+    with pytest.raises(InfeasibleError, match="its peak memory, which is weighed, is not known"):
+        choose_stage(profile, (), RANKS, calibration(), shape)
+
+
+@pytest.mark.parametrize("settings", [{}, {"speed": {"bf16": 0.5}, "weight_of": {"bf16": 0.5}}])
+def test_a_limit_on_time_is_met_though_memory_weighs_more(settings):
+    """By fewer micro-batches; or, where what is lighter is too slow at each, by what is faster."""
+    more = {name: value for name, value in (("speed", settings.get("speed")),) if value}
+    machine = Machine(split_s=0.2, **more, weight=settings.get("weight_of", {}))
+    budget, objective = Budget(time=1.3), Objective(1.0, 10.0)
+    profile = measured(machine, device=ACCELERATOR, budget=budget, objective=objective, always=True)
+    plan, found = choose(profile)
+    assert plan.predicted.step_s <= 1.3
+    assert plan.precision.value == "fp32"
+    assert all(each.cost.total_s <= 1.3 for each in found if isinstance(each, StageCost))
+
+
+def test_a_limit_on_time_that_no_window_meets_is_refused():
+    with pytest.raises(InfeasibleError, match="a window, over 500 ms"):
+        choose(profile_of(time=0.5))
+
+
+@pytest.mark.parametrize(("bytes_per_s", "recomputes"), [(1e11, False), (2e7, True)])
+def test_on_a_slow_link_fewer_micro_batches_are_gathered_for(bytes_per_s, recomputes):
+    """What a rank of stage 3 gathers it gathers for each: blocks computed again may be cheaper than small ones."""
+    profile = profile_of(memory=300, split_s=0.005, forward_s=0.3)
+    found = third(profile, calibration(bytes_per_s))
+    assert (found.plan.recompute.value is not None) == recomputes
+    assert (found.plan.num_micro_batches == 1) == recomputes
+    others = {loser.value: loser.reason for loser in found.plan.micro_batch.losers}
+    assert "a window" in others[8]
+
+
+def third(profile, link, *, once: bool = True) -> StageCost:
+    _, found = choose(profile, link)
+    each = found[WAYS.index((3, once))]
+    assert isinstance(each, StageCost)
+    return each
+
+
+@pytest.mark.parametrize(("once", "memory"), [(True, 716), (False, 400)])
+def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memory):
+    profile, slow = profile_of(memory=memory), calibration(2e6)
+    each = third(profile, slow, once=once)
+    plan = each.plan
+    assert (plan.num_micro_batches == 1) == once
+    assert (plan.reduce_dtype.value, plan.reduce_dtype.changed, plan.tier) == ("bf16", True, "S")
+    assert "with the parameters that are gathered" in plan.reduce_dtype.reason
+    assert "a window is predicted to take" in plan.reduce_dtype.reason
+    assert [loser.value for loser in plan.reduce_dtype.losers] == ["fp32"]
+    assert "gradients sent in bf16" in stages_text((each,))
+    fast = third(profile, calibration(), once=once).plan
+    assert (fast.reduce_dtype.value, fast.reduce_dtype.changed) == ("fp32", False)
+    assert third(profile, replace(slow, cast_s_per_byte=1e-6), once=once).plan.reduce_dtype.value == "fp32"
+
+
+def test_micro_batches_are_not_added_up_in_half_precision():
+    """torch's FSDP2 adds them up in what it sends, where they are reduced once."""
+    plan = third(profile_of(memory=400), calibration(2e6)).plan
+    assert plan.num_micro_batches > 1
+    assert (plan.reduce_dtype.value, plan.reduce_dtype.losers) == ("fp32", ())
+    assert "micro-batches would be added up in it" in plan.reduce_dtype.reason
+
+
+@pytest.mark.parametrize("memory", [720, 300, 100])
+def test_over_gloo_shards_are_held_against_a_limit_with_what_its_threads_let_go_late(memory):
+    profile = profile_of(memory=memory, device=CPU)
+    plan, found = choose(profile)
+    for each in found:
+        if isinstance(each, StageCost):
+            stage, once = each.way
+            assert each.margin == held_with("cpu", each.way) == (0 if stage < 2 else 0.12 if once else 0.26)
+            assert (1 + each.margin) * each.peak_bytes <= memory * MIB
+    there, _ = choose(profile_of(memory=716))
+    assert "on top" not in there.zero_stage.reason
+    assert ("% on top" in plan.zero_stage.reason) == (plan.zero_stage.value >= 2)
+
+
+def test_what_gloo_may_hold_is_said_where_it_decides():
+    with pytest.raises(InfeasibleError, match=r"\(80 MiB, less what 26% on top may take\)"):
+        choose(profile_of(memory=80, device=CPU))  # a row of ten, and 60 at stage 3
+
+
+@pytest.mark.parametrize(("optimizer", "is_fused"), [("AdamW", True), ("SGD", False)])
+def test_shards_have_no_fused_step_of_sgd(optimizer, is_fused):
+    profile = measured(Machine(fused_speed=10.0), device=ACCELERATOR, always=True, optimizer=optimizer)
+    _, found = choose(profile)
+    steps = {each.way[0]: each.plan.fused_optimizer.value for each in found if isinstance(each, StageCost)}
+    assert steps == {0: True, 1: True, 2: is_fused, 3: is_fused}
+
+
+def test_seconds_by_a_data_sheet_are_held_against_a_limit_with_their_margin(monkeypatch):
+    """As one process's are; `roofline` figures of a device that is not here miss by that much."""
+
+    def told(*given):
+        return tuple(replace(plan, seconds_margin=0.33) for plan in choose_each(*given))
+
+    monkeypatch.setattr(stages, "choose_each", told)
+    with pytest.raises(InfeasibleError, match=r"a window, with 33% on top: over 1\.1"):
+        choose(profile_of(time=1.1))
+    plan, _ = choose(profile_of(time=1.4))
+    assert plan.predicted.step_s < 1.1

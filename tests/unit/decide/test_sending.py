@@ -69,3 +69,22 @@ def test_a_change_is_predicted_to_be_worth_it_and_nothing_considered_is_faster(l
     else:
         assert chosen.total_s == pytest.approx(fastest)
         assert chosen.total_s < (1 - WORTH) * usual.total_s
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("micro_batch", "once", "casts"), [(16, True, 1), (8, False, 2)])
+def test_shards_are_sent_in_two_types_each_cast_as_often_as_it_is_reduced(stage, micro_batch, once, casts):
+    plan = Plan.fixed(16, micro_batch, num_ranks=2, zero_stage=stage, reduces_once=once)
+    ways = ways_to_send(plan, calibration(1e-6, 1e8, cast_s_per_byte=1e-9), SHAPE)
+    assert set(ways) == {("fp32", None), ("bf16", None)}
+    assert ways["bf16", None].cast_s == pytest.approx(casts * 1e-9 * 8 * 2**20)
+    assert ways["bf16", None].cost.communication_s < ways["fp32", None].cost.communication_s
+    found = sending(plan, calibration(1e-6, 1e8), SHAPE)
+    assert (found.reduce_dtype.value, found.bucket_bytes) == ("bf16", plan.bucket_bytes)
+
+
+def test_micro_batches_that_are_reduced_once_and_what_deepspeed_shares_are_sent_as_they_are():
+    several = Plan.fixed(16, 8, num_ranks=2, zero_stage=3)
+    theirs = Plan.fixed(16, num_ranks=2, zero_stage=1, engine="deepspeed")
+    for plan in (several, theirs):
+        assert set(ways_to_send(plan, calibration(1e-6, 1e8), SHAPE)) == {("fp32", None)}

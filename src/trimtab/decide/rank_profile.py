@@ -1,0 +1,80 @@
+"""A profile of one process as that of one rank of several, by what traces of both differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, Trial
+from trimtab.core.rank_trace import RankTrace
+
+_BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
+
+
+def taken(profile: Profile, engine: str, stage: int) -> Profile:
+    """Return a profile of what goes with an engine's stage alone.
+
+    Shards have no layout and, of torch's SGD, no fused step (torch 2.13: no sharding strategy); DeepSpeed casts itself.
+    """
+    fuses = profile.loop.optimizer != "SGD" or profile.loop.is_fused or not profile.trials
+
+    def goes(candidate: Candidate) -> bool:
+        fits = stage < 2 or (candidate.memory_layout == "keep" and (fuses or not candidate.fused_optimizer))
+        return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
+
+    return replace(
+        profile,
+        trials=tuple(trial for trial in profile.trials if goes(trial.candidate)),
+        traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
+        recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
+    )
+
+
+def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:
+    """Return a profile of one process as that of a rank: each peak moved by what traces of both differ in.
+
+    What was decided by running it against the loop was decided of one process, and is not in it.
+
+    Args:
+        traces: of one way to share. What none tells of has no peak.
+    """
+
+    def of(candidate: Candidate) -> tuple[Traced, RankTrace] | None:
+        alone = next((each for each in profile.traces if each.candidate.alike(candidate, *_BUT)), None)
+        shared = next((each for each in traces if each.candidate.alike(candidate, *_BUT)), None)
+        return None if alone is None or shared is None else (alone, shared)
+
+    def difference(candidate: Candidate) -> int | None:
+        pair = of(candidate)
+        if pair is None:
+            return None
+        alone, shared = pair
+        rows, is_whole = candidate.micro_batch, candidate.micro_batch >= profile.loop.batch_rows
+        model = alone.whole if is_whole else alone.sliced or alone.whole
+        return (shared.whole if is_whole else shared.sliced).peak_bytes(rows) - model.peak_bytes(rows)
+
+    def moved(trial: Trial) -> Trial:
+        more = difference(trial.candidate)
+        known = trial.peak_bytes is not None and more is not None
+        return replace(trial, peak_bytes=(trial.peak_bytes or 0) + (more or 0) if known else None)
+
+    def shared(traced: Traced) -> Traced | None:
+        pair = of(traced.candidate)
+        if pair is None:
+            return None
+        return replace(traced, whole=pair[1].whole, sliced=traced.sliced and pair[1].sliced, step=None)
+
+    def chained(each: Recomputable) -> Recomputable:
+        wholly = difference(replace(each.candidate, micro_batch=profile.loop.batch_rows))
+        slicing = difference(replace(each.candidate, micro_batch=max(1, profile.loop.batch_rows // 2)))
+        if wholly is None or slicing is None or each.whole is None:
+            return replace(each, whole=None, sliced=None, schedules=(), refusal=each.refusal or "no trace of a rank")
+        sliced = None if each.sliced is None else each.sliced.holding(slicing)
+        return replace(each, whole=each.whole.holding(wholly), sliced=sliced)
+
+    return replace(
+        profile,
+        trials=tuple(moved(trial) for trial in profile.trials if trial.stage not in profile.finals),
+        traces=tuple(found for found in map(shared, profile.traces) if found is not None),
+        recomputables=tuple(map(chained, profile.recomputables)),
+    )
