@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +16,9 @@ import torch.distributed as dist
 
 from trimtab.core.codec import from_json, read_json, to_json, write_whole
 from trimtab.core.errors import UsageError
+from trimtab.distributed.crowding import crowded
 from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.process_group import from_first, place, time_limit_s
+from trimtab.distributed.process_group import from_first, time_limit_s
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -126,7 +126,8 @@ class _Ranks(Together):
         self._exchange = RankExchange(None)
         self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self._entered, self._refused = 0, None
-        self.crowded = crowded(1 + int(max(self.each(place().local_rank))))
+        with self._exchange.explaining():
+            self.crowded = crowded()
 
     def each(self, figure: float) -> list[float]:
         """Return a figure of every rank, by rank; waits for all of them."""
@@ -226,11 +227,3 @@ def _raise(reason: BaseException, error: BaseException) -> NoReturn:
     if reason is error:
         raise error
     raise reason from error
-
-
-def crowded(ranks: int) -> str:
-    """Return what so many ranks on this machine share that should have one each: "cores", "devices", or ""."""
-    if torch.cuda.is_available():
-        return "devices" if ranks > torch.cuda.device_count() else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return "cores" if ranks * torch.get_num_threads() > cores else ""
