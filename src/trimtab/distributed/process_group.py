@@ -109,6 +109,12 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
+def job_store() -> dist.Store:
+    """Return what the ranks of the job met in: a place for words, where a collective would wait for all of them."""
+    found: dist.Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    return found
+
+
 def total(value: float) -> float:
     """Return the sum over ranks of a figure; itself where there is one process."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -146,7 +152,7 @@ def from_first(make: Callable[[], str]) -> str:
     """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return make()
-    store, key = dist.distributed_c10d._get_default_store(), f"trimtab/from_first/{next(_numbers)}"
+    store, key = job_store(), f"trimtab/from_first/{next(_numbers)}"
     if dist.get_rank() == 0:
         try:
             with _apart():

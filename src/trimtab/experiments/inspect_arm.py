@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import shard, share_of
 from trimtab.experiments.arm_facts import ArmFacts
-from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_bytes, storage_bytes
 from trimtab.measure.sharded_norms import is_sharded, local

@@ -14,6 +14,8 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
+from trimtab.distributed.alone import ALONE, Pace, Together
+from trimtab.distributed.in_step import _Ahead
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.compare import Settings, compare
@@ -25,7 +27,7 @@ from trimtab.experiments.ranks import refuse_on_ranks, task_of_rank
 from trimtab.experiments.report.outline import byline
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
-from trimtab.experiments.together import ALONE, Pace, Together, _Ahead, together
+from trimtab.experiments.together import together
 from trimtab.recipes.reference import ReferenceLoop
 
 PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
@@ -59,7 +61,7 @@ def test_a_block_without_steps_decides_nothing():
 def test_one_process_agrees_with_itself(tmp_path):
     with together() as alone:
         assert alone is ALONE
-    assert (ALONE.each(3.0), ALONE.first(lambda: "a"), ALONE.in_turn(lambda: 5)) == ([3.0], "a", 5)
+    assert (ALONE.each(3.0), ALONE.in_turn(lambda: 5)) == ([3.0], 5)
     path = tmp_path / "facts.json"
     assert ALONE.read(ArmFacts, path) is None
     ALONE.write(path, ArmFacts(7))
