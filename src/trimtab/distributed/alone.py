@@ -68,6 +68,13 @@ class Together:
     def draw_apart(self, seed: int) -> None:
         """Have each rank draw its own random numbers from here on, where all have drawn the same until now."""
 
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Return what each rank makes, by steps of all of them; None on all where it raised on one."""
+        try:
+            return make()
+        except Exception:
+            return None
+
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
         """Build an arm inside the block, on all ranks."""

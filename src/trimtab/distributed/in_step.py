@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.core.codec import from_json, to_json
-from trimtab.core.errors import UsageError
+from trimtab.core.errors import RankError, UsageError
 from trimtab.distributed.alone import M, Pace, T, Together
 from trimtab.distributed.crowding import crowded
 from trimtab.distributed.exchange import RankExchange
@@ -49,7 +49,7 @@ class Ranks(Together):
     def __init__(self) -> None:
         self._exchange = RankExchange(None)
         self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._entered, self._refused = 0, None
+        self._entered, self._attempts, self._refused = 0, 0, None
         with self._exchange.explaining():
             self.crowded = crowded()
 
@@ -87,6 +87,29 @@ class Ranks(Together):
         if self.rank:
             torch.manual_seed(seed + _STREAMS * self.rank)
 
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Return what each rank makes, by steps of all of them; None on all where it raised on one.
+
+        Raises:
+            RankError: a rank ended, or is silent. Exception: as raised, where the others still wait for this rank.
+        """
+        self._attempts += 1
+        made, failure = None, None
+        try:
+            with self._exchange.explaining():
+                made = make()
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        # One that failed may have left the others inside a collective, which only its end ends.
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            said = self._words(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            raise failure or silence from None
+        return made if all(each == "made" for each in said) else None
+
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
         """Build an arm inside the block, on all ranks."""
@@ -98,16 +121,21 @@ class Ranks(Together):
             raise
 
     def _all_say(self, refusal: str) -> bool:
-        """Return whether every rank refuses so: no collective, as another rank may be inside one of the arm's."""
-        store, prefix = job_store(), f"trimtab/refused/{self._entered}"
-        store.set(f"{prefix}/{self.rank}", refusal)
-        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
+        """Return whether every rank refuses so."""
         try:
-            # Before those that wait inside one give this rank up.
-            store.wait(keys, timedelta(seconds=time_limit_s() / 4))
+            # Before those that wait inside a collective give this rank up.
+            said = self._words(f"refused/{self._entered}", refusal, time_limit_s() / 4)
         except (RuntimeError, dist.DistError):
             return False
-        return all(store.get(key).decode() == refusal for key in keys)
+        return all(each == refusal for each in said)
+
+    def _words(self, topic: str, own: str, limit_s: float) -> list[str]:
+        """Return what every rank says of a topic: no collective, as another rank may be inside one of an arm's."""
+        store, prefix = job_store(), f"trimtab/{topic}"
+        store.set(f"{prefix}/{self.rank}", own)
+        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
+        store.wait(keys, timedelta(seconds=limit_s))
+        return [store.get(key).decode() for key in keys]
 
     def may_leave(self, error: Exception) -> bool:
         """Return whether every rank refused this arm alike."""
