@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.alone import ALONE, Together
-from trimtab.distributed.dealing import shard, share_of
+from trimtab.distributed.dealing import rows_of_rank, shard
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_bytes, storage_bytes
@@ -34,7 +34,7 @@ def measure_arm(
     backward pass and the loop itself. Several ranks measure in step: the peak is the largest of theirs, terms are of
     all of them, the rest is rank 0's.
     """
-    rows = [share_of(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
+    rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
     watch = _Watch(task, device, shares[together.rank])
     torch.manual_seed(0)
