@@ -36,7 +36,7 @@ def _local_clip() -> None:
 
 
 def _lost_rows() -> None:
-    trimtab.shard.__globals__["share_of"] = lambda rows, rank, ranks: slice(
+    trimtab.shard.__globals__["rows_of_rank"] = lambda rows, rank, ranks: slice(
         rank * (rows // ranks), (rank + 1) * (rows // ranks)
     )
 

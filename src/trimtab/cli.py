@@ -131,9 +131,9 @@ def _plan_ranks(
     explain: bool,
 ) -> None:
     from trimtab.core.codec import to_json
-    from trimtab.experiments.rank_page import Asked, rank_page, said
+    from trimtab.experiments.rank_page import RanksAsked, rank_page, said
 
-    asked = Asked(**options)
+    asked = RanksAsked(**options)
     if task.endswith(".json") or explain:
         raise ValueGivenError("--ranks", given=f"{task}, --explain" if explain else task, expected="a task alone")
     _refuse_adapt(adapt, "--ranks")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
 FAULTY = """
 import inspect, os
 from dataclasses import replace
-from smooth_task import task as smooth
+from ranked_smooth_task import task as smooth
 
 def loss_fn(model, batch):
     if os.environ["RANK"] == "1" and WHERE:
@@ -38,9 +37,11 @@ task = replace(smooth, loss_fn=loss_fn)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """A folder with the tasks, under names that no other test imports."""
     folder = tmp_path_factory.mktemp("compared")
-    for name in ("tiny_task.py", "smooth_task.py"):
-        shutil.copy(TASKS / name, folder)
+    for name in ("tiny_task", "smooth_task"):
+        text = (TASKS / f"{name}.py").read_text().replace("tiny_task", "ranked_tiny_task")
+        (folder / f"ranked_{name}.py").write_text(text)
     return folder
 
 
@@ -70,7 +71,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)
-    done = run(folder, "smooth_task:task", "--pairs", 2, "--plan", plan, "--out", "out", "--json")
+    done = run(folder, "ranked_smooth_task:task", "--pairs", 2, "--plan", plan, "--out", "out", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     rows = json.loads(done.stdout)
@@ -92,7 +93,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert "on 2 ranks" in page
     assert "DistributedDataParallel" in page
     record = read_record(out / "race-0" / "plan_S.jsonl")
-    task = load_task("smooth_task:task")
+    task = load_task("ranked_smooth_task:task")
     assert record.end.detail["rows"] == task.budget_rows
     assert [each.rows for each in record.evaluations] == [task.eval_every_rows * i for i in range(1, 6)]
 
@@ -102,7 +103,7 @@ def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch
     assert alone.arm("reference").final_metric[0] == pytest.approx(reference[0], rel=1e-5)
 
     before = contents(out)
-    again = run(folder, "smooth_task:task", "--pairs", 3, "--plan", plan, "--out", "out")
+    again = run(folder, "ranked_smooth_task:task", "--pairs", 3, "--plan", plan, "--out", "out")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("report: out/report.html") == 1
     found = read_json(Comparison, out / "report.json")

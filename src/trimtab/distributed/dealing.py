@@ -15,7 +15,7 @@ from trimtab.runtime.batches import count_rows, iterate, row_slice
 from trimtab.runtime.joining import NoRows
 
 
-def share_of(rows: int, rank: int, num_ranks: int) -> slice:
+def rows_of_rank(rows: int, rank: int, num_ranks: int) -> slice:
     """Return the rows of one rank, in order: as many on each, or one more on the first ones."""
     each, more = divmod(rows, num_ranks)
     start = rank * each + min(rank, more)
@@ -33,7 +33,7 @@ class Dealt:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in iterate("loader", self._loader):
-            rows = share_of(count_rows(batch), self._rank, self._num_ranks)
+            rows = rows_of_rank(count_rows(batch), self._rank, self._num_ranks)
             yield row_slice(batch, rows) if rows.stop > rows.start else NoRows()
 
 
@@ -52,7 +52,7 @@ class _Share:
             if is_first:
                 _require_one_order(batch)
             is_first = False
-            yield batch[share_of(len(batch), self._rank, self._num_ranks)]
+            yield batch[rows_of_rank(len(batch), self._rank, self._num_ranks)]
 
 
 class _Collate:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from trimtab.core import checks
 from trimtab.core.errors import RankError, ValueGivenError
+from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
-_AS_LONG_AS_IT_TAKES = timedelta(hours=2)  # where rank 0 ends instead, its launcher ends the others
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 _is_apart = False
 _joined_s: float | None = None
@@ -115,6 +115,12 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
+def job_store() -> dist.Store:
+    """Return what the ranks of the job met in: a place for words, where a collective would wait for all of them."""
+    found: dist.Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    return found
+
+
 def total(value: float) -> float:
     """Return the sum over ranks of a figure; itself where there is one process."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -149,21 +155,29 @@ def is_apart() -> bool:
 
 
 def from_first(make: Callable[[], str]) -> str:
-    """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does."""
+    """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does.
+
+    Raises:
+        RankError: on the others; rank 0 failed, or gives no sign of life for longer than the time limit.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return make()
-    store, key = dist.distributed_c10d._get_default_store(), f"trimtab/from_first/{next(_numbers)}"
+    store, key = job_store(), f"trimtab/from_first/{next(_numbers)}"
     if dist.get_rank() == 0:
         try:
-            with _apart():
+            with _apart(), beating(store, key, time_limit_s()):
                 made = make()
         except BaseException as error:
-            store.set(key, "!" + f"{type(error).__name__}: {error}")
+            last_words(store, key, f"!{type(error).__name__}: {error}", dist.get_world_size() - 1)
             raise
         store.set(key, "=" + made)
         return made
-    store.wait([key], _AS_LONG_AS_IT_TAKES)
-    found = store.get(key).decode()
+    try:
+        found = awaited(store, key, time_limit_s())
+    except Silence as silence:
+        way_out = "It was stopped, killed, or its machine is gone: look at its own log and its machine's."
+        lost = RankError("rank 0", given=str(silence), expected="what it makes for all", way_out=way_out)
+        raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence
     if found[0] == "!":
         way_out = "Mend that; the others wait for it."
         raise RankError("rank 0", given=found[1:], expected="a plan", way_out=way_out).echoed()

@@ -26,7 +26,7 @@ from trimtab.distributed.rank_memory import trace_ways
 from trimtab.runtime.batches import count_rows, to_device
 from trimtab.runtime.engine import LossFn
 
-Loop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
+RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
 
 ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
 _BUT = ("micro_batch", "allocator", "fused_optimizer")  # as what the stage is chosen by does
@@ -54,7 +54,7 @@ class Share:
         return choose_stage(self.profile, self.traces, ranks, calibration, self.shape_of)[0]
 
 
-def share_of(profile: Profile, loop: Loop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
+def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
     """Return what this job's stage is chosen by, or why its ranks hold the whole model: "" where memory is ample.
 
     Nothing is traced unless memory is limited or weighed.
@@ -93,7 +93,7 @@ def of_replicas(profile: Profile, why: str) -> Plan:
         raise InfeasibleError(error.field, given=given, expected=error.expected, way_out=error.way_out) from error
 
 
-def with_traces(profile: Profile, loop: Loop, progress: Callable[[str], None]) -> Profile:
+def with_traces(profile: Profile, loop: RankLoop, progress: Callable[[str], None]) -> Profile:
     """Return the profile with traces of all that ran and can be traced, to hold a rank's against.
 
     Raises:
@@ -108,7 +108,7 @@ def with_traces(profile: Profile, loop: Loop, progress: Callable[[str], None]) -
 
 
 def traces_of_ranks(
-    profile: Profile, loop: Loop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
+    profile: Profile, loop: RankLoop, ranks: int, progress: Callable[[str], None], ways: Sequence[Way] = WAYS
 ) -> tuple[RankTrace, ...]:
     """Return what a rank of so many holds, of each candidate that is traced for one process.
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from trimtab.core.errors import RankError
+from trimtab.distributed.process_group import job_store
 
 # What a rank has to answer a roll call in. All are called that failed to wait for one: they do within moments of each
 # other, but for those whose own time limit began later.
@@ -86,7 +87,7 @@ class Trouble:
     def _store(self) -> Iterator[dist.Store]:
         """Use the store; where it cannot be reached, nothing is said."""
         with contextlib.suppress(RuntimeError, dist.DistError):
-            yield dist.distributed_c10d._get_default_store()
+            yield job_store()
 
 
 _SAID = "Mend that; the others stopped because of it."

@@ -27,6 +27,7 @@ from trimtab.core.progress import Progress, silent
 from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
 from trimtab.core.step_memory import StepMemory
 from trimtab.decide.ranks import replicated
+from trimtab.distributed.alone import ALONE, Together
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.failures import end_with
@@ -41,7 +42,6 @@ from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
-from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.paper import PaperLoop

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from trimtab.calibrate.failures import describe
 from trimtab.core.errors import LoopError, TrimtabError
-from trimtab.experiments.together import Together
+from trimtab.distributed.alone import Together
 
 
 def blame_reference(error: BaseException) -> NoReturn:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.distributed.dealing import shard, share_of
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.distributed.dealing import rows_of_rank, shard
 from trimtab.experiments.arm_facts import ArmFacts
-from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import peak_bytes, storage_bytes
 from trimtab.measure.sharded_norms import is_sharded, local
@@ -34,7 +34,7 @@ def measure_arm(
     backward pass and the loop itself. Several ranks measure in step: the peak is the largest of theirs, terms are of
     all of them, the rest is rank 0's.
     """
-    rows = [share_of(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
+    rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
     watch = _Watch(task, device, shares[together.rank])
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def measure_arm(
             peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
         largest = None if getattr(loop, "hides_memory", False) else int(max(together.each(peak)))
         phases, terms = _phases(loop, batches, watch), together.each(_terms_per_row(loop, batches, watch))
-        flops, is_over = _flops_per_row(loop, batches), True
+        flops, is_over = _flops_per_row(loop, batches, together), True
         found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
         return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
@@ -103,13 +103,11 @@ def _mean(terms: list[float], rows: list[int]) -> float:
     return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
 
 
-def _flops_per_row(loop: Loop, batches: Iterator[Any]) -> float | None:
+def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Together) -> float | None:
     """Return FLOP of a step over its rows; None where the counter's dispatch mode is too much for the loop."""
     rows: list[int] = []
-    try:
-        flops = count_flops(lambda: rows.append(loop.step(batches)))
-    except Exception:  # the loop ran without it: that is no failure of the arm
-        return None
+    # The loop ran without it: that is no failure of the arm.
+    flops = together.attempt(lambda: count_flops(lambda: rows.append(loop.step(batches))))
     return None if flops is None else flops / rows[0]
 
 

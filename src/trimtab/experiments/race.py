@@ -26,10 +26,10 @@ from trimtab.calibrate.failures import describe
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.decide.turns import turns
+from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import shard
 from trimtab.experiments.failures import end_with
 from trimtab.experiments.stats import GIVEN_ROWS
-from trimtab.experiments.together import ALONE, Together
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop

@@ -24,7 +24,7 @@ from trimtab.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Asked:
+class RanksAsked:
     """Ranks, what joins them, what shares the model between them, and a device that is not here; as given.
 
     Raises:
@@ -76,7 +76,7 @@ class RankPage:
 
 
 def rank_page(
-    name: str, asked: Asked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
+    name: str, asked: RanksAsked, *, budget: Budget, objective: Objective, progress: Callable[[str], None]
 ) -> RankPage:
     """Return the plan of a task's ranks; raises as `plan_ranks`, and where the task's loop is none for the engine."""
     task = load_task(name)

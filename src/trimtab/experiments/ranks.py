@@ -12,11 +12,11 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.distributed.alone import Together
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
 from trimtab.distributed.stage_choice import ADAPTS, Share, of_replicas, share_of
 from trimtab.experiments.planning import Plans, loop_of, make_plans, profile_here
-from trimtab.experiments.together import Together
 from trimtab.tasks.task import Task
 
 

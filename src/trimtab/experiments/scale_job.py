@@ -22,6 +22,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.decide.ranks import alone
 from trimtab.decide.turns import turns
+from trimtab.distributed.crowding import crowded
 from trimtab.distributed.dealing import shard
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.planning import Made, plan_together
@@ -30,7 +31,6 @@ from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import make_plans
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scaling import RECIPES, Job, Timed, TimedArm
-from trimtab.experiments.together import crowded
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
@@ -77,7 +77,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         bench = _Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(plan)
     link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
-    shared = crowded(1 + round(slowest(float(here.local_rank))))
+    shared = crowded()
     if here.rank:
         return None
     return Job(here.num_ranks, number, tuple(arms), shared, link, torch.get_num_threads(), device.type)

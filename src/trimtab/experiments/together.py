@@ -1,207 +1,15 @@
-"""A comparison on one process or on several ranks, in step: what rank 0 finds in files and what clocks decide is said
-to all, so that every rank does the same.
-"""
+"""A comparison on one process or on several ranks, which all end by one reason."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from collections.abc import Iterator
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from trimtab.core.codec import from_json, read_json, to_json, write_whole
-from trimtab.core.errors import UsageError
-from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.process_group import from_first, place, time_limit_s
-
-T = TypeVar("T")
-M = TypeVar("M")
-# Apart by more than any two seeds of races are.
-_STREAMS = 1_000_003
-
-
-class Pace:
-    """How many steps a block has.
-
-    Args:
-        least_steps: at the least. seconds: that it lasts, about.
-    """
-
-    def __init__(self, least_steps: int, seconds: float) -> None:
-        self._least_steps, self._seconds = least_steps, seconds
-
-    def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return whether a block of so many steps and seconds has another one."""
-        return steps < self._least_steps or seconds < self._seconds
-
-    def ended(self, steps: int, seconds: float) -> None:
-        """Note what a block took."""
-
-
-class _Ahead(Pace):
-    """A number of steps that is known before a block begins, by what the one before took on the slowest rank."""
-
-    def __init__(self, least_steps: int, seconds: float) -> None:
-        super().__init__(least_steps, seconds)
-        self._steps = least_steps
-
-    def goes_on(self, steps: int, seconds: float) -> bool:
-        """Return whether a block of so many steps has another one, whatever this rank's clock says."""
-        return steps < self._steps
-
-    def ended(self, steps: int, seconds: float) -> None:
-        """Decide how many the next one has."""
-        if steps and seconds > 0:
-            self._steps = max(self._least_steps, math.ceil(self._seconds * steps / seconds))
-
-
-class Together:
-    """One process, which agrees with itself.
-
-    Attributes:
-        rank: this one; 0 alone writes and tells. crowded: what ranks share that should have one
-            each, "cores" or "devices"; or "".
-    """
-
-    num_ranks, rank, crowded = 1, 0, ""
-
-    def each(self, figure: float) -> list[float]:
-        """Return a figure of every rank, by rank; waits for all of them."""
-        return [figure]
-
-    def first(self, make: Callable[[], str]) -> str:
-        """Return what rank 0 makes, on all; the others wait for as long as it takes."""
-        return make()
-
-    def made(self, kind: type[T], make: Callable[[], M]) -> M:
-        """Return a value that rank 0 makes, on all: one of a kind, or None."""
-        return make()
-
-    def read(self, kind: type[T], path: Path) -> T | None:
-        """Return the value of a file as rank 0 finds it; None where there is no file."""
-        return self.made(kind, lambda: read_json(kind, path) if path.exists() else None)
-
-    def write(self, path: Path, value: object, indent: int | None = None) -> None:
-        """Have rank 0 write a value to a file."""
-        write_whole(path, to_json(value, indent=indent))
-
-    def in_turn(self, make: Callable[[], T]) -> T:
-        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find."""
-        return make()
-
-    def pace(self, least_steps: int, seconds: float) -> Pace:
-        """Return what says how long blocks are, the same on every rank."""
-        return Pace(least_steps, seconds)
-
-    def draw_apart(self, seed: int) -> None:
-        """Have each rank draw its own random numbers from here on, where all have drawn the same until now."""
-
-    @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        """Build an arm inside the block, on all ranks."""
-        yield
-
-    def may_leave(self, error: Exception) -> bool:
-        """Return whether an arm that raised this leaves, and the others go on."""
-        return True
-
-    def ended(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
-        return error
-
-
-class _Ranks(Together):
-    """One of several ranks.
-
-    What ends one of them ends all, but an arm that every rank refuses alike as it is built.
-    """
-
-    def __init__(self) -> None:
-        self._exchange = RankExchange(None)
-        self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._entered, self._refused = 0, None
-        self.crowded = crowded(1 + int(max(self.each(place().local_rank))))
-
-    def each(self, figure: float) -> list[float]:
-        """Return a figure of every rank, by rank; waits for all of them."""
-        return [figures[0] for figures in self._exchange.share([figure])]
-
-    def first(self, make: Callable[[], str]) -> str:
-        """Return what rank 0 makes, on all; the others wait for as long as it takes."""
-        return from_first(make)
-
-    def made(self, kind: type[T], make: Callable[[], M]) -> M:
-        """Return a value that rank 0 makes, on all: one of a kind, or None."""
-        text = from_first(lambda: to_json(make()))
-        return cast(M, None if text == "null" else from_json(kind, text))
-
-    def write(self, path: Path, value: object, indent: int | None = None) -> None:
-        """Have rank 0 write a value to a file."""
-        if self.rank == 0:
-            super().write(path, value, indent)
-
-    def in_turn(self, make: Callable[[], T]) -> T:
-        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find."""
-        own: list[T] = []
-
-        def made() -> str:
-            own.append(make())
-            return ""
-
-        from_first(made)
-        return own[0] if own else make()
-
-    def pace(self, least_steps: int, seconds: float) -> Pace:
-        """Return what says how long blocks are, the same on every rank."""
-        return _Ahead(least_steps, seconds)
-
-    def draw_apart(self, seed: int) -> None:
-        """Have each rank draw its own random numbers from here on, where all have drawn the same until now."""
-        if self.rank:
-            torch.manual_seed(seed + _STREAMS * self.rank)
-
-    @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        """Build an arm inside the block, on all ranks."""
-        self._entered += 1
-        try:
-            yield
-        except UsageError as error:
-            self._refused = error if self._all_say(f"{type(error).__name__}: {error}") else None
-            raise
-
-    def _all_say(self, refusal: str) -> bool:
-        """Return whether every rank refuses so: no collective, as another rank may be inside one of the arm's."""
-        store, prefix = dist.distributed_c10d._get_default_store(), f"trimtab/refused/{self._entered}"
-        store.set(f"{prefix}/{self.rank}", refusal)
-        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
-        try:
-            # Before those that wait inside one give this rank up.
-            store.wait(keys, timedelta(seconds=time_limit_s() / 4))
-        except (RuntimeError, dist.DistError):
-            return False
-        return all(store.get(key).decode() == refusal for key in keys)
-
-    def may_leave(self, error: Exception) -> bool:
-        """Return whether every rank refused this arm alike."""
-        return error is self._refused
-
-    def ended(self, error: BaseException) -> BaseException:
-        """Tell the others what this rank ends with; returns what is behind it: the error, or another rank's end."""
-        return self._exchange.failed(error)
-
-    def close(self) -> None:
-        """Give up what was made to talk."""
-        self._exchange.close()
-
-
-ALONE = Together()
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.distributed.in_step import Ranks
 
 
 @contextlib.contextmanager
@@ -214,7 +22,7 @@ def together() -> Iterator[Together]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield ALONE
         return
-    ranks = _Ranks()
+    ranks = Ranks()
     try:
         yield ranks
     except BaseException as error:
@@ -226,11 +34,3 @@ def _raise(reason: BaseException, error: BaseException) -> NoReturn:
     if reason is error:
         raise error
     raise reason from error
-
-
-def crowded(ranks: int) -> str:
-    """Return what so many ranks on this machine share that should have one each: "cores", "devices", or ""."""
-    if torch.cuda.is_available():
-        return "devices" if ranks > torch.cuda.device_count() else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return "cores" if ranks * torch.get_num_threads() > cores else ""

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trimtab
 from trimtab.core.errors import UsageError
-from trimtab.distributed.dealing import share_of
+from trimtab.distributed.dealing import rows_of_rank
 from trimtab.runtime.joining import NoRows
 
 
 @given(st.integers(0, 100), st.integers(1, 17))
 def test_shares_are_the_rows_in_order_and_differ_by_one_at_most(rows, ranks):
-    shares = [range(rows)[share_of(rows, rank, ranks)] for rank in range(ranks)]
+    shares = [range(rows)[rows_of_rank(rows, rank, ranks)] for rank in range(ranks)]
     assert [row for share in shares for row in share] == list(range(rows))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

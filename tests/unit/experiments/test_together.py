@@ -14,7 +14,8 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
-from trimtab.experiments import together as together_module
+from trimtab.distributed.alone import ALONE, Pace, Together
+from trimtab.distributed.in_step import _Ahead
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.compare import Settings, compare
@@ -26,7 +27,7 @@ from trimtab.experiments.ranks import refuse_on_ranks, task_of_rank
 from trimtab.experiments.report.outline import byline
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
-from trimtab.experiments.together import ALONE, Pace, Together, _Ahead, crowded, together
+from trimtab.experiments.together import together
 from trimtab.recipes.reference import ReferenceLoop
 
 PLANS = Plans({"S": Plan.fixed(BATCH_ROWS)})
@@ -60,7 +61,7 @@ def test_a_block_without_steps_decides_nothing():
 def test_one_process_agrees_with_itself(tmp_path):
     with together() as alone:
         assert alone is ALONE
-    assert (ALONE.each(3.0), ALONE.first(lambda: "a"), ALONE.in_turn(lambda: 5)) == ([3.0], "a", 5)
+    assert (ALONE.each(3.0), ALONE.in_turn(lambda: 5)) == ([3.0], 5)
     path = tmp_path / "facts.json"
     assert ALONE.read(ArmFacts, path) is None
     ALONE.write(path, ArmFacts(7))
@@ -71,20 +72,6 @@ def test_one_process_agrees_with_itself(tmp_path):
     error = ValueError("any")
     assert ALONE.may_leave(error)
     assert ALONE.ended(error) is error
-
-
-@pytest.mark.parametrize(("ranks", "threads", "said"), [(2, 1, ""), (4, 1, ""), (5, 1, "cores"), (4, 2, "cores")])
-def test_ranks_that_share_cores_are_known(monkeypatch, ranks, threads, said):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(together_module.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert crowded(ranks) == said
-
-
-def test_ranks_that_share_devices_are_known(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert (crowded(2), crowded(3)) == ("", "devices")
 
 
 # What is refused

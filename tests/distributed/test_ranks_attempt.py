@@ -1,0 +1,88 @@
+"""What ranks try in step, and may fail at: all go on alike, or all end by one reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from trimtab.distributed.alone import ALONE
+
+TASKS = Path(__file__).parents[1] / "unit" / "experiments"
+RANK = """
+    import json, os, sys
+    from pathlib import Path
+    rank, folder, case = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[4]
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    sys.path.insert(0, sys.argv[3])
+    import torch
+    import torch.distributed as dist
+    from tiny_task import task
+    from trimtab.core.errors import RankError
+    from trimtab.distributed import process_group, trouble
+    from trimtab.experiments import inspect_arm
+    from trimtab.experiments.together import together
+    from trimtab.recipes.replica import ReplicaLoop
+
+    torch.set_num_threads(1)
+    trouble._ANSWER_S = 1.0
+    process_group.TIMEOUT_S = 8.0
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    its_count = inspect_arm.count_flops
+
+    def count(step):
+        if case == "all" or (rank and case == "before"):
+            raise ValueError(f"too much for rank {rank}")
+        found = its_count(step)
+        if rank and case == "after":
+            raise ValueError("too much for it")
+        if case == "a rank's end":
+            raise RankError("rank", given="an end", expected="all ranks to go on", way_out="Mend that.")
+        return found
+
+    inspect_arm.count_flops = count
+    found = {}
+    try:
+        with together() as ranks:
+            facts = inspect_arm.measure_arm(ReplicaLoop, task, task.load_data(), torch.device("cpu"), ranks)
+            found["flops"] = facts.flops_per_row
+            found["after"] = ranks.each(rank)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+"""
+
+
+def run(folder: Path, case: str) -> list[dict]:
+    run_ranks(RANK, folder, TASKS, case)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_what_all_count_is_told(tmp_path):
+    one, other = run(tmp_path, "none")
+    assert one == other
+    assert one["flops"] > 0
+
+
+@pytest.mark.parametrize("case", ["all", "after"])
+def test_a_count_that_fails_on_any_is_told_by_none_and_all_go_on(tmp_path, case):
+    assert run(tmp_path, case) == [{"flops": None, "after": [0.0, 1.0]}] * 2
+
+
+def test_a_rank_that_fails_where_the_others_wait_for_it_ends_all_by_its_reason(tmp_path):
+    one, other = run(tmp_path, "before")
+    assert other["error"] == "ValueError: too much for rank 1"
+    assert one["error"].startswith("RankError")
+    assert "rank 1 with ValueError: too much for rank 1" in one["error"]
+
+
+def test_a_rank_s_end_is_no_count_that_failed(tmp_path):
+    for each in run(tmp_path, "a rank's end"):
+        assert each["error"].startswith("RankError")
+
+
+def test_one_process_tries_alone():
+    assert ALONE.attempt(lambda: 5) == 5
+    assert ALONE.attempt(lambda: [][0]) is None
