@@ -80,7 +80,7 @@ def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: 
     asked += ["--scaling", "weak", "--out", str(folder), "--json"]
     program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked]
     given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)}
-    done = subprocess.run(over(link, mbit, program), env=given, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(over(link, mbit, program), cwd=HERE, env=given, check=True, stdout=subprocess.PIPE, text=True)
     rows = json.loads(done.stdout)["rows"]
     return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
 
@@ -160,11 +160,10 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
     links = [link for link in options.links if link == "local" or has_slow_link()]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        for task in ("resnet_small", "gpt_small") if "efficiency" in options.parts else ():
+        for task in options.tasks if "efficiency" in options.parts else ():
             mbit = options.mbit or MBIT[task]
             for link in links:
-                ranks = (1, 2, 4) if link == "local" and not options.quick else (1, 2)
-                yield from efficiencies(task, link, mbit, ranks, options.rounds, folder / f"{task}-{link}")
+                yield from efficiencies(task, link, mbit, options.ranks, options.rounds, folder / f"{task}-{link}")
         for link in links if "windows" in options.parts else ():
             (folder / "windows").mkdir(exist_ok=True)
             for row in found_by(link, options.mbit or MBIT["gpt_small"], 2, "windows", folder / "windows"):
@@ -221,6 +220,8 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--links", nargs="+", default=("local", "slow"), choices=("local", "slow"))
     parser.add_argument("--parts", nargs="+", default=None, choices=PARTS, help="all of them, or some")
+    parser.add_argument("--tasks", nargs="+", default=tuple(MBIT), choices=tuple(MBIT), help="of efficiency")
+    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="of efficiency")
     parser.add_argument("--rounds", type=int, default=None, help="of jobs: 8, or 1 when quick")
     parser.add_argument("--seeds", type=int, default=5, help="of courses to a loss")
     parser.add_argument("--mbit", type=int, default=None, help="of the slow link")

@@ -48,7 +48,9 @@ def _end_of(fault: signal.Signals) -> tuple[float, bool]:
         asked = ["train", "scaling_tasks:GPT", "--ranks", "2", "--steps", "1000000", "--plan", str(plan)]
         program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked, "--record", str(record)]
         given = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-        job = subprocess.Popen(program, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        job = subprocess.Popen(
+            program, cwd=HERE, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         while not record.exists() or record.read_text(encoding="utf-8").count("\n") < 20:
             if job.poll() is not None:
                 raise RuntimeError(f"it ended before it was harmed: {job.communicate()[1][-500:]}")

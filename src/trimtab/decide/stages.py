@@ -31,6 +31,8 @@ DEEPSPEED_WAYS: tuple[Way, ...] = ((1, True), (2, True), (3, True))
 # up to 11.0% reduced once a window and 25.5% reduced after each micro-batch, as medians over windows of five models on
 # two ranks (benchmarks/results/rank_memory-epyc-2core-2026-11-24.json); single windows took up to 26 and 42%.
 GLOO_ONCE, GLOO_EACH = 0.12, 0.26
+# By benchmarks/results/published_ranks-2026-11-24.json: twenty pairs of numbers of ranks.
+_NOT_TOLD = "no straggler and no busy network is in it: published jobs lost 4 points more of their speed (median of 20)"
 _SHARED = ("nothing", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
 
 
@@ -246,8 +248,10 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, i
 
 
 def stages_text(found: Stages) -> str:
-    """Return a table of what each way takes."""
-    return "\n".join(["a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found)])
+    """Return a table of what each way takes, and what is not in it."""
+    return "\n".join(
+        ["a rank at each ZeRO stage, predicted:", *(f"  {_line(each)}" for each in found), f"  {_NOT_TOLD}"]
+    )
 
 
 def _line(each: StageCost | RefusedStage) -> str:
