@@ -174,7 +174,7 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
         if "overhead" in options.parts:
             yield from overhead(PAIRS // 4 if options.quick else PAIRS)
         if "faults" in options.parts:
-            yield from faults({"SIGKILL": 5, "SIGSTOP": 2})
+            yield from faults({"SIGKILL": 5, "SIGSTOP": 1})
     if "slow" in options.links and "slow" not in links:
         yield {"metric": "not measured", "link": "slow", "why": "it takes root, unshare, ip and tc"}
 

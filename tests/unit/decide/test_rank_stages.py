@@ -149,7 +149,8 @@ def test_what_no_trace_tells_of_has_no_peak_at_a_stage():
 def test_the_table_has_a_line_of_each_way():
     _, found = choose(profile_of(memory=751))
     lines = stages_text(found).splitlines()
-    assert len(lines) == 1 + len(WAYS)
+    assert len(lines) == 2 + len(WAYS)
+    assert "straggler" in lines[-1]
     assert "stage 0: shards nothing" in lines[1]
     assert "windows of one micro-batch are reduced once" in lines[4]
 
