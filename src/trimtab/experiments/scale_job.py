@@ -72,8 +72,8 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
         share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
         progress(f"planning {share.batch_rows} rows a rank")
-        plan = plan_together(kept(share, data, device, folder), device) if here.num_ranks > 1 else None
-        plan = plan or kept(share, data, device, folder)().plan
+        make = kept(share, data, device, folder)
+        plan = plan_together(make, device) if here.num_ranks > 1 else make().plan
         bench = _Bench(whole, data, device, mode, number, settings, progress)
         arms += bench.arms(plan)
     link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
