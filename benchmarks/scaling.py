@@ -36,8 +36,8 @@ from scaling_faults import faults
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
 HERE = Path(__file__).parent
-MBIT = {"resnet_small": 400, "gpt_small": 2000}
-TARGET, MOST = 1.5, 100_000
+MBIT = {"resnet_small": 400, "resnet_wide": 1500, "gpt_small": 2000}
+TARGETS, MOST = {"resnet_small": 1.5, "resnet_wide": 1.6}, 100_000
 COURSES = ("baseline", "no_buffers", "plan", "plan_batch")
 PAIRS = 400
 
@@ -75,7 +75,7 @@ def found_by(link: str, mbit: int, ranks: int, what: str, *arguments: object) ->
 
 def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: int, folder: Path) -> list[Any]:
     """Return the rows of `trimtab scale`."""
-    name = {"resnet_small": "RESNET", "gpt_small": "GPT"}[task]
+    name = {"resnet_small": "RESNET", "resnet_wide": "WIDE", "gpt_small": "GPT"}[task]
     asked = ["scale", f"scaling_tasks:{name}", "--ranks", ",".join(map(str, ranks)), "--rounds", str(rounds)]
     asked += ["--scaling", "weak", "--out", str(folder), "--json"]
     program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked]
@@ -85,7 +85,9 @@ def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: 
     return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
 
 
-def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES) -> Iterator[dict[str, Any]]:
+def courses(
+    task: str, seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSES
+) -> Iterator[dict[str, Any]]:
     """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed.
 
     `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward.
@@ -97,7 +99,7 @@ def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSE
         for ranks in (1, 2)[::turn]:
             link = "slow" if ranks > 1 else "local"  # one rank sends nothing
             own = ",".join([recipe for recipe, n in arms if n == ranks][::turn])
-            for run in found_by(link, mbit, ranks, "courses", folder, own, seed, TARGET, MOST):
+            for run in found_by(link, mbit, ranks, "courses", folder, task, own, seed, TARGETS[task], MOST):
                 found[run["recipe"], ranks].append(run)
                 print(_course_line(run), file=sys.stderr, flush=True)
     for (recipe, ranks), runs in found.items():
@@ -106,13 +108,13 @@ def courses(seeds: int, mbit: int, folder: Path, recipes: Sequence[str] = COURSE
         reached = [run for run in runs if run["target_s"] is not None]
         yield {
             "metric": "samples_to_target",
-            "task": "resnet_small",
+            "task": task,
             "link": "slow" if ranks > 1 else "none",
             "mbit": mbit if ranks > 1 else None,
             "ranks": ranks,
             "recipe": recipe,
             "tier": "F" if recipe == "plan_batch" else "S" if recipe == "plan" else "",
-            "target": TARGET,
+            "target": TARGETS[task],
             "reached": len(reached),
             "seeds": len(runs),
             "samples_to_target": _median(runs, reached, "target_rows"),
@@ -168,9 +170,10 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
             (folder / "windows").mkdir(exist_ok=True)
             for row in found_by(link, options.mbit or MBIT["gpt_small"], 2, "windows", folder / "windows"):
                 yield row | {"link": link}
-        if "courses" in options.parts and "slow" in links:
-            (folder / "courses").mkdir()
-            yield from courses(options.seeds, options.mbit or MBIT["resnet_small"], folder / "courses")
+        for task in options.tasks if "courses" in options.parts and "slow" in links else ():
+            if task in TARGETS:
+                (folder / f"courses-{task}").mkdir()
+                yield from courses(task, options.seeds, options.mbit or MBIT[task], folder / f"courses-{task}")
         if "overhead" in options.parts:
             yield from overhead(PAIRS // 4 if options.quick else PAIRS)
         if "faults" in options.parts:
@@ -189,7 +192,8 @@ def _line(row: dict[str, Any]) -> str:
             return f"{what} {row['rows_per_s']:>8.0f} rows/s {share}"
         case "samples_to_target":
             share = "" if row["mean"] is None else f", efficiency {_bounded(row)}"
-            what = f"{row['recipe']:<10} on {row['ranks']} to {row['target']:g} ({row['reached']}/{row['seeds']})"
+            reached = f"{row['target']:g} ({row['reached']}/{row['seeds']})"
+            what = f"{row['task']} {row['recipe']:<10} on {row['ranks']} to {reached}"
             if row["samples_to_target"] is None:
                 return f"{what}: not reached in each{share}"
             return f"{what}: {row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s{share}"
@@ -220,7 +224,9 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--links", nargs="+", default=("local", "slow"), choices=("local", "slow"))
     parser.add_argument("--parts", nargs="+", default=None, choices=PARTS, help="all of them, or some")
-    parser.add_argument("--tasks", nargs="+", default=tuple(MBIT), choices=tuple(MBIT), help="of efficiency")
+    parser.add_argument(
+        "--tasks", nargs="+", default=tuple(MBIT), choices=tuple(MBIT), help="of efficiency and courses"
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="of efficiency")
     parser.add_argument("--rounds", type=int, default=None, help="of jobs: 8, or 1 when quick")
     parser.add_argument("--seeds", type=int, default=5, help="of courses to a loss")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from regret_cases import held_out_loss
-from scaling_tasks import GPT, RESNET
+from scaling_tasks import BY_NAME, GPT
 from torch import Tensor
 
 import trimtab
@@ -183,17 +183,17 @@ def _seconds(step: Callable[[], None], count: int) -> float:
     return slowest((time.perf_counter() - begin) / count)
 
 
-def courses(folder: str, recipes: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
+def courses(folder: str, task: str, recipes: str, seed: str, target: str, most: str) -> list[dict[str, Any]]:
     """Return the course of each recipe, one after the other."""
-    return [_course(folder, recipe, int(seed), float(target), int(most)) for recipe in recipes.split(",")]
+    whole = _whole(BY_NAME[task])
+    return [_course(whole, folder, recipe, int(seed), float(target), int(most)) for recipe in recipes.split(",")]
 
 
-def _course(folder: str, recipe: str, seed: int, target: float, most: int) -> dict[str, Any]:
+def _course(whole: Task, folder: str, recipe: str, seed: int, target: float, most: int) -> dict[str, Any]:
     """Return rows and seconds to a held-out loss, by a recipe; evaluation is off the clock.
 
     The loss is reached at the first of two evaluations in a row that meet it, interpolated from the one before.
     """
-    whole = _whole(RESNET)
     outside = ProcessState.capture()
     stepped = _stepped(recipe, whole, folder, seed)
     data, due, rows, seconds = whole.load_data(), EVERY, 0, 0.0

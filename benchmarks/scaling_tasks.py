@@ -8,7 +8,9 @@ import torch
 from regret_cases import small_gpt, small_resnet
 from torch import nn
 
-from trimtab.tasks.task import Task
+from trimtab.tasks import cifar10_resnet, load_task
+from trimtab.tasks.models.resnet import ResNet
+from trimtab.tasks.task import Task, TaskData
 
 
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -24,9 +26,25 @@ def resnet() -> Task:
     return replace(small_resnet(), name="resnet_small", make_optimizer=_momentum, strong=None)
 
 
+def wide_resnet() -> Task:
+    """Return a ResNet of width 16 on 32x32 images, 4 a rank: noise of many rows, and more to compute for a byte."""
+    named = replace(load_task("cifar10_resnet"), name="resnet_wide", make_model=_wide, load_data=_images)
+    return replace(named, make_optimizer=_momentum, batch_rows=4, strong=None)
+
+
+def _images() -> TaskData:
+    whole = cifar10_resnet.load_data()
+    return replace(whole, held_out=whole.held_out[::2])
+
+
+def _wide() -> nn.Module:
+    return ResNet(width=16, depths=(2, 2, 2), in_channels=3, num_classes=10)
+
+
 def gpt() -> Task:
     """Return a byte-level GPT of two layers, 8 rows of 64 bytes a rank: gradients of 1.7 MiB."""
     return replace(small_gpt(), name="gpt_small", make_optimizer=_adamw, batch_rows=8, strong=None)
 
 
-RESNET, GPT = resnet(), gpt()
+RESNET, WIDE, GPT = resnet(), wide_resnet(), gpt()
+BY_NAME = {task.name: task for task in (RESNET, WIDE, GPT)}
