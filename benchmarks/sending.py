@@ -1,12 +1,12 @@
 """What a window takes on two ranks by how its gradients are sent: torch's DDP, and our replicas.
 
-`python benchmarks/sending.py [--quick] [--json] [--rounds 24] [--cases resnet/local resnet/400 gpt/local gpt/2000]` prints,
-of each task of scaling_tasks.py and each link, the seconds of a window (the median of blocks) of each loop, and the
-ratio to those of DDP without its broadcast of buffers, paired within rounds:
+`python benchmarks/sending.py [--quick] [--json] [--rounds 24] [--cases resnet/local resnet/400 gpt/local gpt/2000]`
+prints, of each task of scaling_tasks.py and each link, the seconds of a window (the median of blocks) of each loop, and
+the ratio to those of DDP without its broadcast of buffers, paired within rounds:
 
 - `ddp`: torch's, with its defaults; `no_buffers`: without its broadcast of buffers; `control`: the same once more;
-- `views`: and its gradients views of the buckets, as a plan's are;
-- `fp32`, `bf16`: a run of a plan that changes nothing but what gradients are sent in.
+- `fp32`, `bf16`: a run of a plan that changes nothing but what gradients are sent in;
+- `fp32_gloo`, `bf16_gloo`: the same, its ranks asking each other by gloo's collectives, as those of two machines do.
 
 Ranks have one thread each; a slow link is made as in scaling.py.
 """
@@ -29,7 +29,7 @@ from trimtab.decide.statistics import ratio_interval
 HERE = Path(__file__).parent
 TASKS = {"resnet": ("RESNET", 40), "gpt": ("GPT", 10)}  # windows of a block
 CASES = ("resnet/local", "resnet/400", "gpt/local", "gpt/2000")
-ARMS = ("ddp", "no_buffers", "control", "views", "fp32", "bf16")
+ARMS = ("ddp", "no_buffers", "control", "fp32_gloo", "fp32", "bf16_gloo", "bf16")
 
 
 def measured(cases: list[str], rounds: int, arms: list[str]) -> Iterator[dict[str, Any]]:

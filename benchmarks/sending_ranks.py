@@ -19,11 +19,10 @@ from typing import Any
 import scaling_tasks
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.distributed.data_parallel import BUFFERS
+from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import slowest, total
 from trimtab.experiments.loops import PlanLoop
 from trimtab.recipes.replica import ReplicaLoop
@@ -33,17 +32,18 @@ CPU = torch.device("cpu")
 WARM = 10  # windows of each arm before any is timed
 
 
-def _plan(task: Task, dtype: str) -> Callable[[], Any]:
+def _plan(task: Task, dtype: str, *, by_gloo: bool = False) -> Callable[[], Any]:
     ranks = dist.get_world_size()
     plan = Plan.fixed(task.batch_rows // ranks, num_ranks=ranks, zero_stage=0, reduce_dtype=dtype)
-    return lambda: PlanLoop(task, CPU, plan)
 
+    def make() -> PlanLoop:
+        loop = PlanLoop(task, CPU, plan)
+        exchange = loop._run._peers._exchange
+        if by_gloo and isinstance(exchange, RankExchange):
+            exchange._mesh = None
+        return loop
 
-def _viewing(task: Task) -> Any:
-    """Return the plain loop without DDP's broadcast, its gradients views of DDP's buckets."""
-    loop = ReplicaLoop(task, CPU, sends_buffers=False)
-    loop._called = DistributedDataParallel(loop.model, gradient_as_bucket_view=True, **{BUFFERS: False})
-    return loop
+    return make
 
 
 def _arms(task: Task) -> dict[str, Callable[[], Any]]:
@@ -52,8 +52,9 @@ def _arms(task: Task) -> dict[str, Callable[[], Any]]:
         "ddp": lambda: ReplicaLoop(task, CPU),
         "no_buffers": lambda: ReplicaLoop(task, CPU, sends_buffers=False),
         "control": lambda: ReplicaLoop(task, CPU, sends_buffers=False),
-        "views": lambda: _viewing(task),
+        "fp32_gloo": _plan(task, "fp32", by_gloo=True),
         "fp32": _plan(task, "fp32"),
+        "bf16_gloo": _plan(task, "bf16", by_gloo=True),
         "bf16": _plan(task, "bf16"),
     }
 

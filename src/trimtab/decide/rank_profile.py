@@ -20,7 +20,7 @@ def taken(profile: Profile, engine: str, stage: int) -> Profile:
     """Return a profile of what goes with an engine's stage alone.
 
     Shards have no layout and, of torch's SGD, no fused step; DeepSpeed casts itself.
-    Where nothing was tried and a fused step alone was traced, that tells of the plain one, but for what it holds within.
+    Where nothing was tried and a fused step alone was traced, its bytes are taken for the plain one's.
     """
     fuses = steps_shards_fused(profile.loop.optimizer) or profile.loop.is_fused
     if stage >= 2 and not fuses and not profile.trials:

@@ -75,7 +75,7 @@ class _InBf16:
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 as FSDP2 calls it
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce, each rank its part."""
         return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

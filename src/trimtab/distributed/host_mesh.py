@@ -1,7 +1,7 @@
 """Figures between ranks of one machine, over sockets of their own: a few words that wake no thread.
 
-A collective of gloo is made by its threads. Beside a computation that has every core they run in its place: on two ranks
-of one thread each, on two cores, asking by one took a millisecond of a window (docs/LOG.md).
+A collective of gloo is made by its threads. Beside a computation that has every core they run in its place: to two
+ranks of one thread each, on two cores, asking by one cost some tenths of a millisecond a window (docs/LOG.md).
 """
 
 from __future__ import annotations
