@@ -155,14 +155,18 @@ class Calibration:
         link: of its all-reduces. miss: by how much the worst of them is missed, as a share of its seconds.
         overlap_share: of communication that runs beside computation, how much is hidden by it, from 0 to 1.
         cast_s_per_byte: seconds to make bf16 of a byte of fp32, and fp32 of it again.
+        hook_s: seconds that a bucket of DDP's takes longer where it is sent in bf16, however few its bytes: the host's,
+            of a hook that is Python's.
     """
 
     link: Link
     miss: float = 0.0
     overlap_share: float = 1.0
     cast_s_per_byte: float = 0.0
+    hook_s: float = 0.0
 
     def __post_init__(self) -> None:
         checks.number("calibration.miss", self.miss, low=0)
         checks.number("calibration.overlap_share", self.overlap_share, low=0, high=1)
-        checks.number("calibration.cast_s_per_byte", self.cast_s_per_byte, low=0)
+        for name in ("cast_s_per_byte", "hook_s"):
+            checks.number(f"calibration.{name}", getattr(self, name), low=0)

@@ -11,12 +11,20 @@ from trimtab.core.rank_trace import RankTrace
 _BUT = ("micro_batch", "allocator", "fused_optimizer", "recompute")
 
 
+def steps_shards_fused(optimizer: str) -> bool:
+    """Return whether torch's FSDP2 has a fused step for shards: of SGD's none (torch 2.13: no sharding strategy)."""
+    return optimizer != "SGD"
+
+
 def taken(profile: Profile, engine: str, stage: int) -> Profile:
     """Return a profile of what goes with an engine's stage alone.
 
-    Shards have no layout and, of torch's SGD, no fused step (torch 2.13: no sharding strategy); DeepSpeed casts itself.
+    Shards have no layout and, of torch's SGD, no fused step; DeepSpeed casts itself.
+    Where nothing was tried and a fused step alone was traced, its bytes are taken for the plain one's.
     """
-    fuses = profile.loop.optimizer != "SGD" or profile.loop.is_fused or not profile.trials
+    fuses = steps_shards_fused(profile.loop.optimizer) or profile.loop.is_fused
+    if stage >= 2 and not fuses and not profile.trials:
+        profile = replace(profile, traces=tuple(map(_unfused, profile.traces)))
 
     def goes(candidate: Candidate) -> bool:
         fits = stage < 2 or (candidate.memory_layout == "keep" and (fuses or not candidate.fused_optimizer))
@@ -28,6 +36,10 @@ def taken(profile: Profile, engine: str, stage: int) -> Profile:
         traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
         recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
     )
+
+
+def _unfused(traced: Traced) -> Traced:
+    return replace(traced, candidate=replace(traced.candidate, fused_optimizer=False))
 
 
 def at_stage(profile: Profile, traces: Sequence[RankTrace]) -> Profile:

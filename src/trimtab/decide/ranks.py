@@ -13,6 +13,7 @@ from trimtab.core.plan import Choice, Plan, Rejected, Scalar
 from trimtab.core.sharing import KEPT
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication import WindowCost, window_s
+from trimtab.decide.overlap import bucket_sizes
 
 # Bytes of gradients sent at once that are considered, beside what torch does by itself.
 BUCKETS = (None, 2**20, 2**22, 2**27)
@@ -80,20 +81,21 @@ def ways_to_send(plan: Plan, calibration: Calibration, shape: StepShape) -> Mapp
     """Return every way with its cost, by (reduce_dtype, bucket_bytes)."""
     stage, k, is_torch = int(plan.zero_stage.value or 0), plan.num_micro_batches, plan.engine.value == "torch"
     reduces_once = bool(plan.reduces_once.value)
-    dtypes = ("fp32", "bf16") if is_torch and not _adds_up(plan) else ("fp32",)
+    dtypes = ("fp32", "bf16") if is_torch else ("fp32",)
     found = {}
     for dtype, bucket in itertools.product(dtypes, BUCKETS if is_torch and stage < 2 else (None,)):
         how = Parallelism(plan.num_ranks, stage, dtype, bucket, overlaps=is_torch, reduces_once=reduces_once)
         cost = window_s(how, calibration.link, shape, k, overlap_share=calibration.overlap_share)
         casts = (1 if reduces_once else k) if dtype == "bf16" else 0
-        cast_s = casts * calibration.cast_s_per_byte * sum(shape.block_bytes)
-        found[dtype, bucket] = Sent(dtype, bucket, cost, cast_s)
+        found[dtype, bucket] = Sent(dtype, bucket, cost, casts * _cast_s(how, calibration, shape))
     return found
 
 
-def _adds_up(plan: Plan) -> bool:
-    """Return whether micro-batches are added up in the type that is sent, before it is: FSDP2 does (its FSDPParam)."""
-    return int(plan.zero_stage.value or 0) >= 2 and bool(plan.reduces_once.value) and plan.num_micro_batches > 1
+def _cast_s(how: Parallelism, calibration: Calibration, shape: StepShape) -> float:
+    """Return what it takes to make bf16 of all gradients and fp32 again, of replicas by a hook for each bucket."""
+    size = sum(shape.block_bytes)
+    hooks = len(bucket_sizes(size, how.bucket_bytes)) if how.zero_stage < 2 else 0
+    return calibration.cast_s_per_byte * size + calibration.hook_s * hooks
 
 
 def _choice(name: str, chosen: Sent, ways: Mapping[tuple[str, int | None], Sent], reason: str) -> Choice:
@@ -119,8 +121,6 @@ def _said(plan: Plan, calibration: Calibration, shape: StepShape, usual: Sent) -
 
 
 def _won(plan: Plan, chosen: Sent, usual: Sent) -> str:
-    if _adds_up(plan):
-        return "bf16 is not considered: micro-batches would be added up in it"
     if chosen is usual:
         return f"no way to send them is predicted to make a window {100 * WORTH:.0f}% shorter"
     before, after = format_seconds(usual.total_s), format_seconds(chosen.total_s)

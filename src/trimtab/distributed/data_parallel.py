@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,13 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]
     """Reduce a bucket of gradients as bf16: half of the bytes, and a mean rounded to 8 bits (torch's refuses CPUs)."""
-    whole = bucket.buffer()
-    sent = whole.div(dist.get_world_size()).to(torch.bfloat16)
-    future = dist.all_reduce(sent, async_op=True).get_future()
+    return mean_in_bf16(bucket.buffer())
+
+
+def mean_in_bf16(whole: Tensor) -> torch.futures.Future[Tensor]:
+    """Reduce a tensor over ranks to its mean, in place, each rank's share of it rounded to bf16 once."""
+    sent = torch.div(whole, dist.get_world_size(), out=torch.empty_like(whole, dtype=torch.bfloat16))
+    future: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: whole.copy_(done.value()[0]))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trimtab.distributed.host_mesh import WIDEST, HostMesh, host_mesh
 from trimtab.distributed.process_group import time_limit_s
 from trimtab.distributed.trouble import Trouble
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
@@ -44,10 +45,11 @@ _numbers = itertools.count()
 
 
 class RankExchange:
-    """Gathers every rank's figures over gloo: they are on the host, and no device has to wait for them.
+    """Gathers every rank's figures: they are on the host, and no device has to wait for them.
 
-    They go through a group of their own, which the first figures make: their order among the model's collectives is
-    then free, and a rank that is waited for has our time limit, whatever the model's group allows.
+    Ranks of one machine send them by sockets, others over gloo, through a group of their own, which the first figures
+    make: their order among the model's collectives is then free, and a rank that is waited for has our time limit,
+    whatever the model's group allows.
 
     Args:
         group: of the ranks; None: all there are.
@@ -61,21 +63,34 @@ class RankExchange:
         self.num_ranks = dist.get_world_size(group)
         self._of = group
         self._group: dist.ProcessGroup | None = None
+        self._mesh: HostMesh | None = None
         self._put: Callable[[], Gathered] | None = None
 
     def ask(self, figures: Figures) -> Callable[[], Gathered]:
         """Send this rank's figures without waiting; returns what waits for those of every rank."""
         if self._group is None:
             self._group = self._connected()
+            self._mesh = host_mesh(self._group, self._timeout_s)
+        if self._mesh is not None and len(figures) <= WIDEST:
+            answer: Callable[[], Gathered] = self._mesh.ask(figures)
+        else:
+            answer = self._gathering(figures)
+
+        def wait() -> Gathered:
+            try:
+                return answer()
+            except RuntimeError as error:  # a rank is gone, or was waited for too long
+                raise self.failed(error) from error
+
+        return wait
+
+    def _gathering(self, figures: Figures) -> Callable[[], Gathered]:
         own = torch.tensor(list(figures), dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
         work: dist.Work = dist.all_gather(gathered, own, group=self._group, async_op=True)
 
         def wait() -> Gathered:
-            try:
-                work.wait()
-            except RuntimeError as error:  # a rank is gone, or was waited for too long
-                raise self.failed(error) from error
+            work.wait()
             return [each.tolist() for each in gathered]
 
         return wait
@@ -124,9 +139,11 @@ class RankExchange:
     def close(self) -> None:
         """Give up the group that was made, and what is still under way."""
         self._put = None
+        if self._mesh is not None:
+            self._mesh.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
-        self._group = None
+        self._group = self._mesh = None
 
     def _connected(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._of or dist.group.WORLD)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from trimtab.core.errors import DependencyError
 from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
@@ -31,21 +33,22 @@ class Shards:
     ) -> None:
         self._stage, self._mesh, self._reduces_once = zero_stage, mesh, reduces_once
         self._gather_dtype = torch.bfloat16 if gather_dtype == "bf16" else None
-        as_they_are = (
-            None if self._gather_dtype is None else torch.float32
-        )  # or gradients are sent in what was gathered
-        self._reduce_dtype = torch.bfloat16 if reduce_dtype == "bf16" else as_they_are
+        # As they are; but where parameters are gathered in less, gradients would be added up in that.
+        self._adds_in = None if self._gather_dtype is None else torch.float32
+        self._sends_bf16 = reduce_dtype == "bf16"
 
     def make(self, model: nn.Module, named: tuple[str, ...] = ()) -> None:
         """Shard the model's blocks and the rest of it; blocks are found, or `named`."""
         how: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self._stage == 3,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=self._gather_dtype, reduce_dtype=self._reduce_dtype),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self._gather_dtype, reduce_dtype=self._adds_in),
         }
         for block in blocks_apart(model, named):
             fully_shard(block, **how)
         self._model: Any = fully_shard(model, **how)
+        if self._sends_bf16:
+            send_in_bf16(model)
 
     def begin(self, *, last: bool) -> None:
         """Say before a micro-batch what becomes of parameters and gradients after its backward."""
@@ -53,6 +56,47 @@ class Shards:
             self._model.set_requires_gradient_sync(last)
         if self._stage == 2:
             self._model.set_reshard_after_backward(last)
+
+
+class _InBf16:
+    """torch's reduce-scatter, from and to memory of bf16, into which FSDP2 casts what it sends and back what has come.
+
+    FSDP2's own `reduce_dtype` is what it adds up the micro-batches of a window in, too (its FSDPParam), and bf16 loses
+    all that is less than a 256th of the sum.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for so many elements, whatever type is asked for."""
+        return torch.empty(*size, dtype=torch.bfloat16, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce, each rank its part."""
+        return _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+# torch 2.13 has another name for it, and warns of the one before.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def send_in_bf16(model: nn.Module) -> None:
+    """Have a sharded model's gradients sent in bf16, and added up as they are.
+
+    Raises:
+        DependencyError: a torch whose FSDP2 takes no way to send of ours.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if not hasattr(module, "set_custom_reduce_scatter"):
+                expected = "one with FSDPModule.set_custom_reduce_scatter, or a plan with reduce_dtype='fp32'"
+                raise DependencyError("torch", given=torch.__version__, expected=expected)
+            module.set_custom_reduce_scatter(_InBf16())
 
 
 class FullySharded(Torch):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trimtab.core.link import Calibration
 from trimtab.decide.collectives import fit
+from trimtab.distributed.data_parallel import mean_in_bf16
 from trimtab.distributed.process_group import slowest
 
 # Bytes of the all-reduces that are timed: from one that is all latency to one that is next to none.
@@ -36,7 +37,7 @@ def calibrate(device: torch.device) -> Calibration:
     is_gloo = device.type == "cpu"
     found = fit(points, ranks, f"{'gloo' if is_gloo else dist.get_backend()} of {ranks} ranks", scatters=not is_gloo)
     cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
-    return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s)
+    return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -54,6 +55,18 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _cast_seconds(device: torch.device) -> float:
     whole = torch.zeros(_CAST_BYTES // 4, device=device)
     return _seconds(lambda: whole.copy_(whole.to(torch.bfloat16)), device)
+
+
+def _hook_seconds(device: torch.device) -> float:
+    """Return what sending few gradients in bf16 takes longer, by the hook that a plan has, than sending them so."""
+    whole = torch.zeros(_SIZES[0] // 4, device=device)
+    sent = whole.bfloat16()
+    hooked_s = slowest(_seconds(lambda: mean_in_bf16(whole).wait(), device))
+    return max(0.0, hooked_s - slowest(_seconds(lambda: _reduced(sent), device)))
+
+
+def _reduced(sent: Tensor) -> None:
+    dist.all_reduce(sent, async_op=True).wait()
 
 
 def _overlap(device: torch.device, size: int) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from trimtab.core.parallelism import Parallelism
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.profile import Candidate
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
+from trimtab.decide.rank_profile import steps_shards_fused
 from trimtab.distributed.absent_ranks import absent_ranks, mesh_of_all
 from trimtab.distributed.repoint import names_of
 from trimtab.measure.rank_trace import trace_replica, trace_shard
@@ -97,10 +99,12 @@ def trace_ways(
         return peak((stage, True), 1)
 
     def of(way: Way) -> RankTrace:
-        return RankTrace(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
+        fuses = way[0] < 2 or steps_shards_fused(type(optimizer).__name__)
+        own = candidate if fuses else replace(candidate, fused_optimizer=False)
+        with applied(model, optimizer, own):
+            return RankTrace(candidate, way, whole(way[0]), peak(way, _DIFFERENT))
 
-    with applied(model, optimizer, candidate):
-        return tuple(map(of, ways))
+    return tuple(map(of, ways))
 
 
 class _Part:

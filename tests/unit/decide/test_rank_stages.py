@@ -268,12 +268,10 @@ def test_shards_are_reduced_in_half_of_the_bytes_where_it_is_worth_it(once, memo
     assert third(profile, replace(slow, cast_s_per_byte=1e-6), once=once).plan.reduce_dtype.value == "fp32"
 
 
-def test_micro_batches_are_not_added_up_in_half_precision():
-    """torch's FSDP2 adds them up in what it sends, where they are reduced once."""
+def test_several_micro_batches_that_are_reduced_once_are_too():
     plan = third(profile_of(memory=400), calibration(2e6)).plan
     assert plan.num_micro_batches > 1
-    assert (plan.reduce_dtype.value, plan.reduce_dtype.losers) == ("fp32", ())
-    assert "micro-batches would be added up in it" in plan.reduce_dtype.reason
+    assert (plan.reduce_dtype.value, [loser.value for loser in plan.reduce_dtype.losers]) == ("bf16", ["fp32"])
 
 
 @pytest.mark.parametrize("memory", [720, 300, 100])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Calibration, Link
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
@@ -14,9 +15,11 @@ from trimtab.decide.ranks import WORTH, replicated, sending, ways_to_send
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 
 
-def calibration(latency_s: float, bytes_per_s: float, cast_s_per_byte: float = 0.0, overlap: float = 0.0):
+def calibration(
+    latency_s: float, bytes_per_s: float, cast_s_per_byte: float = 0.0, overlap: float = 0.0, hook_s: float = 0.0
+):
     link = Link("planted", latency_s, bytes_per_s, "planted", calibrated=True)
-    return Calibration(link, overlap_share=overlap, cast_s_per_byte=cast_s_per_byte)
+    return Calibration(link, overlap_share=overlap, cast_s_per_byte=cast_s_per_byte, hook_s=hook_s)
 
 
 def plan(ranks: int = 2) -> Plan:
@@ -46,6 +49,26 @@ def test_where_casting_takes_as_long_as_sending_it_is_not_done():
     assert sending(plan(), calibration(1e-6, 1e8, cast_s_per_byte=1e-7), SHAPE).reduce_dtype.value == "fp32"
 
 
+def test_where_gradients_are_few_a_hook_takes_longer_than_what_it_saves():
+    few = StepShape(0.001, 0.003, 0.0005, (2**13,) * 10, (1.0,) * 10)  # 80 KiB: 1.6 ms at 5e7 bytes/s, of 10
+    assert sending(plan(), calibration(1e-6, 5e7), few).reduce_dtype.value == "bf16"
+    assert sending(plan(), calibration(1e-6, 5e7, hook_s=0.0005), few).reduce_dtype.value == "fp32"
+
+
+def test_a_hook_is_called_for_each_bucket_and_shards_have_none():
+    known = calibration(1e-6, 1e8, hook_s=0.001)
+    cast_s = {bucket: ways_to_send(plan(), known, SHAPE)["bf16", bucket].cast_s for bucket in (None, 2**20, 2**22)}
+    assert cast_s == pytest.approx({None: 0.002, 2**20: 0.008, 2**22: 0.002})  # 8 MiB, torch's first of 1 MiB
+    assert ways_to_send(plan(), known, SHAPE)["fp32", None].cast_s == 0
+    shards = Plan.fixed(16, num_ranks=2, zero_stage=3)
+    assert ways_to_send(shards, known, SHAPE)["bf16", None].cast_s == 0
+
+
+def test_a_hook_takes_no_less_than_nothing():
+    with pytest.raises(ValueGivenError, match="hook_s"):
+        calibration(1e-6, 1e8, hook_s=-1e-6)
+
+
 def test_where_a_hop_takes_long_gradients_are_sent_together():
     found = sending(plan(), calibration(0.05, 1e10), SHAPE)
     assert found.bucket_bytes.value == 2**27
@@ -72,7 +95,7 @@ def test_a_change_is_predicted_to_be_worth_it_and_nothing_considered_is_faster(l
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("micro_batch", "once", "casts"), [(16, True, 1), (8, False, 2)])
+@pytest.mark.parametrize(("micro_batch", "once", "casts"), [(16, True, 1), (8, True, 1), (8, False, 2)])
 def test_shards_are_sent_in_two_types_each_cast_as_often_as_it_is_reduced(stage, micro_batch, once, casts):
     plan = Plan.fixed(16, micro_batch, num_ranks=2, zero_stage=stage, reduces_once=once)
     ways = ways_to_send(plan, calibration(1e-6, 1e8, cast_s_per_byte=1e-9), SHAPE)
@@ -83,8 +106,6 @@ def test_shards_are_sent_in_two_types_each_cast_as_often_as_it_is_reduced(stage,
     assert (found.reduce_dtype.value, found.bucket_bytes) == ("bf16", plan.bucket_bytes)
 
 
-def test_micro_batches_that_are_reduced_once_and_what_deepspeed_shares_are_sent_as_they_are():
-    several = Plan.fixed(16, 8, num_ranks=2, zero_stage=3)
+def test_what_deepspeed_shares_is_sent_as_it_is():
     theirs = Plan.fixed(16, num_ranks=2, zero_stage=1, engine="deepspeed")
-    for plan in (several, theirs):
-        assert set(ways_to_send(plan, calibration(1e-6, 1e8), SHAPE)) == {("fp32", None)}
+    assert set(ways_to_send(theirs, calibration(1e-6, 1e8), SHAPE)) == {("fp32", None)}
