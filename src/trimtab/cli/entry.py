@@ -8,6 +8,7 @@ import sys
 import typer
 
 from trimtab.cli import observe, prove, train
+from trimtab.cli.leaving import leave
 from trimtab.core.errors import RankError, TrimtabError
 
 app = typer.Typer(
@@ -35,6 +36,15 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
+        _explained()
+    except BaseException as end:
+        if _was_a_rank():
+            leave(end)
+        raise
+
+
+def _explained() -> None:
+    try:
         app()
     except (TrimtabError, OSError) as error:
         if os.environ.get("TRIMTAB_TRACEBACK"):
@@ -51,3 +61,9 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _was_a_rank() -> bool:
+    """Return whether this process was one of several ranks; a command that was none need not load torch to say so."""
+    found = sys.modules.get("trimtab.distributed.process_group")
+    return found is not None and found.has_joined()
