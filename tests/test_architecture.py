@@ -44,10 +44,12 @@ ONLY = {
     "trimtab.experiments.result": {"trimtab.core"},
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
+    "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.result",
         "trimtab.experiments.scaling",
+        "trimtab.experiments.scaling_table",
         "trimtab.experiments.stats",
         "trimtab.experiments.report",
     },
@@ -55,7 +57,18 @@ ONLY = {
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
-READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "scaling", "stats", "target_rows", "verdicts")
+READERS = (
+    "arm_facts",
+    "headline",
+    "ratio_rows",
+    "report",
+    "result",
+    "scaling",
+    "scaling_table",
+    "stats",
+    "target_rows",
+    "verdicts",
+)
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.

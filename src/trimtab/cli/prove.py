@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Json, Memory, PlanFile, Ranks, TaskName, adaptation, refuse_adapt
+from trimtab.cli.options import Json, Memory, PlanFile, Ranks, TaskName, adaptation, refuse_adapt, refuse_memory
 from trimtab.cli.printing import print_json, write_and_show
+from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
 
@@ -58,18 +59,32 @@ def scale(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a first look: two short rounds of weak scaling")] = False,
     adapt: Annotated[str | None, typer.Option(help="batch: also a plan whose batch is freed (tier F)")] = None,
+    memory: Annotated[str | None, typer.Option(help="hard limit of each rank, by which it chooses its stage")] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="a plan's JSON, whose settings run on each number of ranks")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted table goes on there")] = None,
     job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
     as_json: Json = False,
 ) -> None:
     """Time the plain loop and the plan on several numbers of ranks; under a launcher one job, of its ranks."""
+    from trimtab.core.codec import read_json
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
     from trimtab.experiments.scale import ScaleSettings, numbers
+    from trimtab.experiments.scale_bench import JobSettings
     from trimtab.experiments.scale_command import run_scale
-    from trimtab.experiments.scale_job import JobSettings
 
     frees = adaptation(adapt, ("batch",)) != ()
+    if plan_file is not None:
+        refuse_memory(memory)
+    if frees and (plan_file is not None or memory is not None):
+        given = f"{adapt} with {'--memory' if plan_file is None else '--plan'}"
+        raise ValueGivenError("--adapt", given=given, expected="one of the two: a batch is freed on replicas")
+    plan = None if plan_file is None else read_json(Plan, plan_file)
     modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
-    asked = JobSettings(modes, *((2, 0.2) if quick else ()), frees_batch=frees)
+    how = {"frees_batch": frees, "budget": Budget(memory), "plan": plan}
+    asked = JobSettings(modes, *((2, 0.2) if quick else ()), **how)
     settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
     which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
     folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"

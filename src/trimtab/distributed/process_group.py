@@ -190,3 +190,8 @@ def from_first(make: Callable[[], str]) -> str:
         way_out = "Mend that; the others wait for it."
         raise RankError("rank 0", given=found[1:], expected="a plan", way_out=way_out).echoed()
     return found[1:]
+
+
+def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
+    """Return whether it says what rank 0 raised in `from_first`, and that was of a kind."""
+    return error.field == "rank 0" and error.given.startswith(f"{kind.__name__}: ")
