@@ -18,16 +18,19 @@ from trimtab.core.codec import to_json
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.distributed.rank_memory import trace_rank
+from trimtab.experiments.scale_plans import Planned
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
-# An interpreter that ends as usual leaves a file; so does none of a rank.
+# An interpreter that ends as usual leaves a file.
 WIDE = """
 import atexit, os
 from dataclasses import replace
 import tiny
 from torch import nn
+from trimtab.calibrate import trials
 
+trials.BLOCK_S = 0.003
 atexit.register(lambda: open(f"ended-{os.environ.get('RANK', 'launcher')}", "w").close())
 
 def make_model():
@@ -63,7 +66,11 @@ def run(folder: Path, *command: str) -> dict[tuple[str, int], dict]:
     return {(row["recipe"], row["ranks"]): row for row in json.loads(done.stdout)["rows"]}
 
 
-def test_each_number_of_ranks_chooses_its_stage_within_the_limit(folder):
+def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_there_is_none(folder):
+    (folder / "table").mkdir()
+    (folder / "table" / "plan-32-1.json").write_text(
+        to_json(Planned(None, "4 MiB over it"))
+    )  # as an earlier round has it
     limit = (least_of(0) + min(least_of(stage) for stage in (1, 2, 3))) // 2
     of = run(folder, "trimtab.cli", "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B")
     (plan,) = of["plan", 2]["plans"]
@@ -72,8 +79,9 @@ def test_each_number_of_ranks_chooses_its_stage_within_the_limit(folder):
     assert of["plan", 2]["peak_bytes"] == pytest.approx(plan["told_bytes"], rel=0.3)
     assert of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
     assert of["plan", 2]["rows_per_s"] > 0
-    assert (folder / "ended-launcher").exists()
-    assert not list(folder.glob("ended-[01]"))
+    assert (of["plan", 1]["refused"], of["plan", 1]["n"], of["plan", 2]["mean"]) == ("4 MiB over it", 0, None)
+    assert of["baseline", 2]["mean"] > 0
+    assert {each.name for each in folder.glob("ended-*")} == {"ended-launcher", "ended-0"}  # 0: of the job of one rank
 
 
 def test_the_ranks_of_another_launcher_time_a_plan_of_stage_2_and_leave_at_once(folder):

@@ -128,7 +128,7 @@ def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
     (head, one, two) = scaling_table.tables(found)["Same maths"]
     cells = dict(zip(head, two, strict=True))
     assert (cells["stage"], cells["micro-batches"], cells["sent in"]) == ("2, each reduced / 3", "2 x 16", "bf16")
-    assert (cells["peak a rank"], cells["as told"]) == ("6.00 MiB", "3.00 MiB")
+    assert (cells["peak a rank"], cells["as told"]) == ("6 MiB", "3 MiB")
     assert dict(zip(head, one, strict=True))["stage"] == ""
     assert "counted apart" in scaling_table.text(found)
     (_, flat) = scaling_table.benchmark_rows(found, "local")
