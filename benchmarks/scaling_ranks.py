@@ -38,7 +38,7 @@ from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import slowest, total
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.ranks import task_of_rank
-from trimtab.experiments.scale_job import kept
+from trimtab.experiments.scale_plans import kept
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop

@@ -44,10 +44,12 @@ ONLY = {
     "trimtab.experiments.result": {"trimtab.core"},
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
+    "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
     "trimtab.experiments.report": {
         "trimtab.core",
         "trimtab.experiments.result",
         "trimtab.experiments.scaling",
+        "trimtab.experiments.scaling_table",
         "trimtab.experiments.stats",
         "trimtab.experiments.report",
     },
@@ -55,14 +57,33 @@ ONLY = {
 ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as its users do
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
-READERS = ("arm_facts", "headline", "ratio_rows", "report", "result", "scaling", "stats", "target_rows", "verdicts")
+READERS = (
+    "arm_facts",
+    "headline",
+    "ratio_rows",
+    "report",
+    "result",
+    "scaling",
+    "scaling_table",
+    "stats",
+    "target_rows",
+    "verdicts",
+)
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.
 OPTIONAL = {
-    "typer": {"trimtab.cli"},
-    "rich": {
+    "typer": {
         "trimtab.cli",
+        "trimtab.cli.entry",
+        "trimtab.cli.observe",
+        "trimtab.cli.options",
+        "trimtab.cli.printing",
+        "trimtab.cli.prove",
+        "trimtab.cli.train",
+    },
+    "rich": {
+        "trimtab.cli.printing",
         "trimtab.experiments.progress_bar",
         "trimtab.experiments.report",
         "trimtab.experiments.report.terminal",
@@ -227,7 +248,7 @@ TRESPASSES = {
     "torch in the result": ("packages", source("experiments/result.py", "from torch import Tensor"), "torch"),
     "an undeclared package": ("packages", source("runtime/x.py", "import psutil"), "psutil"),
     "an optional package elsewhere": ("packages", source("api.py", "from rich import print"), "rich"),
-    "an unused permission": ("permissions", source("cli.py", "import rich"), "typer"),
+    "an unused permission": ("permissions", source("cli/prove.py", "import rich"), "typer"),
     "upward": ("layers", source("runtime/x.py", "from trimtab.tasks.task import Task"), "upwards: trimtab.tasks.task"),
     "upward in a function": ("layers", source("measure/x.py", "def f():\n    import trimtab.api"), "upwards"),
     "upward and relative": ("layers", source("core/x.py", "from ..runtime import engine"), "upwards: trimtab.runtime"),
@@ -272,7 +293,7 @@ def test_a_trespass_is_caught(checker, sources, expected):
 ALLOWED = {
     "downward": source("runtime/x.py", "import torch\nfrom trimtab.core import errors\nfrom . import layout"),
     "root by a user": source("experiments/compare.py", "import trimtab\nfrom trimtab import plan"),
-    "optional in its place": source("cli.py", "def f():\n    import typer, rich"),
+    "optional in its place": source("cli/printing.py", "def f():\n    import typer, rich"),
     "report on values": source("experiments/report/svg.py", "import matplotlib, numpy\nfrom ..result import Arm"),
     "root offering the front door": source("__init__.py", "from trimtab.api import plan"),
     "a chain is no cycle": source("core/a.py", "from . import b") | source("core/b.py", "import json"),

@@ -17,27 +17,19 @@ from trimtab.distributed.planning import Made
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
-# Leaves as ranks of our own launcher do: gloo's threads may outlive the interpreter, and end it with an error.
-PROGRAM = """
-import os, sys
-from trimtab.cli import main
-code = 0
-try:
-    main()
-except SystemExit as left:
-    code = left.code or 0
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(code)
-"""
 WHICH = ["--ranks=2", "--rounds=1"]
 HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=table", "--json"]
 ARGUMENTS = [*HOW, *WHICH]
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    given = os.environ | {"PYTHONPATH": str(folder)} | environment
-    return subprocess.run([*COMMAND, "scale", *arguments], cwd=folder, capture_output=True, text=True, env=given)
+def started(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=given)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return started(folder, [*COMMAND, "scale", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +78,10 @@ def test_another_table_is_not_made_in_the_same_folder(folder):
 
 
 def test_a_launchers_ranks_add_a_job_of_theirs(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = folder / "command.py"
-    program.write_text(PROGRAM)
-    given = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
     def launched(*arguments: str) -> subprocess.CompletedProcess:
-        full = [*command, str(program), "scale", *arguments]
-        return subprocess.run(full, cwd=folder, capture_output=True, text=True, env=given)
+        return started(folder, [*command, "trimtab.cli", "scale", *arguments])
 
     refused = launched(*ARGUMENTS)
     assert refused.returncode != 0

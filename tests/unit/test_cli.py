@@ -20,6 +20,7 @@ from trimtab.calibrate import trials
 from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
+from trimtab.core.rank_trace import WAYS
 from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.experiments import progress_bar, race
@@ -209,6 +210,18 @@ def test_a_plan_of_ranks_that_are_not_here(trimtab):
     assert less.predicted is not None
     assert less.predicted.peak_bytes < made.predicted.peak_bytes
     assert (less.zero_stage.value, less.micro_batch.value) != (0, made.micro_batch.value)
+    assert [(each.zero_stage, each.reduces_once) for each in less.stages] == list(WAYS)
+    (taken,) = (each for each in less.stages if (each.zero_stage, each.reduces_once) == way_of(less))
+    assert (taken.refusal, taken.peak_bytes, taken.window_s) == ("", less.predicted.peak_bytes, less.predicted.step_s)
+    assert 0 <= taken.waiting_s <= taken.window_s
+    assert (taken.micro_batch, taken.num_micro_batches) == (less.micro_batch.value, less.num_micro_batches)
+    assert taken.reduce_dtype == less.reduce_dtype.value
+    assert all((each.peak_bytes is None) == bool(each.refusal) for each in less.stages)
+    assert "of one micro-batch are reduced once" in next(e.refusal for e in made.stages if not e.reduces_once)
+
+
+def way_of(plan: Plan) -> tuple[object, object]:
+    return plan.zero_stage.value, plan.reduces_once.value
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejected, Scalar
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
+from trimtab.core.rank_stage import RankStage
 from trimtab.core.recompute import check_recompute
 from trimtab.core.sharing import KEPT, check_sharing
 from trimtab.core.units import format_bytes, format_seconds
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
 
-PLAN_SCHEMA = 9
+PLAN_SCHEMA = 10
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -88,6 +89,7 @@ class Plan:
         stands_between: weights of memory, as shares of time's and memory's together, at which nothing else is better;
             None: not known.
         front: the Pareto front of all that was considered, the fastest first.
+        stages: of ranks that are not here, what each way to share the model was predicted to take.
         planning_s: seconds the planning took; search_s: the part spent on tier-F search.
         advice: what the user could gain outside of what a plan may change.
     """
@@ -125,6 +127,7 @@ class Plan:
     verified: tuple[float, float] | None = None
     stands_between: tuple[float, float] | None = None
     front: tuple[FrontPoint, ...] = ()
+    stages: tuple[RankStage, ...] = ()
     planning_s: float = 0.0
     search_s: float = 0.0
     advice: tuple[str, ...] = ()

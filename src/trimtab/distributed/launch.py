@@ -11,20 +11,8 @@ from typing import Any
 
 from trimtab.core.errors import RankError
 
-# What a rank runs: the command itself, with what it was called with. It leaves without the interpreter's end, which
-# threads of gloo may outlive, and then abort the process.
-_PROGRAM = """
-import os, sys
-from trimtab.cli import main
-code = 0
-try:
-    main()
-except SystemExit as left:
-    code = left.code if isinstance(left.code, int) else int(left.code is not None)
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(code)
-"""
+# What a rank runs: the command itself, with what it was called with.
+_PROGRAM = ("-m", "trimtab.cli")
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:
@@ -51,7 +39,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, sys.executable)("-c", _PROGRAM, *arguments)
+            elastic_launch(config, sys.executable)(*_PROGRAM, *arguments)
         except ChildFailedError as failed:
             raise _error_of(failed) from None
 

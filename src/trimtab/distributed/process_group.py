@@ -21,6 +21,7 @@ TIMEOUT_S = 60.0
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 _is_apart = False
 _joined_s: float | None = None
+_has_joined = False
 # What launchers call a process's rank, the number of them, and its rank on its machine.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -75,12 +76,19 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     if torch.cuda.is_available():
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     names = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    global _has_joined
+    _has_joined = True
     dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
     try:
         with _limited_to(timeout_s):
             yield found
     finally:
         dist.destroy_process_group()
+
+
+def has_joined() -> bool:
+    """Return whether this process was made one of several ranks here; its threads of gloo may outlive its group."""
+    return _has_joined
 
 
 def _require_meeting_point() -> None:
@@ -182,3 +190,8 @@ def from_first(make: Callable[[], str]) -> str:
         way_out = "Mend that; the others wait for it."
         raise RankError("rank 0", given=found[1:], expected="a plan", way_out=way_out).echoed()
     return found[1:]
+
+
+def first_ended_by(error: RankError, kind: type[Exception]) -> bool:
+    """Return whether it says what rank 0 raised in `from_first`, and that was of a kind."""
+    return error.field == "rank 0" and error.given.startswith(f"{kind.__name__}: ")

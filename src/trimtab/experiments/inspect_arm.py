@@ -46,12 +46,8 @@ def measure_arm(
     try:
         for _ in range(2):
             loop.step(batches)
-        loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
-        peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
-        if together.num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
-            # The buckets of gradients, which DDP holds all the time.
-            peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
-        largest = None if getattr(loop, "hides_memory", False) else int(max(together.each(peak)))
+        peak = held_at_most(loop, batches, device, together.num_ranks)
+        largest = None if peak is None else int(max(together.each(peak)))
         phases, terms = _phases(loop, batches, watch), together.each(_terms_per_row(loop, batches, watch))
         flops, is_over = _flops_per_row(loop, batches, together), True
         found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
@@ -59,6 +55,19 @@ def measure_arm(
     finally:
         if is_over or together.num_ranks == 1:
             loop.close()
+
+
+def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:
+    """Return peak bytes of a step of this rank's, whose optimizer's state exists; None where its engine hides some.
+
+    On CUDA the loop is the only one that holds anything.
+    """
+    loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
+    peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
+    if num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
+        # The buckets of gradients, which DDP holds all the time.
+        peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
+    return None if getattr(loop, "hides_memory", False) else peak
 
 
 class _Watch:

@@ -18,6 +18,7 @@ from trimtab.decide.stages import Stages, choose_stage, ways_of
 from trimtab.distributed.stage_choice import traces_of_ranks, with_traces
 from trimtab.experiments.planning import device_here, loop_of, profile_here, profile_there
 from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.stage_figures import stage_figures
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.machine import device_name
 from trimtab.tasks.task import Task
@@ -59,4 +60,4 @@ def plan_ranks(
         model = task.make_model()
     plan, costs = choose_stage(found, traces, ranks, calibration, functools.partial(step_shape, model, found), engine)
     where = f"{ranks} ranks of {found.device.name}, over {calibration.link.name}"
-    return replace(plan, elsewhere=where), costs, found
+    return replace(plan, elsewhere=where, stages=stage_figures(costs)), costs, found

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.objective import Budget, Objective
+from trimtab.core.objective import Objective
 from trimtab.core.progress import Progress
 from trimtab.experiments.claim import claim
 from trimtab.experiments.ranks import refuse_on_ranks
-from trimtab.experiments.scale_job import JobSettings, run_job
+from trimtab.experiments.scale_bench import JobSettings
+from trimtab.experiments.scale_job import run_job
+from trimtab.experiments.scale_plans import refuse_other_maths
 from trimtab.experiments.scaling import MODES, Job, Scaling, summarise
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task
@@ -83,8 +85,10 @@ def _require_possible(task: Task, settings: ScaleSettings) -> None:
     """Raise before minutes of work, not after them.
 
     Raises:
-        ValueGivenError: more ranks than a batch has rows, or data; or the task has a step of its own.
+        ValueGivenError: more ranks than a batch has rows, or data; or the task has a step of its own, or a given plan
+            other maths.
     """
+    refuse_other_maths(settings.job.plan)
     most, rows = settings.ranks[-1], task.load_data().num_rows
     refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
     if "weak" in settings.job.modes and most * task.batch_rows > rows:
@@ -106,7 +110,9 @@ def take(task: Task, out: Path, settings: JobSettings) -> None:
         FormatError: it holds another one.
     """
     out.mkdir(parents=True, exist_ok=True)
-    claim(out, task, task.load_data(), {"scaling": asdict(settings)}, Budget(), Objective(), machine=("cpu", "gpu"))
+    of = (settings.budget, Objective(), settings.plan)  # each has a place of its own there
+    plain = {name: value for name, value in vars(settings).items() if name not in ("budget", "plan")}
+    claim(out, task, task.load_data(), {"scaling": plain}, *of, machine=("cpu", "gpu"))
 
 
 def path_of(out: Path, number: int, ranks: int) -> Path:

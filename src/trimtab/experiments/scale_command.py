@@ -13,7 +13,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.progress import Progress, silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import from_first, is_launched, joined, place
-from trimtab.experiments import scaling
+from trimtab.experiments import scaling, scaling_table
 from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scale import Launch, ScaleSettings, jobs_in, next_round, one_job, scale, take
 from trimtab.experiments.scaling import Scaling
@@ -34,11 +34,11 @@ class Found:
     @property
     def text(self) -> str:
         """For a terminal."""
-        return scaling.text(self.table)
+        return scaling_table.text(self.table)
 
     def as_benchmark(self) -> dict[str, Any]:
         """Return the one object of a benchmark."""
-        rows = list(scaling.benchmark_rows(self.table, self.link))
+        rows = list(scaling_table.benchmark_rows(self.table, self.link))
         return {"schema": 1, "name": "scale", "environment": self.table.environment or {}, "rows": rows}
 
 

@@ -33,6 +33,7 @@ from trimtab.core.plan import (
     Rejected,
 )
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, Traced, TracedBlocks, Trial
+from trimtab.core.rank_stage import RankStage
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord, StepRecord, read_record, write_record
 from trimtab.core.work import Operation
 
@@ -115,6 +116,7 @@ facts = st.builds(
     st.booleans(),
     st.booleans(),
 )
+stage_parts = (counts, floats, floats, counts, counts, text)
 plans = st.integers(1, 10**6).flatmap(
     lambda rows: st.builds(
         Plan,
@@ -141,6 +143,7 @@ plans = st.integers(1, 10**6).flatmap(
         verified=optional(st.tuples(floats, floats)),
         stands_between=optional(st.tuples(floats, floats)),
         front=tuples_of(st.builds(FrontPoint, text, floats, counts, text)),
+        stages=tuples_of(st.builds(RankStage, counts, st.booleans(), text, *[optional(each) for each in stage_parts])),
         planning_s=floats,
         search_s=floats,
         advice=tuples_of(text),

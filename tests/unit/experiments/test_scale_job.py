@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 from tiny_task import task
 
-from trimtab.core.codec import to_json
+from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.core.objective import Budget
+from trimtab.core.plan import Measured, Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.planning import Made
 from trimtab.experiments.scale import ScaleSettings, scale
-from trimtab.experiments.scale_job import JobSettings, run_job
+from trimtab.experiments.scale_bench import JobSettings
+from trimtab.experiments.scale_job import run_job
+from trimtab.experiments.scale_plans import Planned, fitted, refuse_other_maths, told_bytes
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)
@@ -40,10 +45,71 @@ def test_the_plain_loop_is_not_timed_under_what_the_plan_has_the_process_do(fold
         return task.loss_fn(model, batch)
 
     run_job(replace(task, make_model=make_model, loss_fn=loss_fn), 0, folder, SHORT, silent)
-    baseline, control, plan = (modes[i] for i in sorted(modes))
-    assert set(baseline) == set(control) == {"keep"}
-    assert plan[-1] == "retain"
+    baseline, control, plan, counted, counted_plan = (modes[i] for i in sorted(modes))
+    assert set(baseline) == set(control) == set(counted) == {"keep"}
+    assert plan[-1] == counted_plan[-1] == "retain"
     assert allocator.mode() == "keep"
+
+
+def test_idle_loops_hold_no_gradients_and_a_loop_ends_with_its_last_block(folder):
+    """What is held on top of the loop that runs is weights and state, and at the end nothing."""
+    models, alive, idle = [], [], []
+
+    def make_model():
+        made = task.make_model()
+        models.append(weakref.ref(made))
+        return made
+
+    def loss_fn(model, batch):
+        there = [each for each in (ref() for ref in models) if each is not None]
+        alive.append(len(there))
+        others = [each for each in there if each is not model]
+        idle.append(any(p.grad is not None for each in others for p in each.parameters()))
+        return task.loss_fn(model, batch)
+
+    gc.collect()
+    settings = replace(SHORT, frees_batch=True)
+    found = run_job(replace(task, make_model=make_model, loss_fn=loss_fn), 0, folder, settings, silent)
+    assert max(alive) == 4
+    assert not any(idle)
+    first = alive.index(4)
+    assert {3, 2, 1} <= set(alive[first:])  # of the last lap
+    assert alive[-1] == 1  # what is counted apart
+    peaks = {arm.recipe: arm.peak_bytes for arm in found.arms}
+    assert (peaks["self"], peaks["plan_batch"]) == (None, None)
+    assert peaks["baseline"] > 0
+    assert peaks["plan"] > 0
+
+
+def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_path):
+    found = run_job(task, 0, tmp_path, replace(SHORT, budget=Budget("1KiB")), silent)
+    assert [arm.recipe for arm in found.arms] == ["baseline", "self"]
+    (refused,) = found.refused
+    assert (refused.recipe, refused.ranks) == ("plan", 1)
+    assert "over the budget" in refused.why
+    kept = read_json(Planned, tmp_path / f"plan-{task.batch_rows}-1.json")
+    assert (kept.plan, kept.refusal) == (None, refused.why)  # which the next round has too
+
+
+def test_a_given_plan_runs_on_each_number_of_ranks_with_its_settings():
+    plan = replace(Plan.fixed(16, 8, num_ranks=2, zero_stage=2), predicted=Measured(0.1, 1000))
+    assert fitted(plan, 16, 2) is plan
+    one, four, wide = (fitted(plan, rows, ranks) for rows, ranks in ((16, 1), (16, 4), (32, 2)))
+    assert (one.num_ranks, one.zero_stage.value, one.micro_batch.value) == (1, None, 8)
+    assert (four.num_ranks, four.zero_stage.value, four.micro_batch.value) == (4, 2, 8)
+    assert (wide.batch_rows, wide.micro_batch.value, wide.num_micro_batches) == (32, 8, 4)
+    assert {each.predicted for each in (one, four, wide)} == {None}
+    assert fitted(Plan.fixed(16), 32, 1).num_micro_batches == 1  # a batch that was whole stays so
+    assert fitted(Plan.fixed(16), 32, 2).zero_stage.value == 0
+    with pytest.raises(ValueGivenError, match="tier F"):
+        refuse_other_maths(Plan.fixed(16, learning_rate_scale=2.0))
+
+
+def test_what_one_process_was_told_to_hold_is_not_what_a_rank_does():
+    plan = replace(Plan.fixed(16, num_ranks=2, zero_stage=2), predicted=Measured(0.1, 1000))
+    assert told_bytes(plan) == 1000
+    assert told_bytes(replace(plan, baseline=Measured(0.1, 1000))) is None
+    assert told_bytes(replace(Plan.fixed(16), predicted=Measured(0.1, 7), baseline=Measured(0.1, 9))) == 7
 
 
 def test_one_rank_has_every_recipe_and_no_link(folder):

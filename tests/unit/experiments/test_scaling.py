@@ -10,11 +10,11 @@ import pytest
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
-from trimtab.experiments import scaling
+from trimtab.experiments import scaling, scaling_table
 from trimtab.experiments.report.scaling_page import scaling_page
 from trimtab.experiments.scale import ScaleSettings, next_round, numbers, path_of
-from trimtab.experiments.scale_job import JobSettings
-from trimtab.experiments.scaling import Job, Timed, TimedArm, summarise
+from trimtab.experiments.scale_bench import JobSettings
+from trimtab.experiments.scaling import Job, Refused, Sharing, Timed, TimedArm, summarise
 
 LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
 
@@ -71,11 +71,11 @@ def test_strong_scaling_is_held_against_the_same_one_rank():
 
 def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
     few = [job(ranks, n, 100.0 * ranks * (1 - 0.1 * n * (ranks > 1))) for n in range(2) for ranks in (1, 2)]
-    said = scaling.text(summarise("tiny", few))
+    said = scaling_table.text(summarise("tiny", few))
     assert "100.0%, 90.0%" in said
     assert "no verdict" in said
     many = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2)]
-    said = scaling.text(summarise("tiny", many))
+    said = scaling_table.text(summarise("tiny", many))
     assert "98.0% (96.0 to 100.0)" in said
     assert "no verdict" not in said
 
@@ -88,25 +88,27 @@ def test_the_control_says_what_efficiency_can_be_told_from_another():
     ]
     found = summarise("tiny", jobs)
     assert row(found, 2).resolution == row(found, 2, recipe="self").resolution > 0.04
-    assert "A/A control tells" in scaling.text(found)
+    assert "A/A control tells" in scaling_table.text(found)
     assert row(summarise("tiny", jobs[:4]), 2).resolution is None
 
 
 def test_ranks_of_other_threads_are_no_pair():
     found = row(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 800.0, threads=8)]), 2)
     assert (found.efficiency, found.pairs) == (None, ())
-    assert "threads of a rank: 1, 8" in scaling.text(summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)]))
+    assert "threads of a rank: 1, 8" in scaling_table.text(
+        summarise("tiny", [job(1, 0, 1.0), job(2, 0, 8.0, threads=8)])
+    )
 
 
 def test_a_freed_batch_has_a_table_of_its_own_and_is_in_no_figure():
     same = [job(ranks, 0, 100.0 * ranks) for ranks in (1, 2)]
     freed = [job(ranks, 0, 100.0 * ranks, recipe="plan_batch") for ranks in (1, 2)]
     found = summarise("tiny", [*same, *freed])
-    assert set(scaling.tables(found)) == {"Same maths", "Batch freed"}
-    assert "not measured here" in scaling.text(found)
-    assert "had not settled" in scaling.text(found)
+    assert set(scaling_table.tables(found)) == {"Same maths", "Batch freed"}
+    assert "not measured here" in scaling_table.text(found)
+    assert "had not settled" in scaling_table.text(found)
     assert "plan_batch" not in scaling_page(found).partition("</figure>")[0]
-    assert set(scaling.tables(summarise("tiny", same))) == {"Same maths"}
+    assert set(scaling_table.tables(summarise("tiny", same))) == {"Same maths"}
 
 
 def test_what_a_plan_did_in_other_rounds_is_said_too():
@@ -116,15 +118,51 @@ def test_what_a_plan_did_in_other_rounds_is_said_too():
     assert row(summarise("tiny", jobs), 2, recipe="plan").says == "fp32 / bf16"
 
 
+def test_a_row_says_how_its_plan_shares_the_model_and_what_a_rank_holds():
+    shared = Sharing(2, False, 16, 2, "bf16", told_bytes=3 * 2**20)
+    jobs = [job(1, 0, 100.0, recipe="plan"), *(job(2, n, 150.0, recipe="plan") for n in range(2))]
+    for i, each in ((1, shared), (2, replace(shared, zero_stage=3, reduces_once=True))):
+        arm = replace(jobs[i].arms[0], sharing=each, peak_bytes=(4 + i) * 2**20)
+        jobs[i] = replace(jobs[i], arms=(arm,))
+    found = summarise("tiny", jobs)
+    (head, one, two) = scaling_table.tables(found)["Same maths"]
+    cells = dict(zip(head, two, strict=True))
+    assert (cells["stage"], cells["micro-batches"], cells["sent in"]) == ("2, each reduced / 3", "2 x 16", "bf16")
+    assert (cells["peak a rank"], cells["as told"]) == ("6 MiB", "3 MiB")
+    assert dict(zip(head, one, strict=True))["stage"] == ""
+    assert "counted apart" in scaling_table.text(found)
+    (_, flat) = scaling_table.benchmark_rows(found, "local")
+    assert (flat["peak_bytes"], flat["plans"][0]["zero_stage"], flat["plans"][0]["told_bytes"]) == (
+        6 * 2**20,
+        2,
+        3 * 2**20,
+    )
+
+
+def test_where_no_plan_meets_the_limit_the_row_says_so_and_the_others_stay():
+    jobs = [replace(job(ranks, n, 100.0 * ranks), refused=()) for n in range(2) for ranks in (1, 2)]
+    jobs = [replace(j, refused=(Refused("plan", "weak", 1, "5 MiB over 4 MiB"),)) if j.ranks == 1 else j for j in jobs]
+    found = summarise("tiny", jobs)
+    assert found.refused == (Refused("plan", "weak", 1, "5 MiB over 4 MiB"),)
+    *_, last = scaling_table.tables(found)["Same maths"]
+    assert last[:5] == ("", "plan", "1", "", "no plan: see below")
+    assert "plan, one rank: no plan meets the limit: 5 MiB over 4 MiB" in scaling_table.text(found)
+    assert "5 MiB over 4 MiB" in scaling_page(found)
+    *_, flat = scaling_table.benchmark_rows(found, "local")
+    assert (flat["recipe"], flat["ranks"], flat["mean"], flat["refused"]) == ("plan", 1, None, "5 MiB over 4 MiB")
+    assert row(found, 2).pairs == pytest.approx((1.0, 1.0))
+    assert from_json(Job, to_json(jobs[0])) == jobs[0]
+
+
 def test_ranks_that_share_cores_are_said_to():
     found = summarise("tiny", [job(1, 0, 100.0), job(4, 0, 120.0)])
     assert row(found, 4).crowded == "cores"
-    assert "nothing of scaling" in scaling.text(found)
-    assert "nothing of scaling" not in scaling.text(summarise("tiny", [job(2, 0, 120.0)]))
+    assert "nothing of scaling" in scaling_table.text(found)
+    assert "nothing of scaling" not in scaling_table.text(summarise("tiny", [job(2, 0, 120.0)]))
 
 
 def test_rows_are_flat_and_name_link_and_tier():
-    (one, two) = scaling.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
+    (one, two) = scaling_table.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
     assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
     assert (two["link"], two["recipe"], two["tier"], two["effective_batch"]) == ("slow", "baseline", "", 64.0)
     assert two["low"] is two["high"] is None

@@ -1,0 +1,135 @@
+"""Commands that look and decide, and train nothing for good: doctor, profile, plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.options import (
+    Adapt,
+    Json,
+    Memory,
+    StepTime,
+    TaskName,
+    Weight,
+    adaptation,
+    refuse_adapt,
+    require_folder,
+)
+from trimtab.cli.printing import print_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can measure and run, what is missing, and how to get it."""
+    from trimtab.experiments.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print_json({"schema": 1, "name": "doctor", "rows": [vars(f) for f in findings]})
+        return
+    for finding in findings:
+        typer.echo(f"{'ok' if finding.ok else '--'}  {finding.name:<22} {finding.detail}")
+
+
+def profile(
+    task: TaskName,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the profile as JSON")] = None,
+    memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Measure a task's loop and the settings worth trying on it."""
+
+    from trimtab.core.codec import to_json
+    from trimtab.core.objective import Budget, Objective
+    from trimtab.experiments.planning import device_here, make_plans
+    from trimtab.experiments.text import profile_text
+    from trimtab.tasks import load_task
+
+    require_folder(out)
+    how = {"adapt": (), "strong": False, "budget": Budget(memory, step_time), "traces": True}
+    with ProgressBar() as progress:
+        loaded = load_task(task)
+        plans = make_plans(
+            loaded,
+            loaded.load_data(),
+            device_here(),
+            objective=Objective(1.0, memory_weight),
+            progress=progress,
+            **how,
+        )
+    found = plans.profiles["S"]
+    if out is not None:
+        out.write_text(to_json(found, indent=1), encoding="utf-8")
+    typer.echo(to_json(found) if as_json else profile_text(found))
+
+
+def plan(
+    task: Annotated[str, typer.Argument(help="a task, or a profile written by `trimtab profile TASK -o FILE.json`")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan as JSON")] = None,
+    memory: Memory = None,
+    step_time: StepTime = None,
+    memory_weight: Weight = 0.0,
+    device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="processes to plan for, none of them here: all is predicted")] = 1,
+    link: Annotated[
+        str | None,
+        typer.Option(help="what joins them: nvlink, ib, ethernet, ib:HDR and the like, or nodes: 8 x nvlink + ib"),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="what shares the model between ranks: torch, deepspeed")] = "torch",
+    adapt: Adapt = None,
+    explain: Annotated[bool, typer.Option("--explain", help="all that was considered, and all that was tried")] = False,
+    as_json: Json = False,
+) -> None:
+    """Decide what to change, and say why."""
+    from trimtab.core.codec import to_json
+    from trimtab.core.objective import Budget, Objective
+    from trimtab.experiments.decided import decided
+
+    require_folder(out)
+    if explain and as_json:
+        raise ValueGivenError("--explain", given="with --json", expected="the one or the other: a page is no JSON")
+    if task.endswith(".json") or device is not None:
+        refuse_adapt(adapt, task if task.endswith(".json") else "--device")
+    limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
+    if ranks > 1 or link is not None or engine != "torch":
+        asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
+        _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
+        return
+    wanted = adaptation(adapt)
+    with ProgressBar() as progress:
+        found = decided(task, limits, weights, device=device, adapt=wanted, progress=progress)
+    if out is not None:
+        out.write_text(to_json(found.plan, indent=1), encoding="utf-8")
+    typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
+
+
+def _plan_ranks(
+    task: str,
+    options: dict[str, Any],
+    adapt: str | None,
+    limits: Any,
+    weights: Any,
+    out: Path | None,
+    *,
+    as_json: bool,
+    explain: bool,
+) -> None:
+    from trimtab.core.codec import to_json
+    from trimtab.experiments.rank_page import RanksAsked, rank_page, said
+
+    asked = RanksAsked(**options)
+    if task.endswith(".json") or explain:
+        raise ValueGivenError("--ranks", given=f"{task}, --explain" if explain else task, expected="a task alone")
+    refuse_adapt(adapt, "--ranks")
+    with ProgressBar() as progress:
+        found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)
+    beside = None if out is None else found.write(out)
+    typer.echo(to_json(found.plan) if as_json else found.text(beside))
+    if as_json and beside is not None:
+        typer.echo(said(beside), err=True)

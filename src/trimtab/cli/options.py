@@ -1,0 +1,75 @@
+"""Options that several commands have, and what is said of them before minutes of work, not after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.core.errors import FormatError, ValueGivenError
+
+TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
+StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
+Weight = Annotated[float, typer.Option(help="of peak memory, beside 1 of time, in what a plan makes small")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
+Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
+Adapt = Annotated[
+    str | None,
+    typer.Option(
+        help="what a plan may change beyond the same maths: learning-rate, batch, or both: learning-rate,batch"
+    ),
+]
+
+
+def adaptation(adapt: str | None, known: tuple[str, ...] = ("learning-rate", "batch")) -> tuple[str, ...]:
+    """Return what `--adapt` names.
+
+    Raises:
+        ValueGivenError: it names what is not known.
+    """
+    from trimtab.core.checks import one_of
+
+    if adapt is None or adapt == "none":
+        return ()
+    return tuple(one_of("--adapt", name, (*known, "none")).replace("-", "_") for name in adapt.split(","))
+
+
+def refuse_adapt(adapt: str | None, recorded: str) -> None:
+    """Raise where `--adapt` was given with what it cannot be.
+
+    Args:
+        recorded: what the plan is decided from.
+    """
+    if adaptation(adapt):
+        raise ValueGivenError(
+            "--adapt",
+            given=f"{adapt} with {recorded}, which is decided from what was recorded",
+            expected="a task alone, because a range test trains",
+        )
+
+
+def refuse_memory(memory: str | None) -> None:
+    """Raise where a limit was given with a plan that is made."""
+    if memory is not None:
+        raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+
+
+def require_folder(out: Path | None) -> None:
+    """Raise where a file cannot be written."""
+    if out is not None and out.is_dir():
+        raise FormatError("--out", given=f"{out}, which is a folder", expected="a file")
+    if out is not None and not out.parent.is_dir():
+        raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
+
+
+def require_new(record: Path | None) -> None:
+    """Raise where a record is there already, or cannot be written."""
+    if record is not None and record.exists():
+        raise FormatError("--record", given=f"{record}, which exists", expected="a new file")
+    if record is not None and not record.parent.is_dir():
+        raise FormatError(
+            "--record", given=f"{record}, whose folder does not exist", expected="a file in one that does"
+        )

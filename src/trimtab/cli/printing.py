@@ -1,0 +1,36 @@
+"""How the command prints what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object, on one line."""
+    from trimtab.core.codec import to_jsonable
+
+    typer.echo(json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False))
+
+
+def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
+    """Write a comparison's report to a folder, and print it."""
+    from trimtab.experiments.report import terminal_report, write_report
+    from trimtab.experiments.rows import benchmark_object
+
+    paths = write_report(found, folder)
+    if as_json:
+        print_json(benchmark_object(found))
+        return
+    _print_rich(terminal_report(found))
+    typer.echo(f"report: {paths['html']}")
+
+
+def _print_rich(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(renderable)

@@ -1,0 +1,125 @@
+"""Commands that prove what a plan is worth: compare, scale, and report, which shows a comparison again."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import Json, Memory, PlanFile, Ranks, TaskName, adaptation, refuse_adapt, refuse_memory
+from trimtab.cli.printing import print_json, write_and_show
+from trimtab.core.errors import ValueGivenError
+from trimtab.experiments.progress_bar import ProgressBar
+
+
+def compare(
+    task: TaskName,
+    pairs: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    whole: Annotated[
+        int | None, typer.Option(min=0, help="races that run to the end of the budget; the others time a few steps")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory of tier S")
+    ] = False,
+    adapt: Annotated[
+        str | None, typer.Option(help="learning-rate (tier F beside tier S, the default), or none")
+    ] = None,
+    peers: Annotated[
+        bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
+    ] = None,
+    cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+) -> None:
+    """Race the reference loop against the plan, in pairs, and report what it bought."""
+    import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
+    from trimtab.experiments.compare_command import Asked, compared
+
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+    adapts = None if adapt is None else adaptation(adapt, ("learning-rate",)) != ()
+    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks)
+    found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
+    if found is not None:
+        write_and_show(found, asked.folder, as_json=as_json)
+
+
+def scale(
+    task: TaskName,
+    ranks: Annotated[str | None, typer.Option(help="numbers of processes on this machine, such as 1,2,4")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="jobs of each number of ranks: 5 for a verdict")] = None,
+    scaling: Annotated[
+        str | None, typer.Option(help="weak (a batch for every rank), strong (shared), or weak,strong")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a first look: two short rounds of weak scaling")] = False,
+    adapt: Annotated[str | None, typer.Option(help="batch: also a plan whose batch is freed (tier F)")] = None,
+    memory: Annotated[str | None, typer.Option(help="hard limit of each rank, by which it chooses its stage")] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="a plan's JSON, whose settings run on each number of ranks")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted table goes on there")] = None,
+    job: Annotated[int | None, typer.Option(hidden=True, help="time one job of the ranks there are")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time the plain loop and the plan on several numbers of ranks; under a launcher one job, of its ranks."""
+    from trimtab.core.codec import read_json
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.experiments.scale import ScaleSettings, numbers
+    from trimtab.experiments.scale_bench import JobSettings
+    from trimtab.experiments.scale_command import run_scale
+
+    frees = adaptation(adapt, ("batch",)) != ()
+    if plan_file is not None:
+        refuse_memory(memory)
+    if frees and (plan_file is not None or memory is not None):
+        given = f"{adapt} with {'--memory' if plan_file is None else '--plan'}"
+        raise ValueGivenError("--adapt", given=given, expected="one of the two: a batch is freed on replicas")
+    plan = None if plan_file is None else read_json(Plan, plan_file)
+    modes = tuple(part.strip() for part in (scaling or ("weak" if quick else "weak,strong")).split(","))
+    how = {"frees_batch": frees, "budget": Budget(memory), "plan": plan}
+    asked = JobSettings(modes, *((2, 0.2) if quick else ()), **how)
+    settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
+    which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
+    folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"
+    with ProgressBar() as progress:
+        found = run_scale(task, folder, settings, job, progress, which)
+    if found is not None:
+        print_json(found.as_benchmark()) if as_json else typer.echo(f"{found.text}\n\nreport: {found.path}")
+
+
+def report(
+    source: Annotated[Path, typer.Argument(help="a comparison's folder or report.json, or a run's record (.jsonl)")],
+    out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a comparison's report again (HTML, Markdown, JSON) and print it; of a run's record, its page."""
+    from trimtab.core.codec import read_json
+    from trimtab.experiments.result import Comparison
+
+    if source.suffix == ".jsonl":
+        _write_run_page(source, out or source.parent, as_json=as_json)
+        return
+    path = source / "report.json" if source.is_dir() else source
+    found = read_json(Comparison, path)
+    folder = out or path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    write_and_show(found, folder, as_json=as_json)
+
+
+def _write_run_page(source: Path, folder: Path, *, as_json: bool) -> None:
+    from trimtab.core.codec import write_whole
+    from trimtab.core.record import read_record
+    from trimtab.experiments.report.run_page import run_page
+
+    page = run_page(read_record(source))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{source.stem}.html"
+    write_whole(path, page)
+    print_json({"html": str(path)}) if as_json else typer.echo(f"Report: {path}")

@@ -1,0 +1,67 @@
+"""The command that trains: train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.options import (
+    Adapt,
+    Json,
+    Memory,
+    PlanFile,
+    Ranks,
+    TaskName,
+    adaptation,
+    refuse_adapt,
+    refuse_memory,
+    require_new,
+)
+from trimtab.cli.printing import print_json
+from trimtab.experiments.progress_bar import ProgressBar
+
+
+def train(
+    task: TaskName,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
+    plan_file: PlanFile = None,
+    seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
+    record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
+    memory: Memory = None,
+    adapt: Adapt = None,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+) -> None:
+    """Train a task through a plan, and evaluate it."""
+    from trimtab.core.codec import read_json
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.decide.ranks import replicated
+    from trimtab.distributed.launch import launch
+    from trimtab.distributed.process_group import joined, place
+    from trimtab.experiments.ranks import plan_on_ranks, task_of_rank
+    from trimtab.experiments.train import train_task
+    from trimtab.tasks import load_task
+
+    here, loaded, limits = place(), load_task(task), Budget(memory)
+    require_new(None if here.rank else record)
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+        refuse_memory(memory)
+    if ranks > 1 and here.num_ranks == 1:
+        task_of_rank(loaded, ranks)
+        launch(sys.argv[1:], ranks)
+        return
+    with joined():
+        if plan_file is None:
+            with ProgressBar() as progress:
+                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress)
+        else:
+            chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
+        with ProgressBar() as progress:
+            found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, progress=progress)
+    if here.rank == 0:
+        print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))

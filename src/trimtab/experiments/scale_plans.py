@@ -1,0 +1,122 @@
+"""The plan of a scaling table's job: made from its share of a batch, chosen within a limit, or given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from trimtab.calibrate.step_shape import step_shape
+from trimtab.core.codec import from_json, read_json, to_json, write_whole
+from trimtab.core.errors import InfeasibleError, RankError, ValueGivenError
+from trimtab.core.objective import Budget
+from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress
+from trimtab.decide.ranks import alone, replicated
+from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.process_group import first_ended_by, from_first, place
+from trimtab.experiments.planning import make_plans
+from trimtab.experiments.ranks import plan_on_ranks
+from trimtab.tasks.task import Task, TaskData
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job's plan, a JSON value; None, and why, where none meets the limit."""
+
+    plan: Plan | None
+    refusal: str = ""
+
+
+def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path) -> Planned:
+    """Return the plan of the ranks there are, made with no limit; every rank calls it.
+
+    Args:
+        share: of one rank. folder: as of `kept`.
+    """
+    make = kept(share, data, device, folder)
+    return Planned(plan_together(make, device) if place().num_ranks > 1 else make().plan)
+
+
+def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
+    """Return what makes a plan of one rank's share, or reads from the folder the one that an earlier job made."""
+    path = folder / f"plan-{share.batch_rows}.json"
+
+    def make() -> Made:
+        if not path.exists():
+            plans = make_plans(share, data, device, adapt=(), strong=False, progress=lambda *_: None)
+            with torch.device("meta"):
+                model = share.make_model()
+            plan = plans.plans["S"]
+            write_whole(path, to_json(Made(plan, step_shape(model, plans.profiles["S"], plan)), indent=1))
+        return read_json(Made, path)
+
+    return make
+
+
+def within(budget: Budget, whole: Task, rows: int, folder: Path, progress: Progress) -> Planned:
+    """Return the plan that the ranks there are choose within a limit, with its stage; every rank calls it.
+
+    All jobs of as many ranks and rows have the one that the first of them chose.
+
+    Args:
+        rows: of one rank.
+    """
+    here = place()
+    path = folder / f"plan-{rows}-{here.num_ranks}.json"
+    text = from_first(lambda: path.read_text(encoding="utf-8") if path.exists() else "")
+    if text:
+        return from_json(Planned, text)
+    found = _chosen(budget, whole, progress)
+    if here.rank == 0:
+        write_whole(path, to_json(found, indent=1))
+    return found
+
+
+def _chosen(budget: Budget, whole: Task, progress: Progress) -> Planned:
+    try:
+        return Planned(plan_on_ranks(whole, budget, (), progress))
+    except InfeasibleError as error:
+        return Planned(None, f"given {error.given}")
+    except RankError as error:
+        if not first_ended_by(error, InfeasibleError):
+            raise
+        return Planned(None, error.given)
+
+
+def fitted(plan: Plan, rows: int, ranks: int) -> Plan:
+    """Return a given plan's settings for so many ranks, each with so many rows; what was told of it only where it is.
+
+    Its micro-batch stays where it splits a batch. One rank has the same settings, and shares nothing.
+    """
+    if (plan.batch_rows, plan.num_ranks) == (rows, ranks):
+        return plan
+    size = min(int(plan.micro_batch.value or 1), rows) if plan.splits else rows
+    micro = replace(plan.micro_batch, value=size, changed=size < rows)
+    found = replace(plan, batch_rows=rows, micro_batch=micro, predicted=None, measured=None, stages=())
+    if ranks == 1:
+        return alone(found) if found.num_ranks > 1 else found
+    return replace(found, num_ranks=ranks) if found.num_ranks > 1 else replicated(found, ranks)
+
+
+def refuse_other_maths(plan: Plan | None) -> None:
+    """Raise where a given plan may change more than the maths allow: it is timed beside what keeps them.
+
+    Raises:
+        ValueGivenError: it is of tier F.
+    """
+    if plan is not None and plan.tier != "S":
+        given = f"a plan of tier {plan.tier}, which changes {plan.changes_in_words}"
+        raise ValueGivenError("--plan", given=given, expected="one that keeps the maths")
+
+
+def told_bytes(plan: Plan) -> int | None:
+    """Return what a rank is told to hold at most; None where that is not known, or was told of one process.
+
+    A plan that was chosen among the stages of ranks is held against no loop of one process.
+    """
+    if plan.predicted is None or (plan.num_ranks > 1 and plan.baseline is not None):
+        return None
+    return plan.predicted.peak_bytes

@@ -1,0 +1,27 @@
+"""The table of ZeRO stages as figures, for whoever reads JSON."""
+
+from __future__ import annotations
+
+from trimtab.core.rank_stage import RankStage
+from trimtab.decide.stages import RefusedStage, StageCost, Stages
+
+
+def stage_figures(stages: Stages) -> tuple[RankStage, ...]:
+    """Return what each way to share the model takes, in the order of the table."""
+    return tuple(map(_figures, stages))
+
+
+def _figures(each: StageCost | RefusedStage) -> RankStage:
+    stage, reduces_once = each.way
+    if isinstance(each, RefusedStage):
+        return RankStage(stage, reduces_once, each.refusal)
+    return RankStage(
+        stage,
+        reduces_once,
+        peak_bytes=each.peak_bytes,
+        window_s=each.cost.total_s,
+        waiting_s=each.cost.exposed_s,
+        micro_batch=int(each.plan.micro_batch.value or 1),
+        num_micro_batches=each.plan.num_micro_batches,
+        reduce_dtype=str(each.plan.reduce_dtype.value),
+    )

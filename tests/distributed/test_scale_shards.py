@@ -1,0 +1,95 @@
+"""`trimtab scale` with shards: ranks that choose their stage within a limit, and a plan that was made before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from trimtab.core.codec import to_json
+from trimtab.core.parallelism import Parallelism
+from trimtab.core.plan import Plan
+from trimtab.distributed.rank_memory import trace_rank
+from trimtab.experiments.scale_plans import Planned
+
+TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
+SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
+# An interpreter that ends as usual leaves a file.
+WIDE = """
+import atexit, os
+from dataclasses import replace
+import tiny
+from torch import nn
+from trimtab.calibrate import trials
+
+trials.BLOCK_S = 0.003
+atexit.register(lambda: open(f"ended-{os.environ.get('RANK', 'launcher')}", "w").close())
+
+def make_model():
+    return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+
+task = replace(tiny.task, name="wide", make_model=make_model)
+"""
+
+
+def least_of(stage: int) -> int:
+    """Return what one of two ranks is told to hold of the wide task, in windows of one micro-batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+    batches = tuple((torch.ones(rows, 16), torch.zeros(rows, dtype=torch.long)) for rows in (2, 4))
+    loop = (model, torch.optim.AdamW(model.parameters()), lambda model, b: cross_entropy(model(b[0]), b[1]), batches)
+    return trace_rank(*loop, (2, 4), Parallelism(2, stage), counts_scratch=True).peak_bytes(2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    (tmp_path / "wide.py").write_text(WIDE)
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> dict[tuple[str, int], dict]:
+    """Return the rows that a command printed, by recipe and ranks."""
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, env=given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    return {(row["recipe"], row["ranks"]): row for row in json.loads(done.stdout)["rows"]}
+
+
+def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_there_is_none(folder):
+    (folder / "table").mkdir()
+    (folder / "table" / "plan-32-1.json").write_text(
+        to_json(Planned(None, "4 MiB over it"))
+    )  # as an earlier round has it
+    limit = (least_of(0) + min(least_of(stage) for stage in (1, 2, 3))) // 2
+    of = run(folder, "trimtab.cli", "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B")
+    (plan,) = of["plan", 2]["plans"]
+    assert plan["zero_stage"] >= 1
+    assert plan["told_bytes"] <= limit
+    assert of["plan", 2]["peak_bytes"] == pytest.approx(plan["told_bytes"], rel=0.3)
+    assert of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
+    assert of["plan", 2]["rows_per_s"] > 0
+    assert (of["plan", 1]["refused"], of["plan", 1]["n"], of["plan", 2]["mean"]) == ("4 MiB over it", 0, None)
+    assert of["baseline", 2]["mean"] > 0
+    assert {each.name for each in folder.glob("ended-*")} == {"ended-launcher", "ended-0"}  # 0: of the job of one rank
+
+
+def test_the_ranks_of_another_launcher_time_a_plan_of_stage_2_and_leave_at_once(folder):
+    (folder / "plan.json").write_text(to_json(Plan.fixed(32, 16, num_ranks=2, zero_stage=2)))
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trimtab.cli", "scale")
+    of = run(folder, *launcher, "wide:task", *SHORT, "--plan=plan.json")
+    (plan,) = of["plan", 2]["plans"]
+    assert (plan["zero_stage"], plan["micro_batch"], plan["num_micro_batches"]) == (2, 16, 2)
+    assert plan["told_bytes"] is None
+    assert 0 < of["plan", 2]["peak_bytes"] < of["baseline", 2]["peak_bytes"]
+    assert not list(folder.glob("ended-*"))
