@@ -8,6 +8,7 @@ With one rank the backends themselves are driven, as a loop of one process has n
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import sys
@@ -20,16 +21,13 @@ from torch import nn
 
 from trimtab.core.plan import Plan
 from trimtab.distributed import link_speed
-from trimtab.distributed.data_parallel import DataParallel
+from trimtab.distributed.backends import _BACKENDS
 from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.fully_sharded import FullySharded
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.process_group import backends, slowest, total
-from trimtab.distributed.zero import ShardedState
 from trimtab.measure.sharded_norms import is_shard
 
 ROWS, WIDTH, STEPS = 4, 16, 3
-BACKENDS = {0: DataParallel, 1: ShardedState, 2: FullySharded, 3: FullySharded}
 
 
 class Net(nn.Module):
@@ -69,7 +67,8 @@ def trained(stage: int, device: torch.device, rank: int, ranks: int) -> float:
     whole, optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (alone, model))
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(STEPS, 2, ranks, ROWS, WIDTH, generator=generator, dtype=torch.float64).to(device)
-    backend = BACKENDS[stage]()
+    module, name = _BACKENDS[stage]
+    backend = getattr(importlib.import_module(module), name)()
     backend.spread(model, optimizer, Plan.fixed(2 * ROWS, ROWS, num_ranks=max(2, ranks), zero_stage=stage))
     for window in batches:
         backend.optimizer.zero_grad()
@@ -97,7 +96,7 @@ def main(rank: int, ranks: int, folder: Path, kind: str) -> None:
         link = calibrate(device)
         found["link"] = [link.link.name, link.overlap_share, link.link.latency_s]
     found["overlap"] = link_speed._overlap(device, 2**18)  # of one rank there is no link, but its device's work
-    found["apart"] = [trained(stage, device, rank, ranks) for stage in BACKENDS]
+    found["apart"] = [trained(stage, device, rank, ranks) for stage in _BACKENDS]
     dist.barrier()
     dist.destroy_process_group()
     # as a loop's own script often joins: a group that has no way for what lies on the host
