@@ -16,6 +16,8 @@ IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU_PYTHON ?= $(BIN)/python
+# A file's tests run in one process: what a file sets up once, as a job of ranks, is set up once.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 help: ## Show this list
 	@echo "make <target>:"
@@ -48,7 +50,7 @@ demo: $(STAMP) ## Race a small ResNet on real digits against its plans; prints w
 
 test: $(STAMP) ## Run the tests
 	@$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest \
-		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) $(PYTEST_ARGS)
+		$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) $(BY_FILE)) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Run the long matrices
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)

@@ -1,13 +1,15 @@
 """Peak memory of a rank at each ZeRO stage, as one process tells it and as two ranks take it.
 
-`python benchmarks/rank_memory.py [--quick] [--json] [--models gpt]` prints `rank_memory` rows: of each stage, and of
-windows of one and of three micro-batches, the predicted peak (traced, nothing run), the larger one of two gloo ranks'
-counted peaks, and how far apart they are. `least_bytes` is the smallest of the counted windows: gloo's own threads let
-go of what they send when they get to it.
+`python benchmarks/rank_memory.py [--quick] [--json] [--models gpt] [--engine deepspeed]` prints `rank_memory` rows: of
+each stage, and of windows of one and of three micro-batches, the predicted peak (traced, nothing run), the larger one
+of two gloo ranks' counted peaks, and how far apart they are. `least_bytes` is the smallest of the counted windows:
+gloo's own threads let go of what they send when they get to it. What DeepSpeed holds between windows is told by all
+the tensors that there are.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -33,15 +35,15 @@ from trimtab.measure.sharded_norms import local
 RANKS, ROWS, SEVERAL = 2, 8, 3
 WARM, WINDOWS = 2, 5
 MODELS = ("gpt", "gpt_tied", "vit", "resnet18", "mlp")
-STAGES = (0, 1, 2, 3)
+STAGES = {"torch": (0, 1, 2, 3), "deepspeed": (1, 2, 3)}
 
 
-def ways() -> Iterator[tuple[int, int, bool]]:
-    """Yield stage, micro-batches and whether gradients are reduced once a window."""
-    for stage in STAGES:
+def ways(engine: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield stage, micro-batches and whether gradients are reduced once a window; DeepSpeed's as a plan weighs them."""
+    for stage in STAGES[engine]:
         yield stage, 1, True
         yield stage, SEVERAL, True
-        if stage > 1:
+        if stage > 1 and engine == "torch":
             yield stage, SEVERAL, False
 
 
@@ -56,10 +58,10 @@ def predicted(kind: Kind, stage: int, k: int, reduces_once: bool) -> int:
     return trace_rank(model, optimizer, kind.loss_fn, (few, many), (ROWS // 2, ROWS), how, **seen).peak_bytes(ROWS)
 
 
-def counted(name: str, stage: int, k: int, reduces_once: bool) -> list[int]:
+def counted(name: str, engine: str, stage: int, k: int, reduces_once: bool) -> list[int]:
     """Return the counted peak of each window, of the rank that took more."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [name, str(stage), str(k), str(int(reduces_once)), folder]
+        given = [name, engine, str(stage), str(k), str(int(reduces_once)), folder]
         one = os.environ | {"OMP_NUM_THREADS": "1"}
         program = [sys.executable, __file__, "--as-rank", *given]
         ranks = [subprocess.Popen([*program, str(rank)], env=one) for rank in range(RANKS)]
@@ -69,7 +71,7 @@ def counted(name: str, stage: int, k: int, reduces_once: bool) -> list[int]:
     return [max(each) for each in zip(*found, strict=True)]
 
 
-def run_rank(name: str, stage: int, k: int, reduces_once: bool, folder: Path, rank: int) -> None:
+def run_rank(name: str, engine: str, stage: int, k: int, reduces_once: bool, folder: Path, rank: int) -> None:
     """Train some windows as one rank, and write down what each held at most."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
@@ -79,33 +81,47 @@ def run_rank(name: str, stage: int, k: int, reduces_once: bool, folder: Path, ra
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     batch = kind.batch(k * ROWS)
     shared: dict[str, Any] = {"zero_stage": stage} | ({"reduces_once": reduces_once} if stage > 1 else {})
-    plan, peaks = Plan.fixed(k * ROWS, ROWS, num_ranks=RANKS, **shared), []
+    plan, peaks = Plan.fixed(k * ROWS, ROWS, num_ranks=RANKS, engine=engine, **shared), []
     with trimtab.start(model, optimizer, plan) as run:
         for index, window in enumerate(run.windows([batch] * (WARM + WINDOWS))):
             if index < WARM:
                 run.train_step(window, kind.loss_fn)
                 continue
             model.zero_grad(set_to_none=True)  # what is freed in a count has to be in it
-            states = [value for state in optimizer.state.values() for value in state.values()]
-            alive = [local(each) for each in (*model.parameters(), *model.buffers(), *states)]
+            held = held_by_any(batch) if engine == "deepspeed" else held_by_torch(model, optimizer, stage)
             batch_bytes = storage_bytes(batch) // k  # the trace has one micro-batch at a time
-            buckets = sum(p.numel() * p.element_size() for p in model.parameters()) if stage < 2 else 0
             growth = peak_growth(lambda window=window: run.train_step(window, kind.loss_fn))
-            peaks.append(storage_bytes(alive) + batch_bytes + buckets + growth)
+            peaks.append(held + batch_bytes + growth)
     Path(folder, str(rank)).write_text(json.dumps(peaks), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def rows_of(name: str) -> Iterator[dict[str, Any]]:
+def held_by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> int:
+    """Return what a rank holds between windows, with DDP's buckets."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    alive = [local(each) for each in (*model.parameters(), *model.buffers(), *states)]
+    buckets = sum(p.numel() * p.element_size() for p in model.parameters()) if stage < 2 else 0
+    return storage_bytes(alive) + buckets
+
+
+def held_by_any(batch: Any) -> int:
+    """Return the bytes of all tensors that there are, but for those of a batch and on no device."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
+    found += [each.grad for each in found if each.is_leaf and each.grad is not None]
+    return storage_bytes(found) - storage_bytes(batch)
+
+
+def rows_of(name: str, engine: str) -> Iterator[dict[str, Any]]:
     """Yield a row of each way."""
-    for way in ways():
-        peaks, told = counted(name, *way), predicted(KINDS[name], *way)
+    for way in ways(engine):
+        peaks, told = counted(name, engine, *way), predicted(KINDS[name], *way)
         stage, k, once = way
         taken = int(statistics.median(peaks))
         yield {
             "metric": "rank_memory",
             "model": name,
             "ranks": RANKS,
+            "engine": engine,
             "zero_stage": stage,
             "micro_batches": k,
             "reduces_once": once,
@@ -127,14 +143,15 @@ def _line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Print the rows."""
     if sys.argv[1:2] == ["--as-rank"]:
-        name, stage, k, once, folder, rank = sys.argv[2:]
-        run_rank(name, int(stage), int(k), once == "1", Path(folder), int(rank))
+        name, engine, stage, k, once, folder, rank = sys.argv[2:]
+        run_rank(name, engine, int(stage), int(k), once == "1", Path(folder), int(rank))
         return
     parser = command.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=sorted(KINDS))
+    parser.add_argument("--engine", default="torch", choices=sorted(STAGES))
     options = parser.parse_args()
     names = options.models[:1] if options.quick else options.models
-    rows = [row for name in names for row in rows_of(name)]
+    rows = [row for name in names for row in rows_of(name, options.engine)]
     command.show("rank_memory", rows, _line, as_json=options.json)
 
 

@@ -1,9 +1,9 @@
 """One rank of a job that trains the same cases by every backend; run by test_backends.py.
 
-    python backend_rank.py RANK RANKS FOLDER PATTERN [MUTANT]
+    python backend_rank.py RANK RANKS FOLDER PATTERN [MUTANT [DEVICE]]
 
-PATTERN, a regular expression, names the cases; MUTANT what is broken first. Rank 0 writes, of each case, how far its
-weights are from one process's after all steps, and what else it saw.
+PATTERN, a regular expression, names the cases; MUTANT what is broken first; DEVICE where they train. Rank 0 writes, of
+each case, how far its weights are from one process's after all steps, and what else it saw.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _lost_rows() -> None:
 MUTANTS = {"mean-of-means": _mean_of_means, "local-clip": _local_clip, "lost-rows": _lost_rows}
 
 
-def train(case: Case, *, ranks: int, windows: list) -> dict:
+def train(case: Case, *, ranks: int, windows: list, device: str = "cpu") -> dict:
     """Return what a run of a case ends with: on one process, or on this one of several."""
-    model = Tokens(case.dtype)
+    model = Tokens(case.dtype).to(device)
     optimizer = optimizer_of(model, case.optimizer)
     scheduler = scheduler_of(optimizer)
     plan = case.plan(ranks)
@@ -70,9 +70,17 @@ def train(case: Case, *, ranks: int, windows: list) -> dict:
     return found | {"losses": losses, "rates": rates, "names": names, "state": state}
 
 
-def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "") -> None:
+def group_of(device: str, rank: int) -> str:
+    """Return what a job is joined by on such devices; a rank takes its own."""
+    if device == "cpu":
+        return "gloo"
+    torch.cuda.set_device(rank)
+    return "cpu:gloo,cuda:nccl"
+
+
+def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "", device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dist.init_process_group(group_of(device, rank), init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     ours = {}
     chosen = {name: case for name, case in CASES.items() if re.search(pattern, name)}
     MUTANTS.get(mutant, lambda: None)()
@@ -80,7 +88,7 @@ def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "") ->
         torch.manual_seed(rank)  # weights are rank 0's, whatever others begin with
         try:
             loader = trimtab.shard(batches_of(case))
-            ours[name] = train(case, ranks=ranks, windows=loader)
+            ours[name] = train(case, ranks=ranks, windows=loader, device=device)
         except Exception:
             ours[name] = {"error": traceback.format_exc()[-1500:]}
     dist.barrier()
@@ -89,7 +97,9 @@ def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "") ->
         report = {}
         for name, case in chosen.items():
             torch.manual_seed(0)
-            report[name] = compared(ours[name], train(case.alone(ranks), ranks=1, windows=batches_of(case)))
+            report[name] = compared(
+                ours[name], train(case.alone(ranks), ranks=1, windows=batches_of(case), device=device)
+            )
         (folder / "report.json").write_text(json.dumps(report))
     else:
         kept = {name: {k: v for k, v in each.items() if k != "weights"} for name, each in ours.items()}

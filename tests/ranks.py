@@ -1,37 +1,129 @@
-"""Runs a program on some ranks, each a process of its own."""
+"""Runs a program on some ranks, each a process of its own, forked from one that has torch imported.
+
+Two such servers, as the order of sets of strings differs between processes, and so between ranks on different ones.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import json
+import os
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# gloo's threads may outlive the interpreter, and end it with an error.
-LEAVE = """
-import os
-os._exit(0)
-"""
+TESTS = Path(__file__).parent
+_SERVERS, _LOOK_S, _LIMIT_S = 2, 0.005, 600.0
+_COMPILER = ("torch._inductor.compile_fx",)  # seconds to import
 
 
 def run_program(path: Path, folder: Path, *arguments: object, ranks: int = 2) -> None:
     """Run a program's file as rank 0, 1, ... of so many, which it gets as arguments, and the folder to meet in."""
-    _run([sys.executable, str(path)], [(rank, ranks, folder, *arguments) for rank in range(ranks)])
+    given = [(rank, ranks, folder, *arguments) for rank in range(ranks)]
+    _run(path.read_text(encoding="utf-8"), folder, given, name=str(path))
 
 
-def run_ranks(code: str, folder: Path, *arguments: object, ranks: int = 2) -> None:
+def run_ranks(code: str, folder: Path, *arguments: object, ranks: int = 2, compiles: bool = False) -> None:
     """Run `code` as rank 0, 1, ..., with the rank, the folder to meet in and what else it needs as arguments."""
-    command = [sys.executable, "-c", textwrap.dedent(code) + LEAVE]
-    _run(command, [(rank, folder, *arguments) for rank in range(ranks)])
+    given = [(rank, folder, *arguments) for rank in range(ranks)]
+    _run(code, folder, given, compiles=compiles)
 
 
-def _run(command: list[str], arguments: list[tuple[object, ...]]) -> None:
-    running = [subprocess.Popen([*command, *map(str, each)], stderr=subprocess.PIPE) for each in arguments]
-    try:
+def _run(code: str, folder: Path, arguments: Sequence[tuple[object, ...]], **how: object) -> None:
+    with started(code, folder, arguments, **how) as running:
         for each in running:
-            _, error = each.communicate(timeout=600)
-            assert each.returncode == 0, error.decode()[-3000:]
+            assert each.wait(_LIMIT_S) == 0, each.said()[-3000:]
+
+
+@contextlib.contextmanager
+def started(
+    code: str, folder: Path, arguments: Sequence[tuple[object, ...]], *, name: str = "<rank>", compiles: bool = False
+) -> Iterator[list[Rank]]:
+    """Start a program once with each of these arguments; what still runs at the block's end is killed.
+
+    Args:
+        folder: for what they say. compiles: they compile models.
+    """
+    running, code = list[Rank](), textwrap.dedent(code)
+    for server in _servers():
+        server.ask("load", modules=_COMPILER if compiles else ())
+    try:
+        for number, each in enumerate(arguments):
+            running.append(Rank(number, folder / f"said-{number}", code, name, tuple(map(str, each))))
+        yield running
     finally:
-        for each in running:  # one that waits for another that failed
-            each.kill()
-            each.communicate()
+        for rank in running:  # one that waits for another that failed, or was stopped
+            rank.kill()
+
+
+class Rank:
+    """A process that runs a program.
+
+    Args:
+        number: its rank. said: file of what it says. code, name: the program.
+    """
+
+    def __init__(self, number: int, said: Path, code: str, name: str, arguments: tuple[str, ...]) -> None:
+        self._server, self._said = _servers()[number % _SERVERS], said
+        self._process = self._server.ask(
+            "start",
+            code=code,
+            name=name,
+            arguments=arguments,
+            environment=dict(os.environ),
+            folder=os.getcwd(),
+            paths=[str(TESTS)],
+            said=str(said),
+        )
+
+    def wait(self, limit_s: float) -> int:
+        """Return the status that it ends with, negative for a signal."""
+        end = time.monotonic() + limit_s
+        while (status := self._server.ask("poll", process=self._process)) is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a rank did not end in {limit_s:g} s: {self.said()[-3000:]}")
+            time.sleep(_LOOK_S)
+        return status
+
+    def kill(self) -> None:
+        """End it, where it runs."""
+        self._server.ask("kill", process=self._process)
+
+    def said(self) -> str:
+        """Return what it wrote."""
+        return self._said.read_text(encoding="utf-8", errors="replace")
+
+
+class _Server:
+    """A process of `rank_server.py`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(TESTS / "rank_server.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.close)
+
+    def ask(self, does: str, **request: object):
+        """Return the answer to a request."""
+        self._process.stdin.write(json.dumps({"do": does} | request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server of ranks ended with {self._process.wait()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+@functools.cache
+def _servers() -> list[_Server]:
+    """Return them, begun with the first ranks."""
+    return [_Server() for _ in range(_SERVERS)]

@@ -189,4 +189,5 @@ def covering() -> list[Cell]:
 def check_cell(cell: Cell, folder: Path) -> None:
     """Run a cell; it raises where it is not the loop that keeps all."""
     how, block, precision, mode, name = cell
-    run_ranks(RANK, folder, how, block, precision, mode, SCHEDULES[name], ranks=1 if how == "alone" else 2)
+    given = (how, block, precision, mode, SCHEDULES[name])
+    run_ranks(RANK, folder, *given, ranks=1 if how == "alone" else 2, compiles=mode == "compiled")

@@ -1,6 +1,6 @@
 """One rank of a job that plans with no limit, with one that no stage meets and with one that shards meet; then trains.
 
-    python stage_rank.py RANK RANKS FOLDER
+    python stage_rank.py RANK RANKS FOLDER [DEVICE]
 
 Each rank writes its plans, what it was refused and how often it traced; rank 0 also how far the weights are from one
 process's after all steps.
@@ -17,10 +17,11 @@ from pathlib import Path
 import rank_cases
 import torch
 import torch.distributed as dist
-from backend_rank import compared, train
+from backend_rank import compared, group_of, train
 from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
 
 import trimtab
+from trimtab.calibrate import trials
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
@@ -29,7 +30,10 @@ from trimtab.decide.stages import GLOO_ONCE
 from trimtab.distributed import stage_choice
 from trimtab.distributed.rank_memory import trace_rank
 
-rank_cases.WIDTH, rank_cases.DEPTH = 96, 6  # so that what a rank may shard is most of what it holds
+trials.BLOCK_S = 0.003  # the limit decides here, and not what is faster
+DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
+# So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.
+rank_cases.WIDTH, rank_cases.DEPTH = (96, 6) if DEVICE == "cpu" else (2048, 6)
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,10 @@ class Planned(Case):
 
 def told(case: Case, stage: int, ranks: int, rows: int) -> int:
     """Return what a rank is told to hold in windows of one micro-batch."""
-    model, (batch, *_) = Tokens(case.dtype), batches_of(case)
-    pair = tuple(tuple(part[:n] for part in batch) for n in (2, 4))
+    model, (batch, *_) = Tokens(case.dtype).to(DEVICE), batches_of(case)
+    pair = tuple(tuple(part[:n].to(DEVICE) for part in batch) for n in (2, 4))
     loop = (model, optimizer_of(model, case.optimizer), case.loss, pair, (2, 4))
-    return trace_rank(*loop, Parallelism(ranks, stage), counts_scratch=True).peak_bytes(rows)
+    return trace_rank(*loop, Parallelism(ranks, stage), counts_scratch=DEVICE == "cpu").peak_bytes(rows)
 
 
 def limit_of(case: Case, rank: int, ranks: int) -> int:
@@ -77,7 +81,7 @@ class Counted:
 
 
 def planned(case: Case, limit: int | None) -> Plan:
-    model = Tokens(case.dtype)
+    model = Tokens(case.dtype).to(DEVICE)
     batch = next(iter(trimtab.shard(batches_of(case))))
     how = {"budget": trimtab.Budget(limit), "num_blocks": 3}
     return trimtab.plan(model, optimizer_of(model, case.optimizer), case.loss, batch, **how)
@@ -85,7 +89,7 @@ def planned(case: Case, limit: int | None) -> Plan:
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dist.init_process_group(group_of(DEVICE, rank), init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     case = Planned({}, is_mean=True, optimizer="sgd")
     limit = limit_of(case, rank, ranks)
     counted = [Counted(name) for name in ("trace_here", "trace_ways")]
@@ -100,13 +104,13 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         said[name] = found | {"traces": sum(each.calls for each in counted) - before}
     torch.manual_seed(rank)
     case = Planned({}, is_mean=True, optimizer="sgd", made=plans["shards"])
-    ours = train(case, ranks=ranks, windows=trimtab.shard(batches_of(case)))
+    ours = train(case, ranks=ranks, windows=trimtab.shard(batches_of(case)), device=DEVICE)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         torch.manual_seed(0)
         alone = Planned({}, is_mean=True, optimizer="sgd")
-        said["trained"] = compared(ours, train(alone, ranks=1, windows=batches_of(alone)))
+        said["trained"] = compared(ours, train(alone, ranks=1, windows=batches_of(alone), device=DEVICE))
     (folder / f"rank-{rank}.json").write_text(json.dumps(said))
 
 

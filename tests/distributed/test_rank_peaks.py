@@ -7,27 +7,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from memory_rank import CASES, ROWS, Words, batch_of, loss
+from memory_rank import CASES, loss, told_on
 from ranks import run_program
 
 from trimtab.core.errors import ModelError, ValueGivenError
-from trimtab.core.parallelism import Parallelism
-from trimtab.distributed.rank_memory import trace_rank
 
 RANKS = 2
 
 
-def told(stage: int, k: int = 1, *, once: bool = True, ranks: int = RANKS, loss_fn=loss, **more) -> int:
-    model = Words()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    sizes = ROWS // 2, ROWS
-    how = Parallelism(ranks, stage, reduces_once=once, **more)
-    batches = tuple(map(batch_of, sizes))
-    found = trace_rank(model, optimizer, loss_fn, batches, sizes, how, num_micro_batches=k, counts_scratch=True)
+def told(stage: int, k: int = 1, **how) -> int:
+    found = told_on("cpu", stage, k, **how)
     assert not dist.is_initialized()
-    return found.peak_bytes(ROWS)
+    return found
 
 
 @pytest.fixture(scope="module")

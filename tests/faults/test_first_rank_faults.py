@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from ranks import started
 
 RANK = """
     import json, os, signal, sys, threading, time
@@ -62,15 +59,9 @@ def run(folder: Path, case: str, leaves: tuple[int, ...] = (0, 1)) -> list[dict]
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    running = [subprocess.Popen([*command, *map(str, (rank, folder, case, port))]) for rank in range(2)]
-    try:
+    with started(RANK, folder, [(rank, folder, case, port) for rank in range(2)]) as running:
         for rank in leaves:
             running[rank].wait(120)
-    finally:
-        for each in running:
-            each.send_signal(signal.SIGKILL)
-            each.wait()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in leaves]
 
 

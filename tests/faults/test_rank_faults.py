@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from ranks import started
 
 RANK = """
     import json, os, signal, sys, time, warnings
@@ -112,21 +109,11 @@ def free_port() -> int:
 
 def run(folder: Path, fault: str, stage: int = 0, ranks: int = 2, leaves: tuple[int, ...] = (0, 1)):
     """Return what the ranks found that end by themselves, and the seconds until the last of these did."""
-    port = free_port()
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    running = [
-        subprocess.Popen([*command, *map(str, (rank, ranks, folder, fault, stage, port))], stderr=subprocess.DEVNULL)
-        for rank in range(ranks)
-    ]
-    start = time.monotonic()
-    try:
+    port, start = free_port(), time.monotonic()
+    with started(RANK, folder, [(rank, ranks, folder, fault, stage, port) for rank in range(ranks)]) as running:
         for rank in leaves:
             running[rank].wait(120)
         seconds = time.monotonic() - start
-    finally:
-        for each in running:
-            each.send_signal(signal.SIGKILL)
-            each.wait()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in leaves], seconds
 
 

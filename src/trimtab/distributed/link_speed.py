@@ -13,7 +13,7 @@ from torch import Tensor
 from trimtab.core.link import Calibration
 from trimtab.decide.collectives import fit
 from trimtab.distributed.data_parallel import mean_in_bf16
-from trimtab.distributed.process_group import slowest
+from trimtab.distributed.process_group import backends, slowest
 
 # Bytes of the all-reduces that are timed: from one that is all latency to one that is next to none.
 _SIZES = tuple(2**power for power in (12, 16, 19, 21, 23))
@@ -34,8 +34,8 @@ def calibrate(device: torch.device) -> Calibration:
         if points[-1][1] > _LONGEST_S and len(points) >= 3:
             break
     ranks = dist.get_world_size()
-    is_gloo = device.type == "cpu"
-    found = fit(points, ranks, f"{'gloo' if is_gloo else dist.get_backend()} of {ranks} ranks", scatters=not is_gloo)
+    name = backends()[device.type]
+    found = fit(points, ranks, f"{name} of {ranks} ranks", scatters=name != "gloo")
     cast_s = slowest(_cast_seconds(device)) / _CAST_BYTES
     return Calibration(found.link, found.miss, _overlap(device, int(points[-1][0])), cast_s, _hook_seconds(device))
 

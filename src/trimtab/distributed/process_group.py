@@ -18,6 +18,8 @@ from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
+# What NCCL waits beyond it: it ends its process without a word, which is to be over with its own reasons by then.
+_AFTER_S = 30.0
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 _is_apart = False
 _joined_s: float | None = None
@@ -68,7 +70,7 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
         timeout_s: seconds after which a rank that is waited for is taken for dead.
     """
     found = place()
-    limit = timedelta(seconds=checks.number("timeout_s", timeout_s, low=0, open_low=True))
+    limit_s = checks.number("timeout_s", timeout_s, low=0, open_low=True)
     if found.num_ranks == 1 or dist.is_initialized():
         yield found
         return
@@ -76,19 +78,36 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     if torch.cuda.is_available():
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     names = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=limit_s + (_AFTER_S if "nccl" in names else 0.0))
     global _has_joined
     _has_joined = True
     dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
     try:
         with _limited_to(timeout_s):
             yield found
-    finally:
+    except BaseException:
+        _give_up()
+        raise
+    dist.destroy_process_group()
+
+
+def _give_up() -> None:
+    """End the job's groups after an error: NCCL else waits for what is under way, which a lost rank never ends."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None and "nccl" in backends().values():
+        abort()
+    else:
         dist.destroy_process_group()
 
 
 def has_joined() -> bool:
     """Return whether this process was made one of several ranks here; its threads of gloo may outlive its group."""
     return _has_joined
+
+
+def backends() -> dict[str, str]:
+    """Return what the job's group talks by, of each type of device that it can send from: {"cpu": "gloo"}."""
+    return dict(each.split(":") for each in dist.get_backend_config().split(","))
 
 
 def _require_meeting_point() -> None:
@@ -133,8 +152,8 @@ def total(value: float) -> float:
     """Return the sum over ranks of a figure; itself where there is one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found)  # joined by us, the job has gloo for what lies on the host
+    found = _figure(value)
+    dist.all_reduce(found)
     return float(found)
 
 
@@ -142,9 +161,15 @@ def slowest(seconds: float) -> float:
     """Return the longest of what every rank took; itself where there is one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return seconds
-    found = torch.tensor(seconds, dtype=torch.float64)
+    found = _figure(seconds)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
+
+
+def _figure(value: float) -> torch.Tensor:
+    """Return a figure where it can be sent from: joined by us a job has gloo for the host, by others perhaps not."""
+    kinds = backends()
+    return torch.tensor(value, dtype=torch.float64, device="cpu" if "cpu" in kinds else next(iter(kinds)))
 
 
 @contextlib.contextmanager
