@@ -45,8 +45,13 @@ PAIRS = 400
 def run_ranks(link: str, mbit: int, ranks: int, program: Sequence[str]) -> None:
     """Run a program as ranks of one thread each, over a link."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
-    one = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)}
+    one = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _importable()}
     subprocess.run(over(link, mbit, [sys.executable, *launcher]), env=one, check=True, stdout=sys.stderr)
+
+
+def _importable() -> str:
+    """Return where ranks import from: here, and where this process was told to."""
+    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def over(link: str, mbit: int, program: Sequence[str]) -> list[str]:
@@ -79,7 +84,7 @@ def efficiencies(task: str, link: str, mbit: int, ranks: Iterable[int], rounds: 
     asked = ["scale", f"scaling_tasks:{name}", "--ranks", ",".join(map(str, ranks)), "--rounds", str(rounds)]
     asked += ["--scaling", "weak", "--out", str(folder), "--json"]
     program = [sys.executable, "-c", "from trimtab.cli import main; main()", *asked]
-    given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE)}
+    given = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _importable()}
     done = subprocess.run(over(link, mbit, program), cwd=HERE, env=given, check=True, stdout=subprocess.PIPE, text=True)
     rows = json.loads(done.stdout)["rows"]
     return [row | {"link": link} | ({"mbit": mbit} if link == "slow" else {}) for row in rows]
