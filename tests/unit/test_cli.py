@@ -461,6 +461,11 @@ ERRORS = [
     (("compare", "tiny:task", "--ranks", "2", "--adapt", "learning-rate"), ("--ranks: given 2 with --adapt",)),
     (("compare", "tiny:task", "--ranks", "33"), ("--ranks: given 33", "a row of each batch for every rank")),
     (("compare", "tiny:task", "--ranks", "2", "--memory", "0"), ("memory: given '0'",)),
+    (("scale", "tiny:task", "--memory", "lots"), ("memory: given 'lots'",)),
+    (("scale", "tiny:task", "--memory", "1GiB", "--plan", "plan.json"), ("--memory: given a limit with --plan",)),
+    (("scale", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: given batch with --memory",)),
+    (("scale", "tiny:task", "--adapt", "batch", "--plan", "plan.json"), ("--adapt: given batch with --plan",)),
+    (("scale", "tiny:task", "--plan", "freed.json"), ("--plan: given a plan of tier F", "keeps the maths")),
 ]
 
 
@@ -470,6 +475,7 @@ def test_an_error_is_one_line_without_a_traceback(trimtab, tmp_path, arguments, 
     (tmp_path / "damaged.json").write_text("{")
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     (tmp_path / "other.json").write_text(json.dumps(PLAN | {"batch_rows": 64}))
+    (tmp_path / "freed.json").write_text(to_json(Plan.fixed(32, learning_rate_scale=2.0)))
     explained(trimtab(*arguments), *words)
 
 
