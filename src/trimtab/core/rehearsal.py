@@ -15,12 +15,14 @@ class Ran:
     Args:
         plan: as it was told, its gradients sent as they are kept. block_s: seconds of a window on the slowest rank, of
             each block of windows; (): it did not run. peaks: bytes of each counted window, of the rank that held most;
-            (): none was counted. refusal: why it did not run, or "". took_s: seconds that the rehearsal took.
+            (): none was counted. slower: how many times what was told of it, as it was told, it took; None: not known.
+            refusal: why it did not run, or "". took_s: seconds that the rehearsal took.
     """
 
     plan: Plan
     block_s: tuple[float, ...] = ()
     peaks: tuple[int, ...] = ()
+    slower: float | None = None
     refusal: str = ""
     took_s: float = 0.0
 

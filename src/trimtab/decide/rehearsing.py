@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.plan import Choice, Plan, Rejected
@@ -57,18 +57,18 @@ class Rehearsed:
         )
         return tuple(found)
 
-    def slower(self, way: Way, told_s: Callable[[Plan], float | None]) -> float:
+    def slower(self, way: Way) -> float:
         """Return how many times what is told the windows of plans that share so take.
 
-        By the last of the same way, or else of the same engine, which stages 0 and 1 have and stages 2 and 3; 1 where
-        there is none. An engine's own time on the host is in no prediction.
-
-        Args:
-            told_s: returns what is told of a plan.
+        By the last of the same way, or else of the same engine, which stages 0 and 1 have and stages 2 and 3: an
+        engine's own time on the host is in no prediction. Of an engine that did not run, by the least that another one
+        was slower: ranks that take memory and cores from each other do so whatever they run. 1 where nothing ran.
         """
-        same = self._that_ran(way) or [each for each in self.ran if each.block_s and _engine(each) == way[0] // 2]
-        told = told_s(same[-1].plan) if same else None
-        return same[-1].window_s / told if told else 1.0
+        of_engine = [each for each in self.ran if way_of(each.plan)[0] // 2 == way[0] // 2]
+        for like in (self._that_ran(way), of_engine):
+            if found := [each.slower for each in like if each.slower is not None]:
+                return found[-1]
+        return min((each.slower for each in self.ran if each.slower is not None), default=1.0)
 
     def _that_ran(self, way: Way) -> list[Ran]:
         return [each for each in self.ran if each.block_s and way_of(each.plan) == way]
@@ -77,10 +77,6 @@ class Rehearsed:
 def way_of(plan: Plan) -> Way:
     """Return the way that a plan shares the model."""
     return int(plan.zero_stage.value or 0), bool(plan.reduces_once.value)
-
-
-def _engine(ran: Ran) -> int:
-    return way_of(ran.plan)[0] // 2
 
 
 def _alike(one: Plan, other: Plan) -> bool:

@@ -49,11 +49,6 @@ class _Job:
     engine: str
     rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
-    def told_s(self, plan: Plan) -> float | None:
-        """Return the seconds of a window that are told of a plan, sent as it says; None where they are not known."""
-        shape = self.shape_of(plan)
-        return None if shape is None else _as_sent(plan, self.calibration, shape).total_s
-
 
 @dataclass(frozen=True)
 class StageCost:
@@ -88,9 +83,13 @@ class StageCost:
         """Seconds of a window that are held against a limit: told by a data sheet, with a margin."""
         return self.window_s if self.ran else (1 + (self.plan.seconds_margin or 0.0)) * self.window_s
 
+    @property
+    def figures(self) -> str:
+        """What it takes, in words."""
+        return f"{format_seconds(self.window_s)} a window, {_bytes(self.peak_bytes)} a rank"
+
     def __str__(self) -> str:
-        said = f"{format_seconds(self.window_s)} a window, {_bytes(self.peak_bytes)} a rank"
-        return f"{said}, as rehearsed" if self.ran else said
+        return f"{self.figures}, as rehearsed" if self.ran else self.figures
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,8 @@ def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) 
     margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
     beyond = job.rehearsed.beyond_bytes(way)
     limits: list[int | None] = [None if memory is None else math.floor(memory / (1 + margin))]
-    if memory is not None and beyond:
-        limits, margin = [max(1, memory - more) for more in beyond], 0.0
+    if memory is not None:  # what was rehearsed was found within one of these, and may meet it though others do not
+        limits += [max(1, memory - more) for more in beyond]
     plans, refusal = list[Plan](), None
     for limit in dict.fromkeys(limits):
         for objective in dict.fromkeys((profile.objective, Objective())):
@@ -203,21 +202,26 @@ def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) 
                 plans += choose_each(there, objective, Budget(limit))
             except InfeasibleError as error:
                 less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin else ""
-                less = f" ({format_bytes(memory)}, less what was rehearsed beyond it)" if beyond else less
+                less = f" ({format_bytes(memory)}, less what was rehearsed beyond what was told)" if beyond else less
                 refusal = InfeasibleError(error.field, given=error.given + less * bool(memory), expected=error.expected)
     if refusal is not None and not plans:
         raise refusal
     plans.sort(key=lambda plan: plan.num_micro_batches)
+    margin = 0.0 if beyond else margin
     return [cost for plan in plans if (cost := _cost(plan, job, way, margin)) is not None]
 
 
 def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
     """Return why a plan that may have been rehearsed cannot be taken; None where it can."""
+    memory = profile.budget.memory_bytes
     if each.ran is None:
+        more, held = max(job.rehearsed.beyond_bytes(each.way), default=0), each.peak_bytes
+        if memory is not None and held is not None and held + more > memory:
+            return f"{format_bytes(held)} and {format_bytes(more)} beyond it, as rehearsed, are over the budget"
         return "it was not rehearsed" if job.rehearsed.only else job.rehearsed.refusal_of(each.plan)
     if each.ran.refusal:
         return f"as rehearsed: {each.ran.refusal}"
-    peak, memory = each.ran.peak_bytes, profile.budget.memory_bytes
+    peak = each.ran.peak_bytes
     if peak is None or memory is None or peak <= memory:
         return None
     counted = f"in the largest of {len(each.ran.peaks)} windows"
@@ -267,7 +271,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     measured = None if ran is None or ran.refusal else Measured(ran.window_s, ran.peak_bytes)
     bare = replace(plan, baseline=None, measured=measured, verified=None, front=(), stands_between=None)
     told = replace(bare, predicted=Measured(cost.total_s, peak))
-    slower = 1.0 if ran is not None else job.rehearsed.slower(way, job.told_s)
+    slower = 1.0 if ran is not None else job.rehearsed.slower(way)
     return StageCost(way, told, cost, margin, ran, slower)
 
 
@@ -293,13 +297,11 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, i
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
     losers = tuple(Rejected(each.way[0], str(each)) for each in others if each.way[1])
-    reason = f"{chosen}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
+    reason = f"{chosen.figures}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
     link = f"over {calibration.link.name}"
     if chosen.ran is not None:
-        reason = (
-            f"{chosen} ({saying_missed(chosen.plan, chosen.ran)}), of which communication was told to be waited for "
-        )
-        reason += format_seconds(chosen.cost.exposed_s)
+        reason += " as told"
+        link += f"; as rehearsed: {saying_missed(chosen.plan, chosen.ran)}"
     elif chosen.margin and is_limited:
         link += (
             f"; held against the limit with {100 * chosen.margin:.0f}% on top, as gloo may let go late of what it sent"

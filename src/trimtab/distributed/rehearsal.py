@@ -6,11 +6,12 @@ The user's model, optimizer, random numbers and global modes are left as they we
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -24,12 +25,14 @@ from trimtab.core.progress import silent
 from trimtab.core.rehearsal import Ran
 from trimtab.decide.rehearsing import by_default, settled
 from trimtab.decide.turns import turns
+from trimtab.distributed.copies import copied_together
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
 from trimtab.distributed.stage_choice import RankLoop
 from trimtab.measure.memory import storage_bytes
 from trimtab.measure.process_state import ProcessState
+from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
@@ -44,7 +47,9 @@ class Rehearsal:
 
     Args:
         copied: returns a model and an optimizer of its own, tied, and the rank's loss and batch. clip_norm: as the loop
-            clips. beside: tensors that lie on the device meanwhile. progress: called with a line of text, on rank 0.
+            clips. beside: tensors that lie on the device meanwhile. unchanged: returns a block that leaves the user's
+            own as they were, whatever a copy reaches; None: one of random numbers and global modes. progress: called
+            with a line of text, on rank 0.
     """
 
     def __init__(
@@ -53,9 +58,11 @@ class Rehearsal:
         *,
         clip_norm: float | None = None,
         beside: Callable[[], list[Tensor]] = list,
+        unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
         progress: Callable[[str], None] = silent,
     ) -> None:
         self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
+        self._unchanged = unchanged or _process_unchanged
         self._progress = progress if dist.get_rank() == 0 else silent
 
     def refusal(self) -> str:
@@ -81,19 +88,17 @@ class Rehearsal:
         took_s = slowest(time.perf_counter() - start)
         if isinstance(found, str):
             return Ran(plan, refusal=found, took_s=took_s)
-        kept, block_s, peaks = found
-        return Ran(kept, block_s, peaks, took_s=took_s)
+        return replace(found, took_s=took_s)
 
-    def _rehearsed(
-        self, arms: Mapping[str, Plan], *, counts_memory: bool
-    ) -> tuple[Plan, tuple[float, ...], tuple[int, ...]]:
-        """Return the plan that is kept, its blocks' seconds of a window, and the peaks of counted windows."""
-        block_s, kept = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
+    def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> Ran:
+        """Return what the plan did that is kept."""
+        block_s, plan = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
+        slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
+        kept, of = plan, "plan"
         if "usual" in arms:
-            kept = settled(kept, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
-        is_usual = "usual" in arms and by_default(kept) is None
-        seconds = tuple(block_s["usual" if is_usual else "plan"])
-        return kept, seconds, self._peaks(kept) if counts_memory else ()
+            kept = settled(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
+            of = "usual" if by_default(kept) is None else "plan"
+        return Ran(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
 
     def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
         """Return seconds of a window of each arm, block by block, in turns.
@@ -134,17 +139,15 @@ class Rehearsal:
         """
         made: list[T] = []
         failure: Exception | None = None
-        exchange, before = RankExchange(None), ProcessState.capture()
+        exchange = RankExchange(None)
         try:
-            with warnings.catch_warnings(), exchange.explaining():
+            with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused then, with its reason
                 made.append(make())
         except RankError:
             raise
         except Exception as error:
             failure = error
-        finally:
-            before.restore()
         # One that failed may have left the others inside a collective, which only its end ends.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
@@ -157,6 +160,15 @@ class Rehearsal:
         exchange.close()
         refusal = next((text for text in said if text), None)
         return made[0] if refusal is None else refusal
+
+
+@contextlib.contextmanager
+def _process_unchanged() -> Iterator[None]:
+    before = ProcessState.capture()
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def _said(failure: Exception | None) -> str:
@@ -177,11 +189,11 @@ def of_live(
     """Return what plans for a user's own model and optimizer are rehearsed on: copies of both, made together."""
 
     def copied() -> RankLoop:
-        own, its = copy.deepcopy((model, optimizer))
-        return own, its, loss_fn, batch
+        return *copied_together(model, optimizer), loss_fn, batch
 
     def alive() -> list[Tensor]:
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [each for each in (*model.parameters(), *model.buffers(), *states) if isinstance(each, Tensor)]
 
-    return Rehearsal(copied, clip_norm=clip_norm, beside=alive, progress=progress)
+    held = {"beside": alive, "unchanged": lambda: Snapshot(model, optimizer)}
+    return Rehearsal(copied, clip_norm=clip_norm, progress=progress, **held)  # type: ignore[arg-type]
