@@ -33,5 +33,9 @@ class Ran:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the window that held most: a limit is broken by one; None: not counted."""
-        return max(self.peaks, default=None)
+        """Median of the counted windows; None: not counted.
+
+        Over gloo a window's peak goes by when its threads let go of what they sent: the largest of a few windows is
+        that of a busy moment, and does not repeat.
+        """
+        return statistics.median_high(self.peaks) if self.peaks else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -106,7 +105,7 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
     effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))
     is_kept = is_gain(effect, control) and effect.mean >= 1 / (1 - WORTH)
     told = f"rehearsed in {effect.n} pairs of blocks: {effect.mean:.2f} times the speed of {_sent(usual)}"
-    told += f" (95% {effect.low:.2f} to {effect.high:.2f}; {100 * resolution(control):.2g}% can be told from nothing)"
+    told += f" (95% {effect.low:.2f} to {effect.high:.2f}; {100 * resolution(control):.0f}% can be told from nothing)"
     if is_kept:
         return _saying(changed, told)
     said = f"{_sent(changed)}, {told}: not the {1 / (1 - WORTH):.2f} that a change is to be worth"
@@ -150,9 +149,10 @@ def saying_missed(plan: Plan, ran: Ran) -> str:
         return "nothing was told of it"
     found = [f"told {format_seconds(told.step_s)}, {_off(told.step_s, ran.window_s)}"]
     if told.peak_bytes is not None and ran.peak_bytes is not None:
-        middle = statistics.median(ran.peaks)
         found.append(f"and {format_bytes(told.peak_bytes)}, {_off(told.peak_bytes, ran.peak_bytes)}")
-        found.append(f"of the largest of {len(ran.peaks)} windows, {_off(told.peak_bytes, middle)} of their median")
+        if len(ran.peaks) > 1:
+            largest = max(ran.peaks)
+            found.append(f"of the median of {len(ran.peaks)} windows, {_off(told.peak_bytes, largest)} of the largest")
     return " ".join(found)
 
 

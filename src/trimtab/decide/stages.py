@@ -224,7 +224,7 @@ def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
     peak = each.ran.peak_bytes
     if peak is None or memory is None or peak <= memory:
         return None
-    counted = f"in the largest of {len(each.ran.peaks)} windows"
+    counted = f"in the median of {len(each.ran.peaks)} windows"
     return f"{format_bytes(peak)} a rank {counted}, as rehearsed, is over the budget of {format_bytes(memory)}"
 
 

@@ -127,7 +127,9 @@ class Rehearsal:
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         beside = storage_bytes(each for each in self._beside() if each.is_cuda)
         with self._running(plan) as run:
-            return tuple(run.peak_bytes(beside) for _ in range(_COUNTED))
+            found = tuple(run.peak_bytes(beside) for _ in range(_COUNTED))
+        # What an accelerator's allocator cannot have ends a run in the first window that asks for it.
+        return (max(found),) if run.is_accelerated else found
 
     def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
         return rehearsing(plan, self._copied, self._clip_norm)

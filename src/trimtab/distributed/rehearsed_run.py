@@ -56,12 +56,12 @@ def rehearsing(plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | No
 
 
 class RehearsedRun:
-    """A started run, and the loop that it is of."""
+    """A started run, and the loop that it is of. `is_accelerated`: its memory is an accelerator's."""
 
     def __init__(self, run: Run, loop: RankLoop) -> None:
         self._run, self._loop = run, loop
         self._device = next(run.model.parameters()).device
-        self._windows = 1
+        self.is_accelerated, self._windows = self._device.type == "cuda", 1
 
     def warm_up(self) -> None:
         """Run what is not timed: until the optimizer has stepped, and no engine makes anything for the first time."""
@@ -85,7 +85,7 @@ class RehearsedRun:
         """
         drop_gradients(self._loop[1])  # what is freed in a count has to be in it
         counted = peak_bytes(self._window, self._device, self._alive)
-        own = counted - beside_bytes if self._device.type == "cuda" else counted + self._kept_bytes()
+        own = counted - beside_bytes if self.is_accelerated else counted + self._kept_bytes()
         return int(slowest(float(own)))
 
     def _window(self) -> None:
