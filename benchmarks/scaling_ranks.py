@@ -36,6 +36,9 @@ from trimtab.decide.ranks import alone, replicated
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import slowest, total
+from trimtab.distributed.rehearsal import Rehearsal
+from trimtab.distributed.rehearsed_run import RehearsedRun
+from trimtab.distributed.stage_choice import RankLoop
 from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scale_plans import kept
@@ -45,7 +48,8 @@ from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 
 CPU = torch.device("cpu")
-STEPS = 20  # of weights that are compared
+STEPS = 20  # of weights that are compared, and of windows that are counted
+SETTLED = 10  # windows before those
 SEVERAL = 3  # micro-batches of windows that are reduced once or each
 BLOCKS, BLOCK_S = 7, 0.5
 EVERY = 2048  # rows between evaluations
@@ -124,6 +128,7 @@ def windows(folder: str) -> list[dict[str, Any]]:
             shared = {"reduces_once": once} if stage > 1 else {}
             plan = Plan.fixed(k * share.batch_rows, share.batch_rows, num_ranks=_ranks(), zero_stage=stage, **shared)
             task = replace(whole, batch_rows=k * whole.batch_rows)
+            ran = Rehearsal(partial(_copied, task, k * share.batch_rows)).of(plan, counts_memory=True)
             taken, computed = _window_s(task, plan), _window_s(task, alone(plan))
             rows.append(
                 {
@@ -138,12 +143,34 @@ def windows(folder: str) -> list[dict[str, Any]]:
                     "measured_s": taken,
                     "measured_waiting_s": taken - computed,
                     "error": told.total_s / taken - 1,
+                    "rehearsed_s": ran.window_s,
+                    "rehearsal_error": ran.window_s / taken - 1,
+                    "rehearsed_bytes": ran.peak_bytes,
+                    "rehearsed_largest_bytes": max(ran.peaks),
+                    "measured_bytes": _peaks(task, plan, k * share.batch_rows),
+                    "rehearsal_s": ran.took_s,
                     "link_bytes_per_s": calibration.link.bytes_per_s,
                     "link_latency_s": calibration.link.latency_s,
                     "overlap_share": calibration.overlap_share,
                 }
             )
     return rows
+
+
+def _copied(task: Task, rows: int) -> RankLoop:
+    torch.manual_seed(0)
+    model = task.make_model().train()
+    return model, task.make_optimizer(model), task.loss_fn, next(task.load_data().batches(0, rows))
+
+
+def _peaks(task: Task, plan: Plan, rows: int) -> int:
+    """Return the median of what a window of a run takes that goes on for as long as one that is timed."""
+    loop = _copied(task, rows)
+    with trimtab.start(loop[0], loop[1], plan) as run:
+        ours = RehearsedRun(run, loop)
+        for _ in range(SETTLED):
+            run.train_step(run.window(loop[3]), task.loss_fn)
+        return statistics.median_high(ours.peak_bytes(0) for _ in range(STEPS))
 
 
 def _made(share: Task, folder: str) -> Made:

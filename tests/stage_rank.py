@@ -18,6 +18,7 @@ import rank_cases
 import torch
 import torch.distributed as dist
 from backend_rank import compared, group_of, train
+from memory_rank import settling
 from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
 
 import trimtab
@@ -81,8 +82,18 @@ class Counted:
 
 
 def planned(case: Case, limit: int | None) -> Plan:
-    model = Tokens(case.dtype).to(DEVICE)
     batch = next(iter(trimtab.shard(batches_of(case))))
+    at_once = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    # What is rehearsed is held against the limit: gloo's threads are left the time to let go of what they sent.
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = map(settling, at_once)
+    try:
+        return planned_at_once(case, limit, batch)
+    finally:
+        dist.all_gather_into_tensor, dist.reduce_scatter_tensor = at_once
+
+
+def planned_at_once(case: Case, limit: int | None, batch) -> Plan:
+    model = Tokens(case.dtype).to(DEVICE)
     how = {"budget": trimtab.Budget(limit), "num_blocks": 3}
     return trimtab.plan(model, optimizer_of(model, case.optimizer), case.loss, batch, **how)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.planner import adapt_learning_rate, choose_there
 from trimtab.distributed.backends import backend_of, is_to_share
 from trimtab.distributed.planning import Made, plan_together
+from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
@@ -248,7 +250,12 @@ def plan(
         share = share_of(found, loop, progress, adapts=by_range or rule is not None)
         return share if isinstance(share, Share) else made(found, share)
 
-    return plan_together(of_rank, next(model.parameters()).device) if is_shared else made(measured()).plan
+    if not is_shared:
+        return made(measured()).plan
+    batch = example_batch if longest_batch is None else longest_batch
+    clips = None if reference is None else reference.clip_norm
+    rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
+    return plan_together(of_rank, next(model.parameters()).device, rehearsal)
 
 
 def default_rule(plan: Plan) -> BatchRule:

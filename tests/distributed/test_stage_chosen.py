@@ -34,6 +34,10 @@ def test_under_a_limit_that_replicas_do_not_meet_the_ranks_get_shards(found):
     assert one["plan"]["predicted"]["peak_bytes"] <= found[0]["limit"]
     assert "a rank, of which communication is waited for" in stage["reason"]
     assert "over gloo of 2 ranks" in stage["reason"]  # as it was timed here
+    assert "; as rehearsed: told " in stage["reason"]
+    assert one["plan"]["measured"]["step_s"] > 0
+    assert one["plan"]["measured"]["peak_bytes"] <= found[0]["limit"]
+    assert "this plan, measured" in one["text"]
     refused = {loser["value"]: loser["reason"] for loser in stage["losers"]}
     assert "is over the budget" in refused[0]
     assert "is over the budget" in refused[1]

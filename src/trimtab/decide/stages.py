@@ -1,14 +1,15 @@
 """Which ZeRO stage ranks share a model by: of each stage the best plan within the limits, and of these the best.
 
 A profile of one rank's share of the batch, alone, becomes that of a rank at a stage by what traces of both differ in;
-seconds are those of the plan, with the communication of its window beside them (`trimtab.decide.communication`).
+seconds are those of the plan, with the communication of its window beside them (`trimtab.decide.communication`). What
+was rehearsed counts by what it took and held; plans that share as it did are corrected by what it was told wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.core.link import Calibration
@@ -17,11 +18,13 @@ from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Choice, Measured, Plan, Rejected
 from trimtab.core.profile import Profile
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
+from trimtab.core.rehearsal import Ran
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.communication import WindowCost
 from trimtab.decide.planner import choose_each
 from trimtab.decide.rank_profile import at_stage, taken
 from trimtab.decide.ranks import WORTH, sending, ways_to_send
+from trimtab.decide.rehearsing import Rehearsed, saying_missed
 from trimtab.decide.space import WORTH_A_RUN
 
 _MARKS = Plan.marks()
@@ -44,33 +47,49 @@ class _Job:
     calibration: Calibration
     shape_of: Callable[[Plan], StepShape | None]
     engine: str
+    rehearsed: Rehearsed = field(default_factory=Rehearsed)
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A way to share the model, and what a window is predicted to take by the best plan that it has.
+    """A way to share the model, and what a window takes by the best plan that it has, as predicted or rehearsed.
 
     Args:
-        margin: by which its peak is raised before it is held against a limit.
+        margin: by which its told peak is raised before it is held against a limit. ran: its rehearsal. slower: how many
+            times what is told the windows of others like it took.
     """
 
     way: Way
     plan: Plan
     cost: WindowCost
     margin: float = 0.0
+    ran: Ran | None = None
+    slower: float = 1.0
 
     @property
     def peak_bytes(self) -> int | None:
         """Of a rank; None: not known."""
+        if self.ran is not None and self.ran.peaks:
+            return self.ran.peak_bytes
         return None if self.plan.predicted is None else self.plan.predicted.peak_bytes
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of a window."""
+        return self.slower * self.cost.total_s if self.ran is None else self.ran.window_s
 
     @property
     def limit_s(self) -> float:
         """Seconds of a window that are held against a limit: told by a data sheet, with a margin."""
-        return (1 + (self.plan.seconds_margin or 0.0)) * self.cost.total_s
+        return self.window_s if self.ran else (1 + (self.plan.seconds_margin or 0.0)) * self.window_s
+
+    @property
+    def figures(self) -> str:
+        """What it takes, in words."""
+        return f"{format_seconds(self.window_s)} a window, {_bytes(self.peak_bytes)} a rank"
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.cost.total_s)} a window, {_bytes(self.peak_bytes)} a rank"
+        return f"{self.figures}, as rehearsed" if self.ran else self.figures
 
 
 @dataclass(frozen=True)
@@ -94,17 +113,19 @@ def choose_stage(
     calibration: Calibration,
     shape_of: Callable[[Plan], StepShape | None],
     engine: str = "torch",
+    rehearsed: Rehearsed | None = None,
 ) -> tuple[Plan, Stages]:
     """Return the plan of so many ranks, and what each way to share the model takes.
 
     Args:
         profile: of one rank's share of the batch, on one process; its own limits and weights count. traces: of a rank.
         shape_of: returns a plan's step as communication sees it. engine: what is to share it; traces are torch's.
+        rehearsed: what these ranks have run of such plans.
 
     Raises:
         InfeasibleError: no stage meets the limits.
     """
-    job = _Job(ranks, calibration, shape_of, engine)
+    job = _Job(ranks, calibration, shape_of, engine, rehearsed or Rehearsed())
     each_way = [(way, _considered(profile, traces, job, way)) for way in ways_of(engine)]
     unit = next((costs[0] for _, costs in each_way if not isinstance(costs, RefusedStage)), None)
     found = tuple(
@@ -143,29 +164,68 @@ def _considered(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: W
     Of each size, as its window sends by how many it has; and where memory is weighed the fastest of each too, which a
     limit on time may leave alone.
     """
-    there = at_stage(taken(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
-    margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
-    limit = None if memory is None else math.floor(memory / (1 + margin))
     try:
-        objectives = dict.fromkeys((profile.objective, Objective()))
-        plans = [plan for objective in objectives for plan in choose_each(there, objective, Budget(limit))]
+        costs = _within(profile, traces, job, way)
     except InfeasibleError as error:
-        less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin and memory else ""
-        return RefusedStage(way, error.given + less)
-    plans.sort(key=lambda plan: plan.num_micro_batches)
-    costs = [cost for plan in plans if (cost := _cost(plan, job, way, margin)) is not None]
+        return RefusedStage(way, error.given)
     if not costs:
         return RefusedStage(way, "the seconds of its step are not known")
+    if not (fitting := [each for each in costs if _misfit(each, profile, job) is None]):
+        return RefusedStage(way, str(_misfit(costs[0], profile, job)))
+    costs = fitting
     if profile.objective.memory > 0 and not (costs := [each for each in costs if each.peak_bytes is not None]):
         return RefusedStage(way, "its peak memory, which is weighed, is not known")
     limit_s = math.inf if profile.budget.time is None else profile.budget.time
     if not (in_time := [each for each in costs if each.limit_s <= limit_s]):
         fastest = min(costs, key=lambda each: each.limit_s)
         told = f", with {100 * more:.2g}% on top:" if (more := fastest.plan.seconds_margin) else ","
-        return RefusedStage(
-            way, f"{format_seconds(fastest.cost.total_s)} a window{told} over {format_seconds(limit_s)}"
-        )
+        return RefusedStage(way, f"{format_seconds(fastest.window_s)} a window{told} over {format_seconds(limit_s)}")
     return in_time
+
+
+def _within(profile: Profile, traces: Sequence[RankTrace], job: _Job, way: Way) -> list[StageCost]:
+    """Return what the plans of a way take that are told to meet the limit on memory, of large micro-batches first.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
+    there = at_stage(taken(profile, job.engine, way[0]), [trace for trace in traces if trace.way == way])
+    margin, memory = held_with(profile.device.kind, way), profile.budget.memory_bytes
+    beyond = job.rehearsed.beyond_bytes(way)
+    limits: list[int | None] = [None if memory is None else math.floor(memory / (1 + margin))]
+    if memory is not None:  # what was rehearsed was found within one of these, and may meet it though others do not
+        limits += [max(1, memory - more) for more in beyond]
+    plans, refusal = list[Plan](), None
+    for limit in dict.fromkeys(limits):
+        for objective in dict.fromkeys((profile.objective, Objective())):
+            try:
+                plans += choose_each(there, objective, Budget(limit))
+            except InfeasibleError as error:
+                less = f" ({format_bytes(memory)}, less what {100 * margin:.0f}% on top may take)" if margin else ""
+                less = f" ({format_bytes(memory)}, less what was rehearsed beyond what was told)" if beyond else less
+                refusal = InfeasibleError(error.field, given=error.given + less * bool(memory), expected=error.expected)
+    if refusal is not None and not plans:
+        raise refusal
+    plans.sort(key=lambda plan: plan.num_micro_batches)
+    margin = 0.0 if beyond else margin
+    return [cost for plan in plans if (cost := _cost(plan, job, way, margin)) is not None]
+
+
+def _misfit(each: StageCost, profile: Profile, job: _Job) -> str | None:
+    """Return why a plan that may have been rehearsed cannot be taken; None where it can."""
+    memory = profile.budget.memory_bytes
+    if each.ran is None:
+        more, held = max(job.rehearsed.beyond_bytes(each.way), default=0), each.peak_bytes
+        if memory is not None and held is not None and held + more > memory:
+            return f"{format_bytes(held)} and {format_bytes(more)} beyond it, as rehearsed, are over the budget"
+        return "it was not rehearsed" if job.rehearsed.only else job.rehearsed.refusal_of(each.plan)
+    if each.ran.refusal:
+        return f"as rehearsed: {each.ran.refusal}"
+    peak = each.ran.peak_bytes
+    if peak is None or memory is None or peak <= memory:
+        return None
+    counted = f"in the median of {len(each.ran.peaks)} windows"
+    return f"{format_bytes(peak)} a rank {counted}, as rehearsed, is over the budget of {format_bytes(memory)}"
 
 
 def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Objective) -> StageCost | RefusedStage:
@@ -179,7 +239,7 @@ def _best(way: Way, costs: Sequence[StageCost], unit: StageCost, objective: Obje
 
 def _score(each: StageCost, unit: StageCost, objective: Objective) -> float:
     """Return time and memory by their weights, in units of the first that fits; of a weighed memory both are known."""
-    time = each.cost.total_s / unit.cost.total_s
+    time = each.window_s / unit.window_s
     memory = (each.peak_bytes or 0) / max(1, unit.peak_bytes or 0) if objective.memory > 0 else 0.0
     return objective.time * time + objective.memory * memory
 
@@ -202,17 +262,24 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
             "computation, as DeepSpeed is configured: of its own none were traced"
         )
         plan = replace(plan, engine=Choice(job.engine, reason, _MARKS["engine"], changed=True))
-    plan, cost = _window(plan, job.calibration, shape)
-    bare = replace(plan, baseline=None, measured=None, verified=None, front=(), stands_between=None)
-    return StageCost(way, replace(bare, predicted=Measured(cost.total_s, peak)), cost, margin)
+    ran = job.rehearsed.of(plan)
+    if ran is not None:
+        plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
+    elif job.engine == "torch":
+        plan = sending(plan, job.calibration, shape)
+    cost = _as_sent(plan, job.calibration, shape)
+    measured = None if ran is None or ran.refusal else Measured(ran.window_s, ran.peak_bytes)
+    bare = replace(plan, baseline=None, measured=measured, verified=None, front=(), stands_between=None)
+    told = replace(bare, predicted=Measured(cost.total_s, peak))
+    slower = 1.0 if ran is not None else job.rehearsed.slower(way)
+    return StageCost(way, told, cost, margin, ran, slower)
 
 
-def _window(plan: Plan, calibration: Calibration, shape: StepShape) -> tuple[Plan, WindowCost]:
-    """Return the plan with the way its gradients are sent, and what a window takes."""
-    sent = sending(plan, calibration, shape) if plan.engine.value == "torch" else plan
-    bucket = None if sent.bucket_bytes.value is None else int(sent.bucket_bytes.value)
-    way = ways_to_send(sent, calibration, shape)[str(sent.reduce_dtype.value), bucket]
-    return sent, replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
+def _as_sent(plan: Plan, calibration: Calibration, shape: StepShape) -> WindowCost:
+    """Return what a window takes, its gradients sent as the plan says."""
+    bucket = None if plan.bucket_bytes.value is None else int(plan.bucket_bytes.value)
+    way = ways_to_send(plan, calibration, shape)[str(plan.reduce_dtype.value), bucket]
+    return replace(way.cost, exposed_s=way.cost.exposed_s + way.cast_s)
 
 
 def _with_size(best: StageCost, costs: Sequence[StageCost]) -> StageCost:
@@ -230,9 +297,12 @@ def _with_stage(chosen: StageCost, found: Stages, calibration: Calibration, *, i
     stage, reduces_once = chosen.way
     others = [each for each in found if each.way[0] != stage]
     losers = tuple(Rejected(each.way[0], str(each)) for each in others if each.way[1])
-    reason = f"{chosen}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
+    reason = f"{chosen.figures}, of which communication is waited for {format_seconds(chosen.cost.exposed_s)}"
     link = f"over {calibration.link.name}"
-    if chosen.margin and is_limited:
+    if chosen.ran is not None:
+        reason += " as told"
+        link += f"; as rehearsed: {saying_missed(chosen.plan, chosen.ran)}"
+    elif chosen.margin and is_limited:
         link += (
             f"; held against the limit with {100 * chosen.margin:.0f}% on top, as gloo may let go late of what it sent"
         )
@@ -261,7 +331,7 @@ def _line(each: StageCost | RefusedStage) -> str:
     if isinstance(each, RefusedStage):
         return f"{way:<78}  {each}"
     cost, plan = each.cost, each.plan
-    figures = f"{_bytes(each.peak_bytes):>9}  {format_seconds(cost.total_s):>9} a window"
+    figures = f"{_bytes(each.peak_bytes):>9}  {format_seconds(each.window_s):>9} a window"
     waits = f"{100 * cost.exposed_s / cost.total_s:3.0f}% waiting to send"
     sent = "" if plan.reduce_dtype.value == "fp32" else f", gradients sent in {plan.reduce_dtype.value}"
     return f"{way:<78}  {figures}, {waits}; {plan.num_micro_batches} x {plan.micro_batch.value} rows{sent}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +16,7 @@ from trimtab.core.errors import RankError, UsageError
 from trimtab.distributed.alone import M, Pace, T, Together
 from trimtab.distributed.crowding import crowded
 from trimtab.distributed.exchange import RankExchange
-from trimtab.distributed.process_group import from_first, job_store, time_limit_s
+from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
 # Apart by more than any two seeds of races are.
 _STREAMS = 1_000_003
@@ -105,7 +104,7 @@ class Ranks(Together):
         # One that failed may have left the others inside a collective, which only its end ends.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
-            said = self._words(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
+            said = words_of_all(f"attempt/{self._attempts}", "failed" if failure else "made", limit_s)
         except (RuntimeError, dist.DistError) as silence:
             raise failure or silence from None
         return made if all(each == "made" for each in said) else None
@@ -124,18 +123,10 @@ class Ranks(Together):
         """Return whether every rank refuses so."""
         try:
             # Before those that wait inside a collective give this rank up.
-            said = self._words(f"refused/{self._entered}", refusal, time_limit_s() / 4)
+            said = words_of_all(f"refused/{self._entered}", refusal, time_limit_s() / 4)
         except (RuntimeError, dist.DistError):
             return False
         return all(each == refusal for each in said)
-
-    def _words(self, topic: str, own: str, limit_s: float) -> list[str]:
-        """Return what every rank says of a topic: no collective, as another rank may be inside one of an arm's."""
-        store, prefix = job_store(), f"trimtab/{topic}"
-        store.set(f"{prefix}/{self.rank}", own)
-        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
-        store.wait(keys, timedelta(seconds=limit_s))
-        return [store.get(key).decode() for key in keys]
 
     def may_leave(self, error: Exception) -> bool:
         """Return whether every rank refused this arm alike."""

@@ -1,8 +1,8 @@
-"""One plan for all ranks: rank 0 makes it for its share of a batch, all time the link, and by that it is shared."""
+"""One plan for all ranks: rank 0 makes it for its share of a batch, all time the link, and run what is predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +13,12 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Calibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
+from trimtab.core.rehearsal import Ran
 from trimtab.decide.ranks import replicated, sending
+from trimtab.decide.rehearsing import MOST, Rehearsed, by_default, saying_unrehearsed
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.process_group import from_first
+from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.stage_choice import Share, of_replicas
 
 # What rank 0 says where the way to share the model is chosen once the link is timed.
@@ -36,16 +39,27 @@ class Made:
     kept: str = ""
 
 
-def plan_together(make: Callable[[], Made | Share], device: torch.device) -> Plan:
+@dataclass(frozen=True)
+class _Asked:
+    """What rank 0 says of the next plan of a job, a JSON value. `is_last`: it is the job's; else all rehearse it."""
+
+    plan: Plan
+    is_last: bool
+
+
+def plan_together(
+    make: Callable[[], Made | Share], device: torch.device, rehearsal: Callable[[], Rehearsal] | None = None
+) -> Plan:
     """Return the plan of a job, the same on every rank; each calls it.
 
     Args:
         make: called on rank 0 alone; returns a plan of one process for ranks that each hold the model, or what the way
-            to share it is chosen by. device: whose gradients are sent.
+            to share it is chosen by. device: whose gradients are sent. rehearsal: returns what runs plans on all ranks,
+            called on each once something is to be run; None: predictions are all that is chosen by.
 
     Raises:
         InfeasibleError: on rank 0, where no plan meets the limits. RankError: on the other ranks, where rank 0 could
-            not make one.
+            not make one; on any, where another rank ended in a rehearsal.
     """
     ranks, shares = dist.get_world_size(), list[Share]()
 
@@ -59,14 +73,50 @@ def plan_together(make: Callable[[], Made | Share], device: torch.device) -> Pla
     text = from_first(made)
     if text == _TO_CHOOSE:
         calibration = _timed(device)
+        if isinstance(calibration, Calibration) and rehearsal is not None:
+            return _rehearsed(shares, ranks, calibration, rehearsal())
         return from_json(Plan, from_first(lambda: to_json(_chosen(shares[0], ranks, calibration))))
     found = from_json(Made, text)
     if found.shape is None or found.plan.zero_stage.value != 0:
         return found.plan
     calibration = _timed(device)
-    if isinstance(calibration, Calibration):
-        return sending(found.plan, calibration, found.shape)
-    return _as_by_default(found.plan, calibration)
+    if not isinstance(calibration, Calibration):
+        return _as_by_default(found.plan, calibration)
+    plan = sending(found.plan, calibration, found.shape)
+    usual = by_default(plan)
+    return plan if usual is None or rehearsal is None else _worth_it(plan, usual, rehearsal())
+
+
+def _worth_it(plan: Plan, usual: Plan, rehearsal: Rehearsal) -> Plan:
+    """Return the plan where what it changes in how gradients are sent is measurably worth it, else the usual one."""
+    refusal = rehearsal.refusal()
+    ran = None if refusal else rehearsal.of(plan, counts_memory=False)
+    if ran is None or ran.refusal:
+        return saying_unrehearsed(usual, refusal or (ran.refusal if ran else ""))
+    return replace(ran.plan, planning_s=plan.planning_s + ran.took_s)
+
+
+def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, rehearsal: Rehearsal) -> Plan:
+    """Return the plan that is best by what was run of it; rank 0 chooses, and all run what it chooses next.
+
+    Args:
+        shares: one, on rank 0.
+    """
+    refusal, ran = rehearsal.refusal(), tuple[Ran, ...]()
+
+    def asked() -> str:
+        found = Rehearsed(ran, only=len(ran) >= MOST)
+        plan = shares[0].plan(ranks, calibration, found)
+        spent = replace(plan, planning_s=plan.planning_s + sum(each.took_s for each in ran))
+        if refusal:
+            stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not rehearsed: {refusal}")
+            spent = replace(spent, zero_stage=stage)
+        is_last = bool(refusal) or found.of(plan) is not None
+        return to_json(_Asked(spent if is_last else plan, is_last))
+
+    while not (next_one := from_json(_Asked, from_first(asked))).is_last:
+        ran += (rehearsal.of(next_one.plan, counts_memory=True),)
+    return next_one.plan
 
 
 def _timed(device: torch.device) -> Calibration | str:

@@ -148,6 +148,22 @@ def job_store() -> dist.Store:
     return found
 
 
+def words_of_all(topic: str, own: str, limit_s: float) -> list[str]:
+    """Return what every rank says of a topic: no collective, as another rank may be inside one that it cannot leave.
+
+    Args:
+        topic: asked of once in a job.
+
+    Raises:
+        RuntimeError, dist.DistError: a rank says nothing within the limit, or the store is gone.
+    """
+    store, prefix = job_store(), f"trimtab/{topic}"
+    store.set(f"{prefix}/{dist.get_rank()}", own)
+    keys = [f"{prefix}/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(keys, timedelta(seconds=limit_s))
+    return [store.get(key).decode() for key in keys]
+
+
 def total(value: float) -> float:
     """Return the sum over ranks of a figure; itself where there is one process."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -21,6 +21,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate, Profile, Traced
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
 from trimtab.decide.planner import choose
+from trimtab.decide.rehearsing import Rehearsed
 from trimtab.decide.stages import choose_stage
 from trimtab.distributed.rank_memory import trace_ways
 from trimtab.runtime.batches import count_rows, to_device
@@ -45,13 +46,17 @@ class Share:
     traces: tuple[RankTrace, ...]
     shape_of: Callable[[Plan], StepShape | None]
 
-    def plan(self, ranks: int, calibration: Calibration) -> Plan:
+    def plan(self, ranks: int, calibration: Calibration, rehearsed: Rehearsed | None = None) -> Plan:
         """Return the plan of so many ranks.
+
+        Args:
+            rehearsed: what they ran of such plans.
 
         Raises:
             InfeasibleError: no stage meets the limits.
         """
-        return choose_stage(self.profile, self.traces, ranks, calibration, self.shape_of)[0]
+        given = (self.profile, self.traces, ranks, calibration, self.shape_of)
+        return choose_stage(*given, rehearsed=rehearsed)[0]
 
 
 def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:

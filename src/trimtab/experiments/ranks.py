@@ -15,8 +15,9 @@ from trimtab.core.profile import Profile
 from trimtab.distributed.alone import Together
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
-from trimtab.distributed.stage_choice import ADAPTS, Share, of_replicas, share_of
-from trimtab.experiments.planning import Plans, loop_of, make_plans, profile_here
+from trimtab.distributed.rehearsal import Rehearsal
+from trimtab.distributed.stage_choice import ADAPTS, RankLoop, Share, of_replicas, share_of
+from trimtab.experiments.planning import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
 from trimtab.tasks.task import Task
 
 
@@ -71,7 +72,13 @@ def plan_on_ranks(
         weighed = share_of(found, loop_of(share, device.type), progress)
         return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
 
-    return plan_together(made, device)
+    def copied() -> RankLoop:
+        share = task_of_rank(task, ranks)
+        model, optimizer, loss_fn, _ = loop_of(share, device.type)
+        return model, optimizer, loss_fn, next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
+
+    clips = task.reference.clip_norm
+    return plan_together(made, device, lambda: Rehearsal(copied, clip_norm=clips, progress=progress))
 
 
 def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:

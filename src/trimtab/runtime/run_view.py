@@ -10,6 +10,7 @@ from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.stopping import StopTest
 
 
@@ -19,6 +20,7 @@ class RunView:
     _consumed: Consumed
     _control: BatchControl | FixedBatch
     _precision: MixedPrecision
+    _recovery: Recovery
     _stopping: StopTest
 
     @property
@@ -35,6 +37,11 @@ class RunView:
     def applied_steps(self) -> int:
         """Optimizer steps taken."""
         return self._consumed.applied
+
+    @property
+    def micro_batch_limit(self) -> int | None:
+        """Rows of a micro-batch that fit, on the rank that has least room, once memory ran out; None before."""
+        return self._recovery.limit.rows
 
     @property
     def noise(self) -> Noise | None:

@@ -1,0 +1,161 @@
+"""What was rehearsed on all ranks in place of what was predicted: of the plan that ran, and of those like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.plan import Choice, Plan, Rejected
+from trimtab.core.rank_trace import Way
+from trimtab.core.rehearsal import Ran
+from trimtab.core.sharing import KEPT
+from trimtab.core.units import format_bytes, format_seconds
+from trimtab.decide.ranks import WORTH
+from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval, resolution
+
+# How many plans are rehearsed before one of them is taken.
+MOST = 4
+_SENDING = ("reduce_dtype", "bucket_bytes")
+_MARKS = Plan.marks()
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Rehearsals of a job, in their order.
+
+    Args:
+        only: whether no plan is chosen that did not run.
+    """
+
+    ran: tuple[Ran, ...] = ()
+    only: bool = False
+
+    def of(self, plan: Plan) -> Ran | None:
+        """Return the rehearsal of a plan, however its gradients are sent; None where there was none."""
+        return next((each for each in reversed(self.ran) if _alike(each.plan, plan)), None)
+
+    def refusal_of(self, plan: Plan) -> str | None:
+        """Return why a plan is not run: one that shares so, and is told to hold no more, could not be; None: it may."""
+        held = None if plan.predicted is None else plan.predicted.peak_bytes
+        for each in self.ran:
+            told = each.plan.predicted and each.plan.predicted.peak_bytes
+            if each.refusal and way_of(each.plan) == way_of(plan) and held is not None and held >= (told or 0):
+                return f"one that is told to hold no more was refused as rehearsed: {each.refusal}"
+        return None
+
+    def beyond_bytes(self, way: Way) -> tuple[int, ...]:
+        """Return by how much the peaks of plans that share so were beyond what was told, each difference once.
+
+        What a window takes beyond its trace is what was sent and is let go of late: of parameters and gradients, which
+        have their size whatever the rows of a micro-batch.
+        """
+        found = dict.fromkeys(
+            each.peak_bytes - each.plan.predicted.peak_bytes
+            for each in self._that_ran(way)
+            if each.peak_bytes is not None and each.plan.predicted and each.plan.predicted.peak_bytes is not None
+        )
+        return tuple(found)
+
+    def slower(self, way: Way) -> float:
+        """Return how many times what is told the windows of plans that share so take.
+
+        By the last of the same way, or else of the same engine, which stages 0 and 1 have and stages 2 and 3: an
+        engine's own time on the host is in no prediction. Of an engine that did not run, by the least that another one
+        was slower: ranks that take memory and cores from each other do so whatever they run. 1 where nothing ran.
+        """
+        of_engine = [each for each in self.ran if way_of(each.plan)[0] // 2 == way[0] // 2]
+        for like in (self._that_ran(way), of_engine):
+            if found := [each.slower for each in like if each.slower is not None]:
+                return found[-1]
+        return min((each.slower for each in self.ran if each.slower is not None), default=1.0)
+
+    def _that_ran(self, way: Way) -> list[Ran]:
+        return [each for each in self.ran if each.block_s and way_of(each.plan) == way]
+
+
+def way_of(plan: Plan) -> Way:
+    """Return the way that a plan shares the model."""
+    return int(plan.zero_stage.value or 0), bool(plan.reduces_once.value)
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    names = (name for name in Plan.marks() if name not in _SENDING)
+    same = all(getattr(one, name).value == getattr(other, name).value for name in names)
+    return same and one.recompute_blocks == other.recompute_blocks
+
+
+def by_default(plan: Plan) -> Plan | None:
+    """Return the plan with gradients sent as torch sends them by default; None where they are."""
+    changed = [name for name in _SENDING if getattr(plan, name).value != KEPT[name]]
+    if not changed:
+        return None
+    return replace(
+        plan, **{name: replace(getattr(plan, name), value=KEPT[name], changed=False, losers=()) for name in changed}
+    )
+
+
+def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> Plan:
+    """Return the one of two plans by which ranks are to send: the changed one where it is measurably worth it.
+
+    Args:
+        changed, usual: alike but in how gradients are sent. block_s: seconds of a window in blocks that ran in turns,
+            paired by their place: of the changed one, of the usual one, and of the usual one again, the control.
+    """
+    theirs, ours, again = block_s
+    effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))
+    is_kept = is_gain(effect, control) and effect.mean >= 1 / (1 - WORTH)
+    told = f"rehearsed in {effect.n} pairs of blocks: {effect.mean:.2f} times the speed of {_sent(usual)}"
+    told += f" (95% {effect.low:.2f} to {effect.high:.2f}; {100 * resolution(control):.0f}% can be told from nothing)"
+    if is_kept:
+        return _saying(changed, told)
+    said = f"{_sent(changed)}, {told}: not the {1 / (1 - WORTH):.2f} that a change is to be worth"
+    kept = _saying(usual, said)
+    losers = {
+        name: replace(getattr(kept, name), losers=(_loser(changed, usual, name, theirs, ours),))
+        for name in _SENDING
+        if getattr(changed, name).value != getattr(usual, name).value
+    }
+    return replace(kept, **losers)
+
+
+def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours: Sequence[float]) -> Rejected:
+    value = getattr(changed, name).value
+    one, other = format_seconds(sorted(theirs)[len(theirs) // 2]), format_seconds(sorted(ours)[len(ours) // 2])
+    return Rejected(value, f"{one} a window as rehearsed, and {other} with {getattr(usual, name).value}")
+
+
+def saying_unrehearsed(plan: Plan, why: str) -> Plan:
+    """Return a plan that says why what it changes in how gradients are sent was not rehearsed."""
+    return _saying(plan, f"not rehearsed: {why}")
+
+
+def _saying(plan: Plan, text: str) -> Plan:
+    """Return a plan that says so of each choice of how gradients are sent, where its stage has that choice."""
+    stage = int(plan.zero_stage.value or 0)
+    choices: dict[str, Choice] = {name: getattr(plan, name) for name in _SENDING[: 2 if stage < 2 else 1]}
+    said = {name: replace(choice, reason=f"{choice.reason}; {text}") for name, choice in choices.items()}
+    return replace(plan, **said)  # type: ignore[arg-type]
+
+
+def _sent(plan: Plan) -> str:
+    size = plan.bucket_bytes.value
+    return f"{plan.reduce_dtype.value} in {'the usual buckets' if size is None else f'buckets of {size} bytes'}"
+
+
+def saying_missed(plan: Plan, ran: Ran) -> str:
+    """Return by how much what was told of a plan missed what it took as it was rehearsed."""
+    told = plan.predicted
+    if told is None:
+        return "nothing was told of it"
+    found = [f"told {format_seconds(told.step_s)}, {_off(told.step_s, ran.window_s)}"]
+    if told.peak_bytes is not None and ran.peak_bytes is not None:
+        found.append(f"and {format_bytes(told.peak_bytes)}, {_off(told.peak_bytes, ran.peak_bytes)}")
+        if len(ran.peaks) > 1:
+            largest = max(ran.peaks)
+            found.append(f"of the median of {len(ran.peaks)} windows, {_off(told.peak_bytes, largest)} of the largest")
+    return " ".join(found)
+
+
+def _off(told: float, taken: float) -> str:
+    share = 100 * (told / taken - 1)
+    return f"{abs(share):.0f}% too {'little' if share < 0 else 'much'}"

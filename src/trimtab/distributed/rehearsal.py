@@ -1,0 +1,201 @@
+"""Plans of a job, run by all its ranks for some windows before they train: what was predicted is measured.
+
+The user's model, optimizer, random numbers and global modes are left as they were: copies are run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trimtab.calibrate.failures import describe
+from trimtab.core.errors import RankError
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.core.rehearsal import Ran
+from trimtab.decide.rehearsing import by_default, settled
+from trimtab.decide.turns import turns
+from trimtab.distributed.copies import copied_together
+from trimtab.distributed.exchange import RankExchange
+from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
+from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
+from trimtab.distributed.stage_choice import RankLoop
+from trimtab.measure.memory import storage_bytes
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.snapshot import Snapshot
+from trimtab.runtime.engine import LossFn
+
+_PAIRS, _BLOCKS = 9, 5
+_COUNTED = 7  # windows
+_LONGEST_S = 60.0  # after which no other lap of blocks begins
+_numbers = itertools.count()  # the same on every rank, which ask in the same order
+T = TypeVar("T")
+
+
+class Rehearsal:
+    """What all ranks of a job run plans on; every call is made by all of them, and returns the same on each.
+
+    Args:
+        copied: returns a model and an optimizer of its own, tied, and the rank's loss and batch. clip_norm: as the loop
+            clips. beside: tensors that lie on the device meanwhile. unchanged: returns a block that leaves the user's
+            own as they were, whatever a copy reaches; None: one of random numbers and global modes. progress: called
+            with a line of text, on rank 0.
+    """
+
+    def __init__(
+        self,
+        copied: Callable[[], RankLoop],
+        *,
+        clip_norm: float | None = None,
+        beside: Callable[[], list[Tensor]] = list,
+        unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+        progress: Callable[[str], None] = silent,
+    ) -> None:
+        self._copied, self._clip_norm, self._beside = copied, clip_norm, beside
+        self._unchanged = unchanged or _process_unchanged
+        self._progress = progress if dist.get_rank() == 0 else silent
+
+    def refusal(self) -> str:
+        """Return why nothing can be rehearsed: a rank cannot make copies; or ""."""
+        found = self._together(lambda: self._copied() is None)
+        return found if isinstance(found, str) else ""
+
+    def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
+        """Run a plan; where it changes how gradients are sent, in turns with one that does not.
+
+        Of these two the plan is kept that is measurably worth it.
+
+        Args:
+            counts_memory: whether peaks are counted too; copies are then not held beside each other.
+
+        Raises:
+            RankError: another rank ended, or is silent. Exception: as raised on this rank alone.
+        """
+        start, usual = time.perf_counter(), by_default(plan)
+        self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
+        arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
+        found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
+        took_s = slowest(time.perf_counter() - start)
+        if isinstance(found, str):
+            return Ran(plan, refusal=found, took_s=took_s)
+        return replace(found, took_s=took_s)
+
+    def _rehearsed(self, arms: Mapping[str, Plan], *, counts_memory: bool) -> Ran:
+        """Return what the plan did that is kept."""
+        block_s, plan = self._laps(arms, reopens=counts_memory and len(arms) > 1), arms["plan"]
+        slower = None if plan.predicted is None else statistics.median(block_s["plan"]) / plan.predicted.step_s
+        kept, of = plan, "plan"
+        if "usual" in arms:
+            kept = settled(plan, arms["usual"], (block_s["plan"], block_s["usual"], block_s["control"]))
+            of = "usual" if by_default(kept) is None else "plan"
+        return Ran(kept, tuple(block_s[of]), self._peaks(kept) if counts_memory else (), slower)
+
+    def _laps(self, arms: Mapping[str, Plan], *, reopens: bool) -> dict[str, list[float]]:
+        """Return seconds of a window of each arm, block by block, in turns.
+
+        Args:
+            reopens: whether each block has copies of its own.
+        """
+        begin, laps = time.perf_counter(), _PAIRS if len(arms) > 1 else _BLOCKS
+        block_s: dict[str, list[float]] = {name: [] for name in arms}
+        last: str | None = None
+        with contextlib.ExitStack() as open_until_the_end:
+            runs: dict[int, RehearsedRun] = {}
+            for plan in () if reopens else {id(each): each for each in arms.values()}.values():
+                runs[id(plan)] = open_until_the_end.enter_context(self._running(plan))
+            for lap in range(laps):
+                for name in turns(list(arms), lap, 0, last):
+                    held = runs.get(id(arms[name]))
+                    with contextlib.nullcontext(held) if held else self._running(arms[name]) as run:
+                        block_s[name].append(run.block_s())
+                    last = name
+                spent_s = slowest(time.perf_counter() - begin)
+                if spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
+                    break
+        return block_s
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        beside = storage_bytes(each for each in self._beside() if each.is_cuda)
+        with self._running(plan) as run:
+            found = tuple(run.peak_bytes(beside) for _ in range(_COUNTED))
+        # What an accelerator's allocator cannot have ends a run in the first window that asks for it.
+        return (max(found),) if run.is_accelerated else found
+
+    def _running(self, plan: Plan) -> contextlib.AbstractContextManager[RehearsedRun]:
+        return rehearsing(plan, self._copied, self._clip_norm)
+
+    def _together(self, make: Callable[[], T]) -> T | str:
+        """Return what every rank makes; a reason, the same on all, where it raised on each or was made by none alone.
+
+        A rank that raises where the others wait inside a collective ends, and they by its reason.
+        """
+        made: list[T] = []
+        failure: Exception | None = None
+        exchange = RankExchange(None)
+        try:
+            with self._unchanged(), warnings.catch_warnings(), exchange.explaining():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused then, with its reason
+                made.append(make())
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        # One that failed may have left the others inside a collective, which only its end ends.
+        limit_s = time_limit_s() / 4 if failure else time_limit_s()
+        try:
+            said = words_of_all(f"rehearsal/{next(_numbers)}", _said(failure), limit_s)
+        except (RuntimeError, dist.DistError) as silence:
+            error = failure or silence
+            if (reason := exchange.failed(error)) is error:
+                raise error from None
+            raise reason from error
+        exchange.close()
+        refusal = next((text for text in said if text), None)
+        return made[0] if refusal is None else refusal
+
+
+@contextlib.contextmanager
+def _process_unchanged() -> Iterator[None]:
+    before = ProcessState.capture()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _said(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    return str(failure) if isinstance(failure, DidNotFit) else describe(failure)
+
+
+def of_live(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: object,
+    *,
+    clip_norm: float | None = None,
+    progress: Callable[[str], None] = silent,
+) -> Rehearsal:
+    """Return what plans for a user's own model and optimizer are rehearsed on: copies of both, made together."""
+
+    def copied() -> RankLoop:
+        return *copied_together(model, optimizer), loss_fn, batch
+
+    def alive() -> list[Tensor]:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [each for each in (*model.parameters(), *model.buffers(), *states) if isinstance(each, Tensor)]
+
+    held = {"beside": alive, "unchanged": lambda: Snapshot(model, optimizer)}
+    return Rehearsal(copied, clip_norm=clip_norm, progress=progress, **held)  # type: ignore[arg-type]
