@@ -30,6 +30,7 @@ import trimtab
 from trimtab.api import FREED, default_rule
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
 from trimtab.core.rank_trace import WAYS
 from trimtab.decide.communication import window_s
 from trimtab.decide.ranks import alone, replicated
@@ -40,7 +41,7 @@ from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.rehearsed_run import RehearsedRun
 from trimtab.distributed.stage_choice import RankLoop
 from trimtab.experiments.loops import PlanLoop
-from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.ranks import rehearsal_of, task_of_rank
 from trimtab.experiments.scale_plans import kept
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.reference import ReferenceLoop
@@ -275,7 +276,7 @@ def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
     batches, several = _batches(whole, seed), _ranks() > 1
     share = replace(whole, batch_rows=whole.batch_rows // _ranks())
     make = kept(share, share.load_data(), CPU, Path(folder))
-    plan = plan_together(make, CPU) if several else make().plan
+    plan = plan_together(make, CPU, lambda: rehearsal_of(share, CPU, silent)) if several else make().plan
     torch.manual_seed(seed)
     if recipe in ("baseline", "no_buffers"):
         plain = partial(ReplicaLoop, sends_buffers=recipe == "baseline") if several else ReferenceLoop

@@ -72,13 +72,17 @@ def plan_on_ranks(
         weighed = share_of(found, loop_of(share, device.type), progress)
         return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
 
+    return plan_together(made, device, lambda: rehearsal_of(task_of_rank(task, ranks), device, progress))
+
+
+def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:
+    """Return what plans of one rank's share of a task are rehearsed on: models of their own; every rank calls it."""
+
     def copied() -> RankLoop:
-        share = task_of_rank(task, ranks)
         model, optimizer, loss_fn, _ = loop_of(share, device.type)
         return model, optimizer, loss_fn, next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
 
-    clips = task.reference.clip_norm
-    return plan_together(made, device, lambda: Rehearsal(copied, clip_norm=clips, progress=progress))
+    return Rehearsal(copied, clip_norm=share.reference.clip_norm, progress=progress)
 
 
 def _made(task: Task, plan: Plan, profile: Profile, kept: str) -> Made:

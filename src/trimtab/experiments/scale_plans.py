@@ -13,12 +13,12 @@ from trimtab.core.codec import from_json, read_json, to_json, write_whole
 from trimtab.core.errors import InfeasibleError, RankError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
-from trimtab.core.progress import Progress
+from trimtab.core.progress import Progress, silent
 from trimtab.decide.ranks import alone, replicated
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import first_ended_by, from_first, place
 from trimtab.experiments.planning import make_plans
-from trimtab.experiments.ranks import plan_on_ranks
+from trimtab.experiments.ranks import plan_on_ranks, rehearsal_of
 from trimtab.tasks.task import Task, TaskData
 
 
@@ -37,7 +37,9 @@ def plan_of_job(share: Task, data: TaskData, device: torch.device, folder: Path)
         share: of one rank. folder: as of `kept`.
     """
     make = kept(share, data, device, folder)
-    return Planned(plan_together(make, device) if place().num_ranks > 1 else make().plan)
+    if place().num_ranks == 1:
+        return Planned(make().plan)
+    return Planned(plan_together(make, device, lambda: rehearsal_of(share, device, silent)))
 
 
 def kept(share: Task, data: TaskData, device: torch.device, folder: Path) -> Callable[[], Made]:
