@@ -36,9 +36,9 @@ from scaling_faults import faults
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval, resolution
 
 HERE = Path(__file__).parent
-MBIT = {"resnet_small": 400, "resnet_wide": 1500, "gpt_small": 2000}
+MBIT = {"resnet_small": 400, "resnet_wide": 4000, "gpt_small": 2000}
 TARGETS, MOST = {"resnet_small": 1.5, "resnet_wide": 1.6}, 100_000
-COURSES = ("baseline", "no_buffers", "plan", "plan_batch")
+COURSES = ("baseline", "no_buffers", "plan", "plan_batch", "plan_k")
 PAIRS = 400
 
 
@@ -95,7 +95,8 @@ def courses(
 ) -> Iterator[dict[str, Any]]:
     """Yield, of each recipe on one rank and two, rows to the target, and the efficiency of the course by seed.
 
-    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward.
+    `no_buffers` is the baseline without DDP's broadcast of batch statistics in every forward; `plan_batch` is a plan
+    whose batch is freed, and chosen as it trains; `plan_k` one whose windows have sixteen micro-batches throughout.
     """
     arms = [(recipe, n) for recipe in recipes for n in (1, 2) if (recipe, n) != ("no_buffers", 1)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {arm: [] for arm in arms}
@@ -118,7 +119,7 @@ def courses(
             "mbit": mbit if ranks > 1 else None,
             "ranks": ranks,
             "recipe": recipe,
-            "tier": "F" if recipe == "plan_batch" else "S" if recipe == "plan" else "",
+            "tier": "F" if recipe in ("plan_batch", "plan_k") else "S" if recipe == "plan" else "",
             "target": TARGETS[task],
             "reached": len(reached),
             "seeds": len(runs),
@@ -178,7 +179,8 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
         for task in options.tasks if "courses" in options.parts and "slow" in links else ():
             if task in TARGETS:
                 (folder / f"courses-{task}").mkdir()
-                yield from courses(task, options.seeds, options.mbit or MBIT[task], folder / f"courses-{task}")
+                made_in, mbit = folder / f"courses-{task}", options.mbit or MBIT[task]
+                yield from courses(task, options.seeds, mbit, made_in, options.recipes)
         if "overhead" in options.parts:
             yield from overhead(PAIRS // 4 if options.quick else PAIRS)
         if "faults" in options.parts:
@@ -235,6 +237,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="of efficiency")
     parser.add_argument("--rounds", type=int, default=None, help="of jobs: 8, or 1 when quick")
     parser.add_argument("--seeds", type=int, default=5, help="of courses to a loss")
+    parser.add_argument("--recipes", nargs="+", default=COURSES, choices=COURSES, help="of courses")
     parser.add_argument("--mbit", type=int, default=None, help="of the slow link")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 8)

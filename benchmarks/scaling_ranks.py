@@ -28,6 +28,7 @@ from torch import Tensor
 
 import trimtab
 from trimtab.api import FREED, default_rule
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
@@ -54,6 +55,7 @@ SETTLED = 10  # windows before those
 SEVERAL = 3  # micro-batches of windows that are reduced once or each
 BLOCKS, BLOCK_S = 7, 0.5
 EVERY = 2048  # rows between evaluations
+FIXED_K = 16  # micro-batches of a batch that is freed by hand
 BACKENDS: dict[str, dict[str, Any]] = {
     "ddp": {"zero_stage": 0},
     "zero-1": {"zero_stage": 1},
@@ -283,6 +285,8 @@ def _stepped(recipe: str, whole: Task, folder: str, seed: int) -> _Course:
         return _Course(plain(whole, CPU), batches, "")
     if recipe == "plan_batch":
         plan = plan.freed(default_rule(plan), FREED)
+    if recipe == "plan_k":
+        plan = plan.freed(BatchRule("fixed", k=FIXED_K), FREED)
     says = f"{plan.precision.value}, gradients in {plan.reduce_dtype.value} by buckets of {plan.bucket_bytes.value}"
     return _Course(PlanLoop(whole, CPU, plan), batches, says)
 
