@@ -9,6 +9,8 @@
 - `samples_to_target`: both of them, and the plan with a freed batch, trained to a held-out loss on one rank and two
   over the slow link: rows that it took, and the efficiency of the whole course, paired by seed;
 - `window_prediction`: seconds of a window of each ZeRO stage, as told from one process and a timed link, and as taken;
+- `in_step`: what ranks over the slow link keep of one's speed, in turns within one job: DDP, and a plan that sends bf16
+  once in sixteen micro-batches; beside what both keep where they wait for each other once a window and send nothing;
 - `loop_overhead_ratio`: a plan that changes nothing on two ranks over the plain loop in DDP, step by step, and the
   seconds of what ranks ask each other once a window;
 - `rank_fault`: seconds from a rank's SIGKILL, or SIGSTOP, to the end of the command that started it.
@@ -153,6 +155,19 @@ def _course_line(run: dict[str, Any]) -> str:
     )
 
 
+def in_step(task: str, mbit: int) -> Iterator[dict[str, Any]]:
+    """Yield what two ranks keep of one's speed over the slow link, and in step with nothing sent."""
+    for row in found_by("slow", mbit, 2, "in_step", task):
+        taken = row.pop("row_s")
+        for loop in ("ddp", "plan"):
+            alone, bound, sharing = (taken[f"{loop}{state}"] for state in (" alone", " in step", ""))
+            compared = {"in step": (alone, bound), "over the link": (alone, sharing), "of in step": (bound, sharing)}
+            for what, (over, under) in compared.items():
+                found = ratio_interval([one / other for one, other in zip(over, under, strict=True)])
+                kept = {"mean": found.mean, "low": found.low, "high": found.high, "n": found.n}
+                yield row | {"loop": loop, "kept": what, "mbit": mbit, "row_s": statistics.median(sharing)} | kept
+
+
 def overhead(pairs: int) -> Iterator[dict[str, Any]]:
     """Yield the loop's price on two ranks, over this machine's own link."""
     for row in found_by("local", 0, 2, "agreement", pairs):
@@ -181,6 +196,8 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
                 (folder / f"courses-{task}").mkdir()
                 made_in, mbit = folder / f"courses-{task}", options.mbit or MBIT[task]
                 yield from courses(task, options.seeds, mbit, made_in, options.recipes)
+        for task in options.tasks if "in_step" in options.parts and "slow" in links else ():
+            yield from in_step(task, options.mbit or MBIT[task])
         if "overhead" in options.parts:
             yield from overhead(PAIRS // 4 if options.quick else PAIRS)
         if "faults" in options.parts:
@@ -209,6 +226,8 @@ def _line(row: dict[str, Any]) -> str:
             told, taken = 1000 * row["predicted_s"], 1000 * row["measured_s"]
             what = f"stage {row['zero_stage']}, {row['micro_batches']} micro-batches{once}"
             return f"{row['link']:<5} {what:<40} {told:8.1f} ms told, {taken:8.1f} taken: {row['error']:+.1%}"
+        case "in_step":
+            return f"{row['task']} at {row['mbit']} Mbit/s, {row['loop']}, {row['kept']}: {_bounded(row)}"
         case "loop_overhead_ratio":
             asks = f"asking takes {1e6 * row['ask_s']:.0f} µs, and {1e6 * row['answer_s']:.0f} µs to the answer"
             return f"loop on 2 ranks {_bounded(row)} of the plain one's (control ±{row['resolution']:.1%}); {asks}"
@@ -223,7 +242,7 @@ def _bounded(row: dict[str, Any]) -> str:
     return f"{row['mean']:.3f}{bounds}"
 
 
-PARTS = ("weights", "efficiency", "windows", "courses", "overhead", "faults")
+PARTS = ("weights", "efficiency", "windows", "courses", "in_step", "overhead", "faults")
 
 
 def main() -> None:

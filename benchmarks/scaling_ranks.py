@@ -1,6 +1,6 @@
 """What a rank of scaling.py runs, under torchrun: weights, windows of each stage, a course to a loss, the loop's price.
 
-    torchrun ... scaling_ranks.py weights|windows|courses|agreement OUT [ARGUMENT ...]
+    torchrun ... scaling_ranks.py weights|windows|courses|agreement|in_step OUT [ARGUMENT ...]
 
 Rank 0 writes what was found to OUT.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from regret_cases import held_out_loss
+from scaling_in_step import in_step
 from scaling_tasks import BY_NAME, GPT
 from torch import Tensor
 
@@ -344,6 +345,7 @@ JOBS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "windows": windows,
     "courses": courses,
     "agreement": agreement,
+    "in_step": in_step,
 }
 
 
