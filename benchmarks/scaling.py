@@ -7,7 +7,8 @@
 - `scaling_efficiency`, of the jobs of `trimtab scale`, weak scaling: throughput(n) / (n throughput(1)), paired within
   rounds, of the plain loop in DDP and of the plan;
 - `samples_to_target`: both of them, and the plan with a freed batch, trained to a held-out loss on one rank and two
-  over the slow link: rows that it took, and the efficiency of the whole course, paired by seed;
+  over the slow link: rows that it took, and the efficiency of the whole course, paired by seed; `samples` alone also of
+  windows of sixteen micro-batches;
 - `window_prediction`: seconds of a window of each ZeRO stage, as told from one process and a timed link, and as taken;
 - `in_step`: what ranks over the slow link keep of one's speed, in turns within one job: DDP, and a plan that sends bf16
   once in sixteen micro-batches; beside what both keep where they wait for each other once a window and send nothing;
@@ -113,31 +114,53 @@ def courses(
     for (recipe, ranks), runs in found.items():
         alone = found["baseline" if recipe == "no_buffers" else recipe, 1]
         ratios = [ours["rows_per_s"] / (ranks * one["rows_per_s"]) for ours, one in zip(runs, alone, strict=True)]
-        reached = [run for run in runs if run["target_s"] is not None]
-        yield {
-            "metric": "samples_to_target",
-            "task": task,
-            "link": "slow" if ranks > 1 else "none",
-            "mbit": mbit if ranks > 1 else None,
-            "ranks": ranks,
-            "recipe": recipe,
-            "tier": "F" if recipe in ("plan_batch", "plan_k") else "S" if recipe == "plan" else "",
-            "target": TARGETS[task],
-            "reached": len(reached),
-            "seeds": len(runs),
-            "samples_to_target": _median(runs, reached, "target_rows"),
-            "seconds_to_target": _median(runs, reached, "target_s"),
-            "samples_of_seeds": [run["target_rows"] for run in runs],
-            "seconds_of_seeds": [run["target_s"] for run in runs],
-            "effective_batch": statistics.fmean(run["rows"] / run["windows"] for run in runs),
-            "says": runs[0]["says"],
-            **_efficiency(ratios if ranks > 1 else []),
-        }
+        timed = {"seconds_to_target": _median(runs, "target_s"), "seconds_of_seeds": [run["target_s"] for run in runs]}
+        yield (
+            _reached(task, "slow" if ranks > 1 else "none", mbit, runs)
+            | timed
+            | _efficiency(ratios if ranks > 1 else [])
+        )
 
 
-def _median(runs: Sequence[Any], reached: Sequence[Any], key: str) -> float | None:
+def samples(task: str, seeds: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield rows to the target on two ranks, of the baseline and of windows of sixteen micro-batches; no seconds.
+
+    Neither loop looks at the clock, so that other work on the machine changes nothing.
+    """
+    recipes = ("baseline", "plan_k")
+    found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
+    for seed in range(seeds):
+        for run in found_by("local", 0, 2, "courses", folder, task, ",".join(recipes), seed, TARGETS[task], MOST):
+            found[run["recipe"]].append(run)
+            print(_course_line(run), file=sys.stderr, flush=True)
+    for runs in found.values():
+        yield _reached(task, "local", 0, runs) | {"seconds_to_target": None} | _efficiency([])
+
+
+def _reached(task: str, link: str, mbit: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    recipe, ranks = runs[0]["recipe"], runs[0]["ranks"]
+    return {
+        "metric": "samples_to_target",
+        "task": task,
+        "link": link,
+        "mbit": mbit if link == "slow" else None,
+        "ranks": ranks,
+        "recipe": recipe,
+        "tier": "F" if recipe in ("plan_batch", "plan_k") else "S" if recipe == "plan" else "",
+        "target": TARGETS[task],
+        "reached": sum(run["target_s"] is not None for run in runs),
+        "seeds": len(runs),
+        "samples_to_target": _median(runs, "target_rows"),
+        "samples_of_seeds": [run["target_rows"] for run in runs],
+        "effective_batch": statistics.fmean(run["rows"] / run["windows"] for run in runs),
+        "says": runs[0]["says"],
+    }
+
+
+def _median(runs: Sequence[Any], key: str) -> float | None:
     """Return the median of all runs; None where one of them did not reach the target."""
-    return statistics.median(run[key] for run in runs) if len(reached) == len(runs) else None
+    found = [run[key] for run in runs]
+    return None if None in found else statistics.median(found)
 
 
 def _efficiency(ratios: list[float]) -> dict[str, Any]:
@@ -196,6 +219,10 @@ def measured(options: Any) -> Iterator[dict[str, Any]]:
                 (folder / f"courses-{task}").mkdir()
                 made_in, mbit = folder / f"courses-{task}", options.mbit or MBIT[task]
                 yield from courses(task, options.seeds, mbit, made_in, options.recipes)
+        for task in options.tasks if "samples" in options.parts else ():
+            if task in TARGETS:
+                (folder / f"samples-{task}").mkdir()
+                yield from samples(task, options.seeds, folder / f"samples-{task}")
         for task in options.tasks if "in_step" in options.parts and "slow" in links else ():
             yield from in_step(task, options.mbit or MBIT[task])
         if "overhead" in options.parts:
@@ -220,7 +247,8 @@ def _line(row: dict[str, Any]) -> str:
             what = f"{row['task']} {row['recipe']:<10} on {row['ranks']} to {reached}"
             if row["samples_to_target"] is None:
                 return f"{what}: not reached in each{share}"
-            return f"{what}: {row['samples_to_target']:.0f} rows, {row['seconds_to_target']:.1f} s{share}"
+            seconds = "" if row["seconds_to_target"] is None else f", {row['seconds_to_target']:.1f} s"
+            return f"{what}: {row['samples_to_target']:.0f} rows{seconds}{share}"
         case "window_prediction":
             once = "" if row["reduces_once"] else ", each reduced"
             told, taken = 1000 * row["predicted_s"], 1000 * row["measured_s"]
@@ -242,7 +270,7 @@ def _bounded(row: dict[str, Any]) -> str:
     return f"{row['mean']:.3f}{bounds}"
 
 
-PARTS = ("weights", "efficiency", "windows", "courses", "in_step", "overhead", "faults")
+PARTS = ("weights", "efficiency", "windows", "courses", "samples", "in_step", "overhead", "faults")
 
 
 def main() -> None:

@@ -23,9 +23,7 @@ def _efficiency(rows: list[Row]) -> Iterator[str]:
         link = row["link"] + (f", {row['mbit']} Mbit/s" if row.get("mbit") else "")
         shared = f" (share {row['shares']}: correctness only)" if row["shares"] else ""
         where = f"| {row['task']} | {link} | {row['ranks']}{shared} | {row['recipe']}"
-        figures = (
-            f"{row['effective_batch']:.0f} | {row['rows_per_s']:.0f} | {_bounded(row)} | {_percent(row, 'resolution')}"
-        )
+        figures = f"{row['effective_batch']:.0f} | {row['rows_per_s']:.0f} | {_bounded(row)}"
         figures += f" | {_percent(row, 'resolution')} | {_percent(row, 'waiting_share')}"
         yield f"{where} | {figures} | {row['says'].replace('|', '/')} |"
 
@@ -44,15 +42,23 @@ def _courses(rows: list[Row]) -> Iterator[str]:
 
 
 def _windows(rows: list[Row]) -> Iterator[str]:
-    yield "| link | stage | micro-batches | reduced | told, ms | measured | error | waiting, told | measured |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    rehearses = all("rehearsed_s" in row for row in rows)
+    more = " rehearsed, ms | error | peak rehearsed, MiB | of a run | it took, s |" if rehearses else ""
+    yield f"| link | stage | micro-batches | reduced | told, ms | measured | error | waiting, told | measured |{more}"
+    yield "|---|---|---|---|---|---|---|---|---|" + ("---|---|---|---|---|" if rehearses else "")
     for row in rows:
         how = f"{row['micro_batches']} | {'once' if row['reduces_once'] else 'each'}"
         told, taken, waits, waited = (
             1000 * row[name] for name in ("predicted_s", "measured_s", "predicted_waiting_s", "measured_waiting_s")
         )
         seconds = f"{told:.1f} | {taken:.1f} | {row['error']:+.1%} | {waits:.1f} | {waited:.1f}"
-        yield f"| {row['link']} | {row['zero_stage']} | {how} | {seconds} |"
+        yield f"| {row['link']} | {row['zero_stage']} | {how} | {seconds} |" + (_rehearsed(row) if rehearses else "")
+
+
+def _rehearsed(row: Row) -> str:
+    held, run = (row[name] / 2**20 for name in ("rehearsed_bytes", "measured_bytes"))
+    ran = f" {1000 * row['rehearsed_s']:.1f} | {row['rehearsal_error']:+.1%}"
+    return f"{ran} | {held:.2f} | {run:.2f} | {row['rehearsal_s']:.1f} |"
 
 
 def _weights(rows: list[Row]) -> Iterator[str]:
@@ -60,6 +66,19 @@ def _weights(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for row in rows:
         yield f"| {row['backend']} | {row['ranks']} | {row['dtype']} | {row['difference']:.1e} |"
+
+
+def _in_step(rows: list[Row]) -> Iterator[str]:
+    yield "What two ranks keep of one's speed, in turns within one job. In step, each runs by itself and waits for the"
+    yield "others once a window; what is kept of that is what sending leaves."
+    yield ""
+    yield "| task | link | loop | in step, nothing sent | over the link | of what they keep in step |"
+    yield "|---|---|---|---|---|---|"
+    for loop in dict.fromkeys(row["loop"] for row in rows):
+        own = {row["kept"]: row for row in rows if row["loop"] == loop}
+        kept = " | ".join(_bounded(own[name]) for name in ("in step", "over the link", "of in step"))
+        what = {"ddp": "DDP, k = 1, fp32", "plan": "a plan, k = 16, bf16 sent"}[loop]
+        yield f"| {rows[0]['task']} | {rows[0]['mbit']} Mbit/s | {what} | {kept} |"
 
 
 def _overhead(rows: list[Row]) -> Iterator[str]:
@@ -99,6 +118,7 @@ _TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "scaling_efficiency": _efficiency,
     "samples_to_target": _courses,
     "window_prediction": _windows,
+    "in_step": _in_step,
     "weight_difference": _weights,
     "loop_overhead_ratio": _overhead,
     "rank_fault": _faults,
