@@ -92,6 +92,7 @@ OPTIONAL = {
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
+    "pynvml": {"trimtab.measure.nvml"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}
