@@ -100,15 +100,17 @@ class MeterFacts:
         provenance: of what it counts. sources: what it reads. idle_w: of the machine as it was found, over a second in
             which this process did nothing; it is in every figure. None: not known.
         reason: why there is none, or "". uncounted: what computes too, and is not in its joules, each with why.
-        limits: of the devices' power.
+        limits: of the devices' power. left_out: the weight that an objective gave energy, where there is no meter and
+            the others were to count alone.
     """
 
-    provenance: Provenance = Provenance.ABSENT
+    provenance: Provenance
     sources: tuple[str, ...] = ()
     idle_w: float | None = None
     reason: str = "not looked for"
     uncounted: tuple[str, ...] = ()
     limits: tuple[PowerLimit, ...] = ()
+    left_out: float = 0.0
 
     @property
     def is_absent(self) -> bool:
@@ -118,10 +120,13 @@ class MeterFacts:
     def describe(self) -> str:
         """Return how outputs name it."""
         if self.is_absent:
-            return f"not measured: {self.reason}"
+            left = (
+                f"; its weight of {self.left_out:.2g} is left out, the others are renormalised" if self.left_out else ""
+            )
+            return f"not measured: {self.reason}{left}"
         idle = "" if self.idle_w is None else f"; idle {self.idle_w:.3g} W, which is in every figure"
         without = f"; without {'; '.join(self.uncounted)}" if self.uncounted else ""
         return f"{self.provenance} by {', '.join(self.sources)}{idle}{without}"
 
 
-NO_METER = MeterFacts()
+NO_METER = MeterFacts(Provenance.ABSENT)

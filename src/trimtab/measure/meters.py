@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from trimtab.core import checks
 from trimtab.core.energy import WINDOW_S, MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
 from trimtab.measure.energy import EnergyClock, GivenWatts, Meter, NoMeter, SeveralMeters
 from trimtab.measure.nvml import nvml
 from trimtab.measure.rapl import ROOT, rapl
@@ -48,6 +50,37 @@ def reads_of(seats: Sequence[Seat], rank: int) -> Reads:
     return Reads(processor=beside[0] == rank, device=bool(own.device) and same[0] == rank)
 
 
+WITHOUT_METER = ("refuse", "renormalise")
+
+
+@dataclass(frozen=True)
+class Metering:
+    """How joules are to be known.
+
+    Args:
+        watts: to estimate with, of the whole machine, whatever meter there is; all that is made of it says so.
+        meter: one of the user's own, in place of those that are looked for.
+        without: where energy is weighed and nothing counts it, "refuse" raises; "renormalise" leaves energy out, lets
+            the other weights count alone, and says so in the plan. A limit on energy is refused either way.
+        root: where the kernel shows the processor's counters.
+
+    Raises:
+        ValueGivenError: watts that are none, both of them, or another word.
+    """
+
+    watts: float | None = None
+    meter: Meter | None = None
+    without: str = "refuse"
+    root: Path = ROOT
+
+    def __post_init__(self) -> None:
+        checks.one_of("metering.without", self.without, WITHOUT_METER)
+        if self.watts is not None:
+            checks.number("energy_watts", self.watts, low=0, open_low=True)
+        if self.watts is not None and self.meter is not None:
+            raise ValueGivenError("energy_watts", given="watts and a meter", expected="the one or the other")
+
+
 @dataclass(frozen=True)
 class Found:
     """A meter, and what is said of it."""
@@ -57,35 +90,52 @@ class Found:
 
 
 def find_meter(
-    device: torch.device,
-    *,
-    watts: float | None = None,
-    own: Meter | None = None,
-    reads: Reads | None = None,
-    root: Path = ROOT,
-    library: Any = None,
+    device: torch.device, metering: Metering | None = None, *, reads: Reads | None = None, library: Any = None
 ) -> Found:
     """Return the meter of what trains on a device.
 
     On a GPU its own counter has to be there, the processor's is added where it is; on a CPU the processor's has to be.
 
     Args:
-        watts: to estimate with, whatever meter there is. own: a meter that a user gives, read in place of ours.
-        reads: of several ranks; None: there is one. root, library: in place of the kernel's files and NVIDIA's module.
+        reads: of several ranks; None: there is one. library: in place of NVIDIA's module.
 
     Raises:
-        ValueGivenError: watts that are none, both of them, or a meter that is none.
+        ValueGivenError: a meter that is none.
     """
-    reads = reads or Reads(device=device.type == "cuda")
-    if watts is not None and own is not None:
-        raise ValueGivenError("energy_watts", given="watts and a meter", expected="the one or the other")
-    if watts is not None:
-        return _as_found(GivenWatts(watts) if reads.processor else NoMeter(_BY_OTHERS))
-    if own is not None:
-        return _as_found(_checked(own))
+    metering, reads = metering or Metering(), reads or Reads(device=device.type == "cuda")
+    if metering.watts is not None:
+        return _as_found(GivenWatts(metering.watts) if reads.processor else NoMeter(_BY_OTHERS))
+    if metering.meter is not None:
+        return _as_found(_checked(metering.meter))
     if reads.nothing:
         return _as_found(NoMeter(_BY_OTHERS))
-    return _of_device(device, reads, rapl(root) if reads.processor else None, library)
+    return _of_device(device, reads, rapl(metering.root) if reads.processor else None, library)
+
+
+def elsewhere_meter(device: str) -> Found:
+    """Return the meter of a device that is not here: none."""
+    return _as_found(NoMeter(f"{device} is not here, and no data sheet tells what a step takes"))
+
+
+def measurable(
+    objective: Objective, budget: Budget, found: Found, without: str = "refuse"
+) -> tuple[Objective, MeterFacts]:
+    """Return the weights that can be scored with a meter, and what is to be said of it.
+
+    Raises:
+        ValueGivenError: energy is weighed or limited, nothing counts it, and no way out was accepted.
+    """
+    if not found.facts.is_absent or (objective.energy == 0 and budget.energy is None):
+        return objective, found.facts
+    if without == "renormalise" and budget.energy is None:
+        return objective.without_energy(), replace(found.facts, left_out=objective.energy)
+    raise ValueGivenError(
+        "energy",
+        given=f"a weight or limit on energy, which is not measured here ({found.facts.reason})",
+        expected="a machine with an energy meter",
+        way_out='Leave energy out; or Metering(without="renormalise") does, where it is weighed and not limited, and '
+        "says so; or Metering(watts=...) estimates.",
+    )
 
 
 _BY_OTHERS = "another rank reads it"

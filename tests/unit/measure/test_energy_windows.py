@@ -12,9 +12,10 @@ from meter_machine import Clock, Gpu, Library, Tree
 
 from trimtab.core.energy import Energy, Provenance, absent, summed
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
 from trimtab.measure import meters
 from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
-from trimtab.measure.meters import Reads, Seat, find_meter, reads_of, with_idle
+from trimtab.measure.meters import Metering, Reads, Seat, find_meter, measurable, reads_of, with_idle
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,7 @@ def test_watts_that_were_given_are_estimates_of_any_window(clock):
 @pytest.mark.parametrize("watts", [0, -1, math.nan, math.inf, "250", True])
 def test_watts_that_are_none_are_refused(watts):
     with pytest.raises(ValueGivenError, match="energy_watts"):
-        find_meter(CPU, watts=watts)
+        Metering(watts=watts)
 
 
 def test_meters_of_several_devices_are_one_and_lost_together(clock):
@@ -142,14 +143,14 @@ def test_zero_is_no_reading_and_absence_no_zero(joules, kind):
 
 
 def test_on_a_machine_without_a_meter_it_is_absent_and_says_why(tmp_path):
-    found = find_meter(CPU, root=tmp_path / "powercap")
+    found = find_meter(CPU, Metering(root=tmp_path / "powercap"))
     assert found.facts.is_absent
     assert "virtual machine" in found.facts.describe()
     assert with_idle(found) is found
 
 
 def test_idle_watts_are_those_of_a_second(tmp_path, clock, monkeypatch):
-    found = find_meter(CPU, own=(counter := Counter()))
+    found = find_meter(CPU, Metering(meter=(counter := Counter())))
     monkeypatch.setattr(meters, "EnergyClock", lambda meter: EnergyClock(meter, clock=clock))
 
     def sleep(seconds: float) -> None:
@@ -161,7 +162,7 @@ def test_idle_watts_are_those_of_a_second(tmp_path, clock, monkeypatch):
 @pytest.mark.parametrize("own", [object(), NoMeter("none"), SimpleNamespace(provenance="measured")])
 def test_a_meter_that_is_none_is_refused(own):
     with pytest.raises(ValueGivenError, match="period_s"):
-        find_meter(CPU, own=own)
+        find_meter(CPU, Metering(meter=own))
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def on_gpu(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def found(index=0, reads=None, root=tree.root, library=library):
-        return find_meter(torch.device("cuda", index), reads=reads, root=root, library=library)
+        return find_meter(torch.device("cuda", index), Metering(root=root), reads=reads, library=library)
 
     return found
 
@@ -222,8 +223,44 @@ def test_each_meter_is_read_by_one_rank(seats, found):
 def test_who_reads_nothing_has_no_meter_and_given_watts_are_of_a_machine():
     others = Reads(processor=False, device=False)
     assert "another rank" in find_meter(CPU, reads=others).facts.reason
-    assert find_meter(CPU, reads=others, watts=100).facts.is_absent
-    assert find_meter(CPU, reads=Reads(device=False), watts=100).facts.provenance is Provenance.ESTIMATED
+    assert find_meter(CPU, Metering(watts=100), reads=others).facts.is_absent
+    assert find_meter(CPU, Metering(watts=100), reads=Reads(device=False)).facts.provenance is Provenance.ESTIMATED
+
+
+@pytest.fixture
+def nothing(tmp_path):
+    return find_meter(CPU, Metering(root=tmp_path / "powercap"))
+
+
+@pytest.mark.parametrize("without", ["refuse", "renormalise"])
+@pytest.mark.parametrize(
+    ("objective", "budget"),
+    [(Objective(energy=0.5), Budget()), (Objective(), Budget(energy=1)), (Objective(0, 0, 1), Budget())],
+)
+def test_energy_that_counts_without_a_meter_is_refused(nothing, objective, budget, without):
+    if without == "renormalise" and objective.energy < 1 and budget.energy is None:
+        pytest.skip("accepted: the next test")
+    with pytest.raises(ValueGivenError, match="energy"):
+        measurable(objective, budget, nothing, without)
+
+
+def test_a_weight_is_left_out_where_that_is_accepted_and_the_plan_says_so(nothing):
+    objective, facts = measurable(Objective(2, 1, 1), Budget(memory=10), nothing, "renormalise")
+    assert objective == Objective(2, 1)
+    assert "its weight of 0.25 is left out" in facts.describe()
+    assert measurable(Objective(2, 1), Budget(), nothing, "renormalise")[1].left_out == 0
+
+
+@pytest.mark.parametrize("given", [{"watts": 5}, {"meter": Counter()}])
+def test_energy_counts_where_it_is_known(given):
+    objective = Objective(energy=1)
+    assert measurable(objective, Budget(energy=1), find_meter(CPU, Metering(**given)))[0] == objective
+
+
+@pytest.mark.parametrize("given", [{"watts": 5, "meter": Counter()}, {"without": "guess"}])
+def test_contrary_wishes_are_refused(given):
+    with pytest.raises(ValueGivenError):
+        Metering(**given)
 
 
 def test_no_socket_is_opened(tmp_path, on_gpu, clock, monkeypatch):
@@ -232,7 +269,7 @@ def test_no_socket_is_opened(tmp_path, on_gpu, clock, monkeypatch):
 
     for name in ("socket", "create_connection", "getaddrinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, refuse)
-    for found in (on_gpu(), find_meter(CPU), find_meter(CPU, watts=5)):
+    for found in (on_gpu(), find_meter(CPU), find_meter(CPU, Metering(watts=5))):
         laps = EnergyClock(found.meter, clock=clock)
         clock.now += 2
         laps.tick()
