@@ -59,6 +59,7 @@ STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
     "arm_facts",
+    "energy_rows",
     "headline",
     "ratio_rows",
     "report",

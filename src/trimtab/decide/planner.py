@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import FINAL, Candidate, Profile
@@ -36,8 +36,21 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
 
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
+        ValueGivenError: energy is weighed, and nothing counted it.
     """
+    _refuse_unknown(profile, objective)
     return _plan(profile, space.points(profile, budget), objective, budget)
+
+
+def _refuse_unknown(profile: Profile, objective: Objective) -> None:
+    """Raise where energy is weighed of which nothing is known."""
+    if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
+        raise ValueGivenError(
+            "energy",
+            given=f"a weight on it, and a profile that has no joules ({profile.meter.reason or 'its meter was lost'})",
+            expected="one that was measured with a meter",
+            way_out="Leave energy out of the objective.",
+        )
 
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
@@ -49,6 +62,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
     Raises:
         InfeasibleError: as `choose`.
     """
+    _refuse_unknown(profile, objective)
     found = space.points(profile, budget)
     sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
     if not sizes:

@@ -9,7 +9,7 @@ import pytest
 from simulated_machine import MIB, Machine, candidate_of, measured, planned
 
 from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
-from trimtab.core.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Trial
 from trimtab.decide import space
@@ -66,6 +66,12 @@ def test_without_a_meter_no_joule_is_anywhere():
     assert [cost.energy_j for cost in (plan.baseline, plan.predicted, plan.measured)] == [None] * 3
     assert all(point.energy_j is None for point in plan.front)
     assert "J" not in str(plan).split("energy")[0].split("per step")[-1]
+
+
+def test_a_weight_on_what_nothing_counted_is_refused():
+    profile = measured(Machine(), can_retain=False)
+    with pytest.raises(ValueGivenError, match="no joules"):
+        choose(profile, BY_BOTH, Budget())
 
 
 def test_the_page_says_what_counted_or_why_nothing_did():
