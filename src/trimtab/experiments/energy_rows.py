@@ -19,10 +19,12 @@ _KNOWN = 0.5
 
 
 def meter_of(races: stats.Races) -> MeterFacts:
-    """Return what counted joules: of the first record that says so."""
+    """Return what counted joules, the same in all races; else nothing that can be told as one."""
     headers = (record.header for race in races.values() for record in race.values())
-    said = next((header.detail[METER] for header in headers if header.detail.get(METER)), None)
-    return NO_METER if said is None else from_jsonable(MeterFacts, said)
+    found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
+    if len({(each.provenance, each.sources) for each in found}) > 1:
+        return MeterFacts(Provenance.ABSENT, reason="races were counted by different meters, which are not mixed")
+    return found[0] if found else NO_METER
 
 
 def watts(record: RunRecord) -> float | None:
@@ -57,14 +59,14 @@ def energy_control(races: stats.Races) -> Interval | None:
 
 def energy_row(races: stats.Races, arm: str, against: str, tier: str) -> RatioRow | None:
     """Return joules per row of an arm over another's: below 1 is better. None where nothing counted them."""
-    ratios = stats.energy_ratios(races, arm, against)
-    if not ratios:
+    meter, ratios = meter_of(races), stats.energy_ratios(races, arm, against)
+    if meter.is_absent or not ratios:
         return None
     ratio = stats.as_ratio(ratio_interval(ratios), ratios)
     said = stats.failures(races, arm, against)
     if said:
         verdict = Verdict("no verdict", f"{said}: the figure is of what ran")
-    elif meter_of(races).provenance is not Provenance.MEASURED:
+    elif meter.provenance is not Provenance.MEASURED:
         verdict = Verdict("no verdict", "estimated by watts that were given: it says no more than the seconds do")
     else:
         verdict = energy_verdict(ratio, energy_control(races), arm, against)

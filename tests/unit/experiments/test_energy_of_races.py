@@ -77,6 +77,13 @@ def test_too_few_pairs_and_estimates_allow_no_verdict():
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
 
 
+def test_meters_are_not_mixed():
+    found = races(50.0)
+    found[3] = races(50.0, meter=MeterFacts(Provenance.ESTIMATED, ("100 W, as given",)))[3]
+    assert "different meters" in meter_of(found).describe()
+    assert energy_row(found, "plan_S", "reference", "S") is None
+
+
 def test_without_joules_there_is_no_row_and_no_number():
     found = {0: {"reference": record(), "plan_S": record()}}
     assert energy_row(found, "plan_S", "reference", "S") is None
