@@ -319,6 +319,8 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
+    if meter is not None and record is None:
+        raise ValueGivenError("meter", given="a meter without a record", expected="record=..., which its joules go to")
     backend = backend_of(
         model,
         plan,

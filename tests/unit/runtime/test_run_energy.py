@@ -11,6 +11,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.energy import Provenance
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import Header, RecordWriter, read_record
 from trimtab.measure.energy import GivenWatts, MeterLost, NoMeter
 from trimtab.runtime.run_energy import RunEnergy
@@ -101,6 +102,13 @@ def loop(record, meter, num_steps: int = 3):
         for window in run.windows([batch] * num_steps):
             run.train_step(window, lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1]))
     return read_record(record)
+
+
+def test_a_meter_without_a_record_is_refused():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueGivenError, match="meter"):
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), meter=GivenWatts(5))
 
 
 def test_a_record_ends_with_what_the_run_took(tmp_path):
