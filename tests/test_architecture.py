@@ -59,6 +59,7 @@ STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
     "arm_facts",
+    "energy_rows",
     "headline",
     "ratio_rows",
     "report",
@@ -92,6 +93,7 @@ OPTIONAL = {
     "sklearn": {"trimtab.tasks.embedded"},
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
+    "pynvml": {"trimtab.measure.nvml"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}

@@ -19,7 +19,7 @@ from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
-    from trimtab.api import plan, plan_elsewhere, profile, start
+    from trimtab.api import Metering, plan, plan_elsewhere, profile, start
     from trimtab.distributed.dealing import shard
     from trimtab.distributed.process_group import joined
     from trimtab.runtime.engine import Run
@@ -31,6 +31,7 @@ __all__ = [
     "Choice",
     "Header",
     "Mark",
+    "Metering",
     "Objective",
     "Plan",
     "RecordWriter",
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 # Loaded on first use, so that plans and records can be read without importing torch.
-_LAZY = dict.fromkeys(("plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
+_LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
     "Run": "trimtab.runtime.engine",
     "joined": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.dealing",

@@ -32,6 +32,8 @@ from trimtab.distributed.backends import backend_of, is_to_share
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
+from trimtab.measure.energy import Meter
+from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
 from trimtab.runtime.recorder import Recorder
@@ -42,6 +44,7 @@ FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
     "peaks are of windows of two batches, the loop's too"
 )
+_NO_STAGES = "energy is weighed, and no trace tells what another stage takes"
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 
 
@@ -61,6 +64,7 @@ def profile(
     blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
+    metering: Metering | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a training loop and the settings worth trying on it; leaves no trace.
@@ -84,6 +88,7 @@ def profile(
         num_blocks: interleaved blocks of steps per candidate, at least 3. A gain is accepted from 5 blocks on.
         traces: whether to trace peaks though memory is neither limited nor weighed, so that the profile can be decided
             under other limits and for other devices.
+        metering: how joules are known; by default by the meters there are.
         progress: called with a line of text as work goes on.
 
     Raises:
@@ -93,14 +98,17 @@ def profile(
     reference = _typed("reference", reference, Reference, ASSUMED_REFERENCE)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
-    _refuse_unmeasurable(objective, budget)
+    metering = _typed("metering", metering, Metering, Metering())
     batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
     named = checks.names("blocks", blocks)
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named)
+    metered = find_meter(subject.device, metering)
+    objective, facts = measurable(objective, budget, metered, metering.without)
+    metered = dataclasses.replace(metered, facts=facts)
     times = checks.integer("num_blocks", num_blocks, low=3)
     steps = None if total_steps is None else checks.integer("total_steps", total_steps)
     given = {"data": data, "total_steps": steps, "num_blocks": times, "traces": traces, "progress": progress}
-    return profile_loop(subject, reference, objective, budget, **given)
+    return profile_loop(subject, reference, objective, budget, metered=metered, **given)
 
 
 def plan_elsewhere(
@@ -153,7 +161,7 @@ def profile_there(
     spec = absent_device(device) if isinstance(device, str) else device
     limits = _typed("budget", budget, Budget, Budget()).within(spec.memory_bytes)
     weights = _typed("objective", objective, Objective, Objective())
-    _refuse_unmeasurable(weights, limits)
+    measurable(weights, limits, elsewhere_meter(spec.name))
     return profile_elsewhere(
         model,
         optimizer,
@@ -185,6 +193,7 @@ def plan(
     total_steps: int | None = None,
     blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
+    metering: Metering | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
@@ -232,6 +241,7 @@ def plan(
             blocks=blocks,
             frees_batch=rule is not None and rule.spans_batches,
             num_blocks=num_blocks,
+            metering=metering,
             progress=progress,
         )
 
@@ -247,7 +257,8 @@ def plan(
     def of_rank() -> Made | Share:
         found = measured()
         loop = (model, optimizer, loss_fn, example_batch if longest_batch is None else longest_batch)
-        share = share_of(found, loop, progress, adapts=by_range or rule is not None)
+        adapts = by_range or rule is not None
+        share = _NO_STAGES if found.objective.energy > 0 else share_of(found, loop, progress, adapts=adapts)
         return share if isinstance(share, Share) else made(found, share)
 
     if not is_shared:
@@ -291,6 +302,7 @@ def start(
     out_of_memory: str | None = None,
     stop: Stop | None = None,
     record: RecordWriter | None = None,
+    meter: Meter | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -305,6 +317,7 @@ def start(
             statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
+        meter: what counts joules for that record, about once in ten seconds; None: they are not in it.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -313,6 +326,8 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
+    if meter is not None and record is None:
+        raise ValueGivenError("meter", given="a meter without a record", expected="record=..., which its joules go to")
     backend = backend_of(
         model,
         plan,
@@ -339,7 +354,7 @@ def start(
         out_of_memory=out_of_memory,
         stop=_typed("stop", stop, Stop, None),
         backend=backend,
-        recorder=None if record is None else Recorder(record),
+        recorder=None if record is None else Recorder(record, meter),
     )
 
 
@@ -378,13 +393,3 @@ def _as_many_rows(longest: Any, example: Any) -> Any:
             way_out="Where the loader's rows vary too, give the example_batch that asks for most, alone.",
         )
     return longest
-
-
-def _refuse_unmeasurable(objective: Objective, budget: Budget) -> None:
-    if objective.energy > 0 or budget.energy is not None:
-        raise ValueGivenError(
-            "energy",
-            given="a weight or limit on energy",
-            expected="a machine with an energy meter this version can read",
-            way_out="Leave energy out of the objective and the budget.",
-        )

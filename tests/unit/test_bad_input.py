@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy
 import pytest
@@ -55,6 +56,7 @@ DOOR = {
         "LBFGS",
     ),
 }
+NO_METER = trimtab.Metering(root=Path("no powercap"))
 PLANNING = {
     "no loss": (lambda k: {"loss_fn": None}, ValueGivenError, "loss_fn", "NoneType"),
     "a loss of one argument": (lambda k: {"loss_fn": lambda model: 1}, LossError, "loss_fn", "TypeError"),
@@ -77,13 +79,13 @@ PLANNING = {
     "two blocks": (lambda k: {"num_blocks": 2}, ValueGivenError, "num_blocks", "2"),
     "no whole number of blocks": (lambda k: {"num_blocks": 3.5}, ValueGivenError, "num_blocks", "3.5"),
     "energy wanted without a meter": (
-        lambda k: {"objective": trimtab.Objective(energy=0.5)},
+        lambda k: {"objective": trimtab.Objective(energy=0.5), "metering": NO_METER},
         ValueGivenError,
         "energy",
         "a weight or limit",
     ),
     "energy limited without a meter": (
-        lambda k: {"budget": trimtab.Budget(energy=1.0)},
+        lambda k: {"budget": trimtab.Budget(energy=1.0), "metering": NO_METER},
         ValueGivenError,
         "energy",
         "a weight or limit",

@@ -25,7 +25,8 @@ from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.experiments import progress_bar, race
 from trimtab.experiments.result import Comparison
-from trimtab.measure import machine
+from trimtab.measure import machine, meters
+from trimtab.measure.energy import NoMeter
 from trimtab.tasks import load_task
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -54,6 +55,7 @@ def trimtab(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     monkeypatch.setattr(race, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
     for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "6")  # which the command would set for good
 
@@ -337,6 +339,28 @@ def test_training_makes_its_own_plan(trimtab):
     assert done.err == ""
 
 
+def test_training_says_what_it_took_or_why_that_is_not_known(trimtab, tmp_path):
+    found = trimtab("train", "tiny.py:task", "--steps", 3, "--record", "run.jsonl", "--json").json
+    assert (found["energy"], found["energy_j"]) == ("not measured: none that tests read", None)
+    record = read_record(tmp_path / "run.jsonl")
+    assert record.header.detail["meter"]["provenance"] == "absent"
+    found = trimtab("train", "tiny.py:task", "--steps", 3, "--energy-watts", 90, "--json").json
+    assert found["energy"].endswith("estimated (90 W, as given)")
+    assert found["energy_j"] > 0
+
+
+def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out(trimtab, tmp_path):
+    plan = ("plan", "tiny.py:task", "--energy-weight", 1)
+    explained(trimtab(*plan), "energy", "none that tests read", "renormalise")
+    left = trimtab(*plan, "--without-meter", "renormalise")
+    assert "energy: not measured: none that tests read; its weight of 0.5 is left out" in left.out
+    assert "energy: estimated by 90 W, as given" in trimtab(*plan, "--energy-watts", 90, "--explain").out
+    assert trimtab("profile", "tiny.py:task", "-o", "profile.json").code == 0
+    explained(trimtab("plan", "profile.json", "--energy-weight", 1), "a profile that has no joules")
+    explained(trimtab("plan", "profile.json", "--energy-watts", 5), "a plan for elsewhere")
+    explained(trimtab(*plan, "--device", "H100 SXM"), "H100 SXM is not here")
+
+
 def test_a_diverged_run_is_still_one_json_object(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     name = changed(tmp_path, "diverging", "lr=3e-3", "lr=1e30")
@@ -380,6 +404,26 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     as_json = trimtab("report", "out/report.json", "--json")
     assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "Energy is not measured: none that tests read."),
+        (("--energy-watts", 50), "Energy is estimated by 50 W, as given."),
+    ],
+)
+def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, said):
+    how = ("--pairs", 2, "--no-peers", "--adapt", "none", "--out", "out")
+    done = trimtab("compare", "tiny.py:task", *how, *given, "--json")
+    assert (done.code, done.err) == (0, "")
+    saved = read_json(Comparison, tmp_path / "out" / "report.json")
+    assert said in (tmp_path / "out" / "report.md").read_text()
+    found = [row for row in done.json["rows"] if row["metric"] == "energy_ratio"]
+    assert bool(found) == bool(given)
+    assert {row["verdict"] for row in found} <= {"no verdict"}
+    assert all(bool(arm.joules) == bool(given) for arm in saved.arms)
+    assert any(row.arm_j for row in saved.target_rows if not row.charged) == bool(given)
 
 
 def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):

@@ -14,12 +14,14 @@ from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
 from trimtab.calibrate.padding import padding_saves_s
+from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Guard
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.recompute_seconds import num_steps
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
+from trimtab.core.energy import NO_METER
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
@@ -29,6 +31,7 @@ from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.meters import Found, with_idle
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.runtime.batches import iterate, tensors_in
@@ -53,10 +56,12 @@ def profile_loop(
     total_steps: int | None = None,
     num_blocks: int = NUM_BLOCKS,
     traces: bool = False,
+    metered: Found | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
     start = time.perf_counter()
+    metered = None if metered is None else with_idle(metered)
     with Snapshot(subject.model, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
@@ -65,13 +70,15 @@ def profile_loop(
         facts = _facts(subject, reference.precision)
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
-        asked["frees_batch"] = subject.frees_batch
+        asked |= {"frees_batch": subject.frees_batch, "meter": NO_METER if metered is None else metered.facts}
         profile = Profile(device, facts, check, reference, environment=environment(), **asked)
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
-        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start)
+        is_asked = objective.energy > 0 or budget.energy is not None
+        power = None if metered is None or metered.facts.is_absent else Power(metered.meter, is_asked)
+        profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power)
         profile = _with_padding(subject, profile)
         if traces:
             profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
@@ -90,6 +97,7 @@ def _search(
     *,
     traces: bool,
     start: float,
+    power: Power | None,
 ) -> Profile:
     """Return the profile with every trace and trial that its search asks for."""
     objective, budget = profile.objective, profile.budget
@@ -117,7 +125,8 @@ def _search(
         else:
             is_last = stage.name.startswith(FINAL)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
-            found = run_stage(subject, stage, num_blocks, progress, profile.trials, patient=patient, guard=guard)
+            how = {"patient": patient, "guard": guard, "power": power}
+            found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
         snapshot.restore()
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import ALONE, Candidate, Trial
@@ -54,6 +55,7 @@ class _Arm:
     error: str | None = None
     compile_s: float | None = None
     unused_bytes: int | None = None
+    watts: list[float] = field(default_factory=list)
     block_s: list[float] = field(default_factory=list)
 
 
@@ -103,12 +105,14 @@ def run_stage(
     *,
     patient: bool = True,
     guard: Guard | None = None,
+    power: Power | None = None,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
     Args:
         known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
             is in the noise. guard: what tells kernels that end a process; None: one of this stage's own.
+        power: reads their watts; None: there is no meter.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -134,6 +138,9 @@ def run_stage(
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
         _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress), arms, running)
+        if power is not None and (windows := power.num_windows(stage, hurried=not patient)):
+            progress(f"{stage.name}: watts")
+            power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
     return tuple(_trial(stage, arm, step_s) for arm in arms)
 
 
@@ -342,4 +349,4 @@ def _trial(stage: Stage, arm: _Arm, incumbent_s: float) -> Trial:
     if error is None and not blocks:
         error = f"stopped after warm-up: {format_seconds(arm.first_s)} per step against {format_seconds(incumbent_s)}"
     found = Trial(stage.name, arm.candidate, blocks, arm.peak_bytes, error, arm.control)
-    return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes)
+    return replace(found, compile_s=arm.compile_s, unused_bytes=arm.unused_bytes, watts=tuple(arm.watts))

@@ -9,11 +9,14 @@ import typer
 
 from trimtab.cli.options import (
     Adapt,
+    EnergyWatts,
+    EnergyWeight,
     Json,
     Memory,
     StepTime,
     TaskName,
     Weight,
+    WithoutMeter,
     adaptation,
     refuse_adapt,
     require_folder,
@@ -41,10 +44,14 @@ def profile(
     memory: Memory = None,
     step_time: StepTime = None,
     memory_weight: Weight = 0.0,
+    energy_weight: EnergyWeight = 0.0,
+    energy_watts: EnergyWatts = None,
+    without_meter: WithoutMeter = "refuse",
     as_json: Json = False,
 ) -> None:
     """Measure a task's loop and the settings worth trying on it."""
 
+    from trimtab.api import Metering
     from trimtab.core.codec import to_json
     from trimtab.core.objective import Budget, Objective
     from trimtab.experiments.planning import device_here, make_plans
@@ -59,7 +66,8 @@ def profile(
             loaded,
             loaded.load_data(),
             device_here(),
-            objective=Objective(1.0, memory_weight),
+            objective=Objective(1.0, memory_weight, energy_weight),
+            metering=Metering(energy_watts, without=without_meter),
             progress=progress,
             **how,
         )
@@ -75,6 +83,9 @@ def plan(
     memory: Memory = None,
     step_time: StepTime = None,
     memory_weight: Weight = 0.0,
+    energy_weight: EnergyWeight = 0.0,
+    energy_watts: EnergyWatts = None,
+    without_meter: WithoutMeter = "refuse",
     device: Annotated[str | None, typer.Option(help="one not here, such as 'H100 SXM': all is predicted")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="processes to plan for, none of them here: all is predicted")] = 1,
     link: Annotated[
@@ -96,14 +107,23 @@ def plan(
         raise ValueGivenError("--explain", given="with --json", expected="the one or the other: a page is no JSON")
     if task.endswith(".json") or device is not None:
         refuse_adapt(adapt, task if task.endswith(".json") else "--device")
-    limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight)
+    limits, weights = Budget(memory, step_time), Objective(1.0, memory_weight, energy_weight)
+    is_here = not task.endswith(".json") and device is None and ranks == 1
+    if not is_here and (energy_watts is not None or without_meter != "refuse"):
+        expected = "a task on this machine, where energy is counted or estimated"
+        raise ValueGivenError("--energy-watts, --without-meter", given="a plan for elsewhere", expected=expected)
     if ranks > 1 or link is not None or engine != "torch":
         asked = {"ranks": ranks, "link": link, "engine": engine, "device": device}
         _plan_ranks(task, asked, adapt, limits, weights, out, as_json=as_json, explain=explain)
         return
     wanted = adaptation(adapt)
+    how: dict[str, Any] = {"device": device, "adapt": wanted}
+    if is_here:
+        from trimtab.api import Metering  # with torch, without which what was recorded is decided
+
+        how["metering"] = Metering(energy_watts, without=without_meter)
     with ProgressBar() as progress:
-        found = decided(task, limits, weights, device=device, adapt=wanted, progress=progress)
+        found = decided(task, limits, weights, progress=progress, **how)
     if out is not None:
         out.write_text(to_json(found.plan, indent=1), encoding="utf-8")
     typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))

@@ -14,6 +14,13 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object instea
 Memory = Annotated[str | None, typer.Option(help="hard limit on a step's peak memory, such as 8GiB")]
 StepTime = Annotated[float | None, typer.Option("--time", help="hard limit on seconds per optimizer step")]
 Weight = Annotated[float, typer.Option(help="of peak memory, beside 1 of time, in what a plan makes small")]
+EnergyWeight = Annotated[float, typer.Option(min=0, help="of energy, beside 1 of time, in what a plan makes small")]
+EnergyWatts = Annotated[
+    float | None, typer.Option(help="of the whole machine: energy is estimated by them, and labelled so, not measured")
+]
+WithoutMeter = Annotated[
+    str, typer.Option(help="where energy is weighed and nothing counts it: refuse, or renormalise (it is left out)")
+]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
 Adapt = Annotated[

@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import Json, Memory, PlanFile, Ranks, TaskName, adaptation, refuse_adapt, refuse_memory
+from trimtab.cli.options import (
+    EnergyWatts,
+    Json,
+    Memory,
+    PlanFile,
+    Ranks,
+    TaskName,
+    adaptation,
+    refuse_adapt,
+    refuse_memory,
+)
 from trimtab.cli.printing import print_json, write_and_show
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
@@ -35,6 +45,7 @@ def compare(
     plan_file: PlanFile = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
     ranks: Ranks = 1,
+    energy_watts: EnergyWatts = None,
     as_json: Json = False,
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
@@ -44,7 +55,7 @@ def compare(
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
     adapts = None if adapt is None else adaptation(adapt, ("learning-rate",)) != ()
-    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks)
+    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks, energy_watts)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)

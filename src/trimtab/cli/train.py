@@ -10,6 +10,7 @@ import typer
 
 from trimtab.cli.options import (
     Adapt,
+    EnergyWatts,
     Json,
     Memory,
     PlanFile,
@@ -33,9 +34,11 @@ def train(
     memory: Memory = None,
     adapt: Adapt = None,
     ranks: Ranks = 1,
+    energy_watts: EnergyWatts = None,
     as_json: Json = False,
 ) -> None:
     """Train a task through a plan, and evaluate it."""
+    from trimtab.api import Metering
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
@@ -62,6 +65,7 @@ def train(
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:
-            found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, progress=progress)
+            how = {"metering": Metering(energy_watts), "progress": progress}
+            found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, **how)
     if here.rank == 0:
         print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))

@@ -70,23 +70,26 @@ class Measured:
     Args:
         step_s: median seconds. peak_bytes: None: not measured. between_s: of predicted seconds, within which they are
             expected: by how far from predictions the blocks of trials lay, and no closer than what nine of ten
-            predictions missed by; None: nothing was run.
+            predictions missed by; None: nothing was run. energy_j: joules, as the plan's meter counts them; or None.
     """
 
     step_s: float
     peak_bytes: int | None = None
     between_s: tuple[float, float] | None = None
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """Settings that nothing considered beats in both time and memory.
+    """Settings that nothing considered beats in time and memory; nor in energy, where that counts.
 
     Args:
         step_s: as predicted. peak_bytes: as counted, else as predicted. refusal: why they were not chosen from, or "".
+        energy_j: as predicted, where it is known.
     """
 
     settings: str
     step_s: float
     peak_bytes: int
     refusal: str = ""
+    energy_j: float | None = None

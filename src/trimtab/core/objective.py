@@ -47,6 +47,17 @@ class Objective:
         for name, share in shares.items():
             object.__setattr__(self, name, weights[name] if settled else share / total)
 
+    def without_energy(self) -> Objective:
+        """Return the weights of time and memory alone, normalised: what is left where there is no meter.
+
+        Raises:
+            ValueGivenError: energy alone was weighed, so that nothing is left.
+        """
+        if self.energy == 1.0:
+            expected, way_out = "a weight on time or memory beside it", "Or a machine that has a meter."
+            raise ValueGivenError("energy", given="energy alone, without a meter", expected=expected, way_out=way_out)
+        return Objective(self.time, self.memory)
+
     def score(self, cost: Cost, reference: Cost) -> float:
         """Return C; 1 for the reference, smaller is better.
 
@@ -82,7 +93,7 @@ class Budget:
     Args:
         memory: peak bytes of a training step (bytes, or a size such as "8GiB"); on CUDA it binds reserved memory.
         time: seconds per optimizer step.
-        energy: joules per optimizer step; refused by `plan` while no meter is read.
+        energy: joules per optimizer step; refused by `plan` where there is no meter.
     """
 
     memory: int | str | None = None

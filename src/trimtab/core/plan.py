@@ -14,16 +14,17 @@ from dataclasses import dataclass, fields, replace
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejected, Scalar
+from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.rank_stage import RankStage
 from trimtab.core.recompute import check_recompute
 from trimtab.core.sharing import KEPT, check_sharing
-from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.units import format_bytes, format_joules, format_seconds
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
 
-PLAN_SCHEMA = 10
+PLAN_SCHEMA = 11
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 SCHEDULES = ("user", "warmup_cosine")
@@ -90,6 +91,7 @@ class Plan:
             None: not known.
         front: the Pareto front of all that was considered, the fastest first.
         stages: of ranks that are not here, what each way to share the model was predicted to take.
+        meter: what counted joules while it was planned, or why nothing did.
         planning_s: seconds the planning took; search_s: the part spent on tier-F search.
         advice: what the user could gain outside of what a plan may change.
     """
@@ -128,6 +130,7 @@ class Plan:
     stands_between: tuple[float, float] | None = None
     front: tuple[FrontPoint, ...] = ()
     stages: tuple[RankStage, ...] = ()
+    meter: MeterFacts = NO_METER
     planning_s: float = 0.0
     search_s: float = 0.0
     advice: tuple[str, ...] = ()
@@ -278,6 +281,8 @@ def _explain(plan: Plan) -> str:
         lines.append(
             f"seconds: by its data sheet, with {100 * plan.seconds_margin:.2g}% on top against a limit; not calibrated"
         )
+    if plan.meter != NO_METER:
+        lines.append(f"energy: {plan.meter.describe()}")
     lines.append("")
     for name, choice in plan.choices():
         lines += _choice(name, choice)
@@ -329,7 +334,9 @@ def _cost(label: str, cost: Measured | None) -> str:
     between = ""
     if cost.between_s is not None:
         between = " ({} to {})".format(*map(format_seconds, cost.between_s))
-    return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {format_bytes(cost.peak_bytes)}"
+    energy = "" if cost.energy_j is None else f", energy {format_joules(cost.energy_j)}"
+    peak = format_bytes(cost.peak_bytes)
+    return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {peak}{energy}"
 
 
 def _choice(name: str, choice: Choice) -> list[str]:

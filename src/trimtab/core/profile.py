@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.chain import ChainModel
+from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import ASSUMED_REFERENCE, Budget, Objective, Reference
@@ -13,7 +14,7 @@ from trimtab.core.peak_model import PeakModel
 from trimtab.core.plan import Check
 from trimtab.core.work import Operation, StepWork
 
-PROFILE_SCHEMA = 9
+PROFILE_SCHEMA = 10
 # The stage that times a part of a step alone.
 ALONE = "optimizer"
 # What the stages that decide are called, the first of them; others have a number behind it.
@@ -65,6 +66,7 @@ class Trial:
         control: whether this is the A/A control (the incumbent a second time).
         compile_s: seconds that its first step took beyond the next one, where it is compiled; else None.
         unused_bytes: of the peak, what the allocator held in pieces that no tensor was in; None: not known.
+        watts: that were drawn while it ran, one figure per window of a second or more; (): there was no meter.
     """
 
     stage: str
@@ -75,6 +77,7 @@ class Trial:
     control: bool = False
     compile_s: float | None = None
     unused_bytes: int | None = None
+    watts: tuple[float, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -84,11 +87,28 @@ class Trial:
     @property
     def step_s(self) -> float | None:
         """Median seconds of what was timed (`is_whole`), or None when the trial could not run."""
-        if not self.block_s:
-            return None
-        ordered = sorted(self.block_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return _median(self.block_s)
+
+    @property
+    def power_w(self) -> float | None:
+        """Median watts, or None where they were not measured."""
+        return _median(self.watts)
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules per step, or None where they were not measured."""
+        return None if self.step_s is None or self.power_w is None else self.step_s * self.power_w
+
+    def joules(self, block: int) -> float | None:
+        """Return the joules of a step of one of its blocks: each with a window's watts of its own, where there are."""
+        return self.watts[block % len(self.watts)] * self.block_s[block] if self.watts else None
+
+
+def _median(figures: tuple[float, ...]) -> float | None:
+    ordered, middle = sorted(figures), len(figures) // 2
+    if not ordered:
+        return None
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 @dataclass(frozen=True)
@@ -212,6 +232,7 @@ class Profile:
         hurried: whether measuring had taken what it may before the search was over, which was then cut short.
         traces: of this device's operators. elsewhere_traces and elsewhere_blocks: of CUDA's, for devices not here.
         recomputables: blocks that were measured, where memory asks for less of it.
+        meter: what counted joules, or why nothing did.
     """
 
     device: DeviceSpec
@@ -231,6 +252,7 @@ class Profile:
     total_steps: int | None = None
     frees_batch: bool = False
     hurried: bool = False
+    meter: MeterFacts = NO_METER
     schema: int = PROFILE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -258,7 +280,7 @@ class Profile:
         """Return what it says of a device that is not here: nothing that was measured, and no traces yet."""
         loop = replace(self.loop, can_retain=False, faults_per_step=None, fault_s=None, layout_hazard="")
         there = replace(self, device=device, loop=loop, trials=(), phases_s={}, traces=(), recomputables=())
-        return replace(there, hurried=False)
+        return replace(there, hurried=False, meter=NO_METER)
 
     @property
     def finals(self) -> tuple[str, ...]:

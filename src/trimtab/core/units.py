@@ -1,4 +1,4 @@
-"""Units: bytes and seconds inside, words only at the display edge."""
+"""Units: bytes, seconds and joules inside, words only at the display edge."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def format_seconds(value: float | None) -> str:
         return f"{value:.3g} s"
     minutes, seconds = divmod(round(value), 60)
     return f"{minutes} min {seconds} s" if minutes < 120 else f"{value / 3600:.2f} h"
+
+
+def format_joules(value: float | None) -> str:
+    """Return `350 mJ`, `12.3 J`, `4.2 kJ`, `1.5 kWh` (from a megajoule up); `unknown` for None."""
+    if value is None or not math.isfinite(value):
+        return "unknown"
+    if abs(value) >= 1e6:
+        return f"{_digits(value / 3.6e6)} kWh"
+    if abs(value) >= 1e3:
+        return f"{_digits(value / 1e3)} kJ"
+    return f"{_digits(value)} J" if abs(value) >= 1 else f"{_digits(value * 1e3)} mJ"
 
 
 def format_count(value: float | None) -> str:

@@ -27,7 +27,8 @@ def advice_of(
     Args:
         reference, chosen: cost of a step as the loop has it, and as planned. winner: what is planned.
     """
-    return (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen), *_pieces(profile, winner))
+    found = (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
+    return (*found, *_pieces(profile, winner), *_power_limit(profile))
 
 
 def _data(profile: Profile) -> Iterator[str]:
@@ -57,6 +58,20 @@ def _pieces(profile: Profile, winner: Candidate) -> Iterator[str]:
     if unused > WORTH_PIECES * whole:
         size = f"{format_bytes(unused)}, {100 * unused / whole:.0f}% of what a step reserves"
         yield f"{size}, lies in pieces that no tensor is in: PYTORCH_ALLOC_CONF=expandable_segments:True joins them"
+
+
+def _power_limit(profile: Profile) -> Iterator[str]:
+    """Of what the driver tells, where energy counts: it is the machine's owner's to set, and is never set here."""
+    if profile.objective.energy == 0 and profile.budget.energy is None:
+        return
+    for limit in profile.meter.limits:
+        lowest = "" if limit.lowest_w is None else f" down to {limit.lowest_w:.0f} W"
+        settable = limit.lowest_w is None or limit.lowest_w < limit.watts
+        if settable:
+            yield (
+                f"{limit.device} may draw {limit.watts:.0f} W, and its owner may allow it less{lowest}: fewer joules a "
+                "step, mostly, for more seconds; plan again under it, as it was not tried"
+            )
 
 
 def _vocabulary(profile: Profile, chosen: Measured | None) -> Iterator[str]:

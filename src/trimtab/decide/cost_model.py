@@ -45,12 +45,14 @@ class Predicted:
     Args:
         step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor traced. counted:
             whether the bytes are a trial's. margin: by what seconds are raised before they are held against a limit.
+        energy_j: joules; None: no meter, or no trial that it was read in.
     """
 
     step_s: float | None
     peak_bytes: int | None
     counted: bool = False
     margin: float = 0.0
+    energy_j: float | None = None
 
     @property
     def limit_s(self) -> float | None:
@@ -88,7 +90,19 @@ class CostModel:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
         peak = counted or self._traced(candidate)
-        return Predicted(step_s, peak, counted=counted is not None, margin=self.seconds_margin)
+        power_w = self._power_w(candidate)
+        energy_j = None if step_s is None or power_w is None else power_w * step_s
+        return Predicted(step_s, peak, counted is not None, self.seconds_margin, energy_j)
+
+    def _power_w(self, candidate: Candidate) -> float | None:
+        """Return the watts drawn while what is nearest to it ran: of its precision and layout, which units compute."""
+        metered = [t for t in reversed(self._profile.trials) if t.is_whole and t.watts and not t.control]
+
+        def apart(trial: Trial) -> tuple[bool, int]:
+            return not trial.candidate.alike(candidate, *BUT_MODE), len(trial.candidate.differences(candidate))
+
+        near = min(metered, key=apart, default=None)
+        return None if near is None else near.power_w
 
     def between(self, step_s: float) -> tuple[float, float] | None:
         """Return between which seconds a step lies that is predicted to take so many. None: nothing was run.

@@ -130,6 +130,8 @@ class Told:
         ours = self._own(rival.stage)
         less = 0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved(ours, rival)
         text = f"{figures(speed)} of {_value(rival.candidate, name)}"
+        if ours is not None and ours.energy_j and rival.energy_j and self.profile.objective.energy > 0:
+            text += f", at {ours.energy_j / rival.energy_j:.3g}x its energy"
         return f"{100 * less:.0f}% less peak memory at {text}" if less >= 0.05 else text
 
     def _fused(self) -> str:
@@ -223,6 +225,8 @@ class Told:
             longer = (point.cost.step_s or 0.0) / own.step_s
             larger = (point.cost.peak_bytes or 0) / (own.peak_bytes or 1)
             took = f"predicted at {longer:.2f}x the time and {larger:.2f}x the memory"
+            if own.energy_j and point.cost.energy_j:
+                took += f" and {point.cost.energy_j / own.energy_j:.2f}x the energy"
             yield getattr(point.candidate, name), point.refusal or took
 
     def _refused_sizes(self) -> Iterator[tuple[Scalar, str]]:

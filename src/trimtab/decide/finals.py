@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Candidate, Profile, Trial
-from trimtab.decide.readings import control_interval, is_free, score_ratio, speed_ratio, unfit
+from trimtab.decide.readings import control_interval, is_free, score_ratio, speed_ratio, unfit, unknown_energy
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
 
 
@@ -41,8 +41,9 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead.
     """
     reference, *rivals = [trial for trial in profile.stage(stage) if not trial.control]
-    control, must_leave = control_interval(profile, stage), _refusal(profile, reference, budget)
-    fitting = [trial for trial in rivals if _refusal(profile, trial, budget) is None]
+    control = control_interval(profile, stage, objective)
+    must_leave = _refusal(profile, reference, budget, objective)
+    fitting = [trial for trial in rivals if _refusal(profile, trial, budget, objective) is None]
     if must_leave is not None and not fitting:
         return None
     unit = reference if reference.block_s else fitting[0]
@@ -70,13 +71,15 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
         fewer = _changes(trial, reference.candidate) < _changes(winner, reference.candidate)
         winner = trial if fewer and not is_better(winner, trial) else winner
     kept = [] if must_leave is not None or accepted else [reference]
-    winner = _lightest([*fitting, *kept], winner)
+    if objective.energy == 0:  # as fast, and lighter, might take more of it
+        winner = _lightest([*fitting, *kept], winner)
     return Outcome(winner, reference, control, must_leave)
 
 
-def _refusal(profile: Profile, trial: Trial, budget: Budget) -> str | None:
-    """Return why a trial cannot win: also where its settings failed before."""
-    return profile.error_of(trial.candidate) or unfit(trial, budget)
+def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective) -> str | None:
+    """Return why a trial cannot win: also where its settings failed before, or what is weighed is not known."""
+    known = unfit(trial, budget) or unknown_energy(trial.energy_j, budget, objective)
+    return profile.error_of(trial.candidate) or known
 
 
 def _changes(trial: Trial, reference: Candidate) -> frozenset[str]:

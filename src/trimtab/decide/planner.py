@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.core.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import FINAL, Candidate, Profile
-from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
@@ -36,8 +36,21 @@ def choose(profile: Profile, objective: Objective, budget: Budget) -> Plan:
 
     Raises:
         InfeasibleError: no candidate meets the budget; says which limit, and the nearest candidate.
+        ValueGivenError: energy is weighed, and nothing counted it.
     """
+    _refuse_unknown(profile, objective)
     return _plan(profile, space.points(profile, budget), objective, budget)
+
+
+def _refuse_unknown(profile: Profile, objective: Objective) -> None:
+    """Raise where energy is weighed of which nothing is known."""
+    if objective.energy > 0 and not any(trial.watts for trial in profile.trials):
+        raise ValueGivenError(
+            "energy",
+            given=f"a weight on it, and a profile that has no joules ({profile.meter.reason or 'its meter was lost'})",
+            expected="one that was measured with a meter",
+            way_out="Leave energy out of the objective.",
+        )
 
 
 def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple[Plan, ...]:
@@ -49,6 +62,7 @@ def choose_each(profile: Profile, objective: Objective, budget: Budget) -> tuple
     Raises:
         InfeasibleError: as `choose`.
     """
+    _refuse_unknown(profile, objective)
     found = space.points(profile, budget)
     sizes = sorted({point.candidate.micro_batch for point in found if point.refusal is None}, reverse=True)
     if not sizes:
@@ -63,6 +77,8 @@ def _plan(
     decision = _decide(profile, found, objective, budget, rows)
     winner, reference = decision.winner, profile.reference_candidate
     told = explain.Told(profile, found, winner, decision.outcome, budget)
+    weighs = objective.energy > 0
+    counts = weighs or budget.energy is not None
 
     def choice(name: str) -> Choice:
         value = getattr(winner, name)
@@ -89,8 +105,9 @@ def _plan(
         predicted=_predicted(profile, winner),
         measured=_measured(profile, winner),
         verified=_verified(decision.outcome),
-        stands_between=space.stands_between(found, winner, reference),
-        front=tuple(_front_point(point) for point in space.front(found)),
+        stands_between=None if weighs else space.stands_between(found, winner, reference),
+        front=tuple(_front_point(point) for point in space.front(found, with_energy=counts)),
+        meter=profile.meter,
         planning_s=profile.profiling_s,
         advice=advice_of(profile, _measured(profile, reference), _measured(profile, winner), winner),
     )
@@ -187,12 +204,13 @@ def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> Inf
         why = f"a limit that no settings meet: {near.candidate.describe()}"
     how = "needs" if cost.counted else "is predicted to need"
     more = f", to which a limit adds {100 * cost.margin:.2g}%" if cost.margin and budget.time is not None else ""
+    joules = "" if cost.energy_j is None or budget.energy is None else f" and {format_joules(cost.energy_j)}"
     return InfeasibleError(
         "budget",
         given=f"{why}: {near.refusal}",
         expected="a budget that some settings meet",
         way_out=f"The nearest that runs: {near.candidate.describe()} {how} {format_bytes(cost.peak_bytes)} "
-        f"and is predicted to take {format_seconds(cost.step_s)} per step{more}.",
+        f"and is predicted to take {format_seconds(cost.step_s)}{joules} per step{more}.",
     )
 
 
@@ -214,7 +232,7 @@ def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
         return None
     chosen = trials[-1] if trials[-1].stage.startswith(FINAL) else trials[0]
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
-    return Measured(chosen.step_s or 0.0, peaks[-1] if peaks else None)
+    return Measured(chosen.step_s or 0.0, peaks[-1] if peaks else None, energy_j=chosen.energy_j)
 
 
 def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
@@ -227,10 +245,9 @@ def _predicted(profile: Profile, candidate: Candidate) -> Measured | None:
     cost, told = model.predict(candidate), model.traced_bytes(candidate) if before else None
     if cost.step_s is None:
         return None
-    return Measured(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s))
+    return Measured(cost.step_s, told or cost.peak_bytes, model.between(cost.step_s), cost.energy_j)
 
 
 def _front_point(point: Point) -> FrontPoint:
-    return FrontPoint(
-        point.candidate.describe(), point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.refusal or ""
-    )
+    cost, settings = point.cost, point.candidate.describe()
+    return FrontPoint(settings, cost.step_s or 0.0, cost.peak_bytes or 0, point.refusal or "", cost.energy_j)

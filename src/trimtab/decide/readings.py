@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import Profile, Trial
-from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 
 # After this many blocks a stage may drop who lost each of them; what is accepted takes as many as any verdict.
@@ -34,20 +35,27 @@ def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -
     """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts."""
     if objective.time == 1.0:
         return speed_ratio(ours, theirs)
-    base = Cost(unit.step_s or 0.0, unit.peak_bytes)
-    ratios = [
-        objective.score(Cost(b, theirs.peak_bytes), base) / objective.score(Cost(a, ours.peak_bytes), base)
-        for a, b in zip(ours.block_s, theirs.block_s, strict=False)
-    ]
-    return ratio_interval(ratios)
+    base = Cost(unit.step_s or 0.0, unit.peak_bytes, unit.energy_j)
+
+    def score(trial: Trial, block: int) -> float:
+        return objective.score(Cost(trial.block_s[block], trial.peak_bytes, trial.joules(block)), base)
+
+    num = min(len(ours.block_s), len(theirs.block_s))
+    return ratio_interval([score(theirs, block) / score(ours, block) for block in range(num)])
 
 
-def control_interval(profile: Profile, stage: str) -> Interval | None:
-    """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed."""
+def control_interval(profile: Profile, stage: str, objective: Objective | None = None) -> Interval | None:
+    """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed.
+
+    Of speeds; of C where that weighs energy, whose watts have noise of their own.
+    """
     trials = profile.stage(stage)
     control = next((trial for trial in trials if trial.control), None)
     if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
         return None
+    if objective is not None and objective.energy > 0 and control.watts and trials[0].watts:
+        known = replace(control, peak_bytes=trials[0].peak_bytes)  # of one loop: the control's is not counted again
+        return score_ratio(known, trials[0], objective, trials[0])
     return speed_ratio(control, trials[0])
 
 
@@ -81,16 +89,26 @@ def unfit(trial: Trial, budget: Budget) -> str | None:
         return trial.error
     if len(trial.block_s) < MIN_BLOCKS:
         return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
-    return over_budget(trial.step_s, trial.peak_bytes, budget)
+    return over_budget(trial.step_s, trial.peak_bytes, budget, trial.energy_j) or unknown_energy(trial.energy_j, budget)
 
 
-def over_budget(step_s: float | None, peak_bytes: int | None, budget: Budget) -> str | None:
+def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> str | None:
+    """Return why joules that are not known speak against a cost, or None where they are known or do not count."""
+    counts = budget.energy is not None or (objective is not None and objective.energy > 0)
+    return "its energy is not known" if counts and energy_j is None else None
+
+
+def over_budget(
+    step_s: float | None, peak_bytes: int | None, budget: Budget, energy_j: float | None = None
+) -> str | None:
     """Return which hard limit a cost breaks, or None; what is not known breaks none."""
     limit = budget.memory_bytes
     if limit is not None and peak_bytes is not None and peak_bytes > limit:
         return f"peak memory {format_bytes(peak_bytes)} is over the budget of {format_bytes(limit)}"
     if budget.time is not None and step_s is not None and step_s > budget.time:
         return f"{format_seconds(step_s)} per step is over the budget of {format_seconds(budget.time)}"
+    if budget.energy is not None and energy_j is not None and energy_j > budget.energy:
+        return f"{format_joules(energy_j)} per step is over the budget of {format_joules(budget.energy)}"
     return None
 
 

@@ -159,7 +159,7 @@ def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage
         return None
     name = FINAL if not rounds else f"{FINAL} {len(rounds) + 1}"
     cost = CostModel(profile).predict(reference)
-    must_leave = reference in failed or over_budget(cost.step_s, cost.peak_bytes, budget) is not None
+    must_leave = reference in failed or over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j) is not None
     drops = objective.time == 1.0 and not must_leave  # a slower one may win by what else counts
     return Stage(name, (reference, *found), control=bool(found), accepts=True, drops=drops)
 

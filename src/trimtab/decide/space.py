@@ -12,7 +12,16 @@ from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_seconds
 from trimtab.decide import recomputing
 from trimtab.decide.cost_model import CostModel, Predicted
-from trimtab.decide.readings import FREE_SPEED, WORTH_SAVING, control_interval, figures, over_budget, speed_ratio, unfit
+from trimtab.decide.readings import (
+    FREE_SPEED,
+    WORTH_SAVING,
+    control_interval,
+    figures,
+    over_budget,
+    speed_ratio,
+    unfit,
+    unknown_energy,
+)
 from trimtab.decide.statistics import is_gain
 
 # The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
@@ -129,7 +138,9 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
         return unfit(final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
         return "its peak memory is neither counted nor traced"
-    refusal = over_budget(cost.step_s, cost.peak_bytes, budget)
+    if unknown := unknown_energy(cost.energy_j, budget):
+        return unknown
+    refusal = over_budget(cost.step_s, cost.peak_bytes, budget, cost.energy_j)
     if refusal is None and cost.margin:
         refusal = over_budget(cost.limit_s, None, budget)
         return refusal and f"predicted, with {100 * cost.margin:.2g}% on top: {refusal}"
@@ -177,8 +188,11 @@ def _without_recomputing(
 
 def score(point: Point, objective: Objective, reference: Point) -> float:
     """Return C in units of the reference's cost; infinite where a weighted term of it is not known."""
-    ours, theirs = (Cost(p.cost.step_s or math.inf, p.cost.peak_bytes) for p in (point, reference))
+    costs = (p.cost for p in (point, reference))
+    ours, theirs = (Cost(cost.step_s or math.inf, cost.peak_bytes, cost.energy_j) for cost in costs)
     if objective.memory > 0 and None in (ours.memory_bytes, theirs.memory_bytes):
+        return math.inf
+    if objective.energy > 0 and None in (ours.energy_j, theirs.energy_j):
         return math.inf
     return objective.score(ours, theirs)
 
@@ -186,36 +200,41 @@ def score(point: Point, objective: Objective, reference: Point) -> float:
 def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
     """Return who breaks its worst limit least, of those that break one and did not fail; then the fastest."""
     known = [p for p in found if budget.memory_bytes is None or p.cost.peak_bytes is not None]
+    known = [p for p in known if unknown_energy(p.cost.energy_j, budget) is None]
     alive = [p for p in known if p.refusal is not None and not p.has_failed]
 
     def excess(point: Point) -> tuple[float, float]:
         step_s, peak = point.cost.step_s or 0.0, point.cost.peak_bytes or 0
         memory = peak / budget.memory_bytes if budget.memory_bytes else 0.0
-        limit_s = point.cost.limit_s or 0.0
-        return max(memory, limit_s / budget.time if budget.time else 0.0, 1.0), step_s
+        limit_s, energy_j = point.cost.limit_s or 0.0, point.cost.energy_j or 0.0
+        energy = energy_j / budget.energy if budget.energy else 0.0
+        return max(memory, energy, limit_s / budget.time if budget.time else 0.0, 1.0), step_s
 
     return min(alive, key=excess, default=None)
 
 
-def front(found: Sequence[Point]) -> tuple[Point, ...]:
-    """Return those that nobody beats in both time and memory, the fastest first.
+def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, ...]:
+    """Return those that nobody beats in both time and memory, and energy where that counts; the fastest first.
 
     Of those that can be chosen; and, with why they cannot, of all that ran or may run.
     """
-    fitting = _unbeaten([point for point in found if point.refusal is None])
-    refused = [point for point in _unbeaten([p for p in found if not p.has_failed]) if point.refusal is not None]
+    fitting = _unbeaten([point for point in found if point.refusal is None], with_energy)
+    alive = [point for point in found if not point.has_failed]
+    refused = [point for point in _unbeaten(alive, with_energy) if point.refusal is not None]
     return tuple(sorted((*fitting, *refused), key=_by_time))
 
 
-def _by_time(point: Point) -> tuple[float, int]:
-    return point.cost.step_s or 0.0, point.cost.peak_bytes or 0
+def _by_time(point: Point) -> tuple[float, int, float]:
+    return point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.cost.energy_j or 0.0
 
 
-def _unbeaten(found: Sequence[Point]) -> tuple[Point, ...]:
+def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
     front: list[Point] = []
-    for point in sorted(known, key=_by_time):
-        if not front or (point.cost.peak_bytes or 0) < (front[-1].cost.peak_bytes or 0):
+    for point in sorted(known, key=_by_time):  # whoever is after is no faster
+        _, size, energy_j = _by_time(point)
+        sparing = (each for each in front if not with_energy or (each.cost.energy_j or 0.0) <= energy_j)
+        if all(size < (each.cost.peak_bytes or 0) for each in sparing):
             front.append(point)
     return tuple(front)
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+from trimtab.api import Metering
 from trimtab.calibrate.failures import describe
 from trimtab.core import checks
-from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.codec import read_json, to_json, to_jsonable, write_whole
+from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -30,6 +32,7 @@ from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
+from trimtab.experiments.energy_rows import METER
 from trimtab.experiments.failures import end_with
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
@@ -37,6 +40,7 @@ from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
+from trimtab.experiments.race_meter import RaceMeter, race_meter
 from trimtab.experiments.rank_notes import Ranks
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
@@ -109,11 +113,13 @@ def compare(
     plan: Plan | None = None,
     progress: Progress = silent,
     together: Together = ALONE,
+    metering: Metering | None = None,
 ) -> Comparison:
     """Run (or go on with) a comparison in the folder `out`; returns what it found, on every rank.
 
     Args:
         plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
+        metering: how joules are known; by default by the meters there are.
     """
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,19 +142,20 @@ def compare(
         progress(f"going on with {done} races from {out}")
     if done < len(seeds):
         check_step(task, data, device)
-    plans = given or _plans(task, data, device, out, settings, budget, objective, progress, together)
+    plans = given or _plans(task, data, device, out, settings, budget, objective, metering, progress, together)
     entries = _entries(task, plans, settings, brief=False, num_ranks=ranks)
     facts = _facts(entries, task, data, device, out, progress, together)
     step_s = _reference_s(plans, facts, ranks)
+    metered = race_meter(device, metering, together) if done < len(seeds) else (None, NO_METER)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
         race_begun = time.perf_counter()
         if settings.quick and races and together.each(race_begun - begun + race_s)[0] > _QUICK_END_S:
             break
         entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed), num_ranks=ranks)
-        entries = [e for e in entries if not facts[e.name].error]
+        entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         folder = _folder(out, settings, seed)
-        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together)
+        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together, metered[0])
         race_s = time.perf_counter() - race_begun
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
 
@@ -205,6 +212,7 @@ def _plans(
     settings: Settings,
     budget: Budget | None,
     objective: Objective | None,
+    metering: Metering | None,
     progress: Callable[[str], None],
     together: Together,
 ) -> Plans:
@@ -217,7 +225,7 @@ def _plans(
     else:
         adapt = ("learning_rate",) if settings.adapt else ()
         how = {"adapt": adapt, "strong": settings.peers, "budget": limits, "objective": weights, "progress": progress}
-        plans = make_plans(task, data, device, **how)
+        plans = make_plans(task, data, device, metering=metering, **how)
     together.write(path, plans, indent=1)
     return plans
 
@@ -270,6 +278,11 @@ def _entries(
     return entries
 
 
+def _metered(entry: Entry, meter: MeterFacts) -> Entry:
+    """Return the arm with what counts its joules in its record, or why nothing does."""
+    return replace(entry, detail=entry.detail | {METER: to_jsonable(meter)})
+
+
 def _facts(
     entries: list[Entry],
     task: Task,
@@ -311,6 +324,7 @@ def _race(
     settings: Settings,
     progress: Progress,
     together: Together,
+    meter: RaceMeter | None,
 ) -> dict[str, RunRecord]:
     def told(text: str, share: float | None = None) -> None:
         whole = (seed + (share or 0.0)) / settings.num_pairs
@@ -328,6 +342,7 @@ def _race(
         environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),
         progress=told,
         together=together,
+        meter=meter,
     )
     if together.rank == 0:
         _write_race(folder, records)

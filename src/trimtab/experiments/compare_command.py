@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.api import Metering
 from trimtab.core.codec import read_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import Budget
@@ -28,7 +29,7 @@ class Asked:
 
     Args:
         adapts: whether tier F is to be raced. memory: a limit, as the plan's budget has it. plan: a file.
-        ranks: processes to start, where no launcher has.
+        ranks: processes to start, where no launcher has. energy_watts: to estimate joules with.
     """
 
     task: str
@@ -42,6 +43,7 @@ class Asked:
     plan: Path | None = None
     out: Path | None = None
     ranks: int = 1
+    energy_watts: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -83,6 +85,7 @@ def compared(asked: Asked, command: str) -> Comparison | None:
     Returns:
         What it found; None where another process writes that down.
     """
+    metering = Metering(asked.energy_watts)
     given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
     num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
     if num_ranks > 1:
@@ -94,6 +97,14 @@ def compared(asked: Asked, command: str) -> Comparison | None:
     with joined(), ProgressBar() as progress, together() as ranks:
         told = progress if here.rank == 0 else silent
         found = compare(
-            task, folder, settings, command=command, budget=budget, plan=given, progress=told, together=ranks
+            task,
+            folder,
+            settings,
+            command=command,
+            budget=budget,
+            plan=given,
+            progress=told,
+            together=ranks,
+            metering=metering,
         )
     return found if here.rank == 0 else None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import space
 from trimtab.decide.planner import choose, choose_there
 from trimtab.experiments.recorded import recorded_profile
 from trimtab.experiments.text import profile_text
+
+if TYPE_CHECKING:  # it comes with torch, without which what was recorded is decided
+    from trimtab.api import Metering
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ class Decided:
         scores = {point: space.score(point, self.objective, reference) for point in found}
         ranked = sorted(found, key=lambda point: (point.refusal is not None, scores[point]))
         weights = f"time weighs {self.objective.time:.2g}, memory {self.objective.memory:.2g}"
+        weights += f", energy {self.objective.energy:.2g}" if self.objective.energy else ""
         lines = [f"considered, {len(found)} combinations, by C in units of the reference's ({weights}):"]
         for point in ranked:
             cost, peak = point.cost, format_bytes(point.cost.peak_bytes)
             known = "counted" if cost.counted else "traced" if cost.peak_bytes is not None else ""
             why = f"; {point.refusal}" if point.refusal else ""
             figures = f"{scores[point]:6.3f}  {format_seconds(cost.step_s):>9}  {peak:>9} {known:<7}"
+            figures += "" if cost.energy_j is None else f"  {format_joules(cost.energy_j):>9}"
             lines.append(f"  {figures}  {point.candidate.describe()}{why}")
         return "\n".join(lines)
 
@@ -54,13 +60,14 @@ def decided(
     *,
     device: str | None = None,
     adapt: Collection[str] = (),
+    metering: Metering | None = None,
     progress: Callable[[str], None],
 ) -> Decided:
     """Return a plan with its profile.
 
     Args:
-        task: of the built-in ones, `my_module:task`, or a profile's file. device: one that is not here. adapt: as of
-            `make_plans`; of a task on this machine alone.
+        task: of the built-in ones, `my_module:task`, or a profile's file. device: one that is not here. adapt,
+            metering: as of `make_plans`; of a task on this machine alone.
 
     Raises:
         FormatError: no profile, or none that says something of another device. InfeasibleError: as of `choose`.
@@ -80,6 +87,7 @@ def decided(
         return Decided(choose_there(found), found, found.budget, objective)
     loaded = load_task(task)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = {"budget": budget, "objective": objective}
+    limits = {"budget": budget, "objective": objective, "metering": metering}
     plans = make_plans(loaded, loaded.load_data(), here, adapt=adapt, strong=False, progress=progress, **limits)
-    return Decided(plans.plans.get("F", plans.plans["S"]), plans.profiles["S"], budget, objective)
+    found = plans.profiles["S"]
+    return Decided(plans.plans.get("F", plans.plans["S"]), found, budget, found.objective)

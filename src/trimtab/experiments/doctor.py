@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab.core.energy import MeterFacts, PowerLimit
 from trimtab.core.errors import DataMissingError
 from trimtab.core.units import format_bytes, format_count
 from trimtab.decide.search import precision_refusal
 from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.meters import find_meter, with_idle
 from trimtab.tasks.datasets import CIFAR10, GPT2_BPE, WIKITEXT2
 from trimtab.tasks.sources import DataSet, at_hand
 
@@ -32,6 +34,20 @@ class Finding:
 def examine() -> tuple[Finding, ...]:
     """Return all findings; takes a second or two, because a CPU's peaks are timed."""
     return tuple(_findings())
+
+
+def energy_finding(meter: MeterFacts) -> Finding:
+    """Return which meter there is, and its devices' power limits, which are never set; or why there is none."""
+    limits = [f"{each.device} may draw {each.watts:.0f} W{_settable(each)}" for each in meter.limits]
+    said = f"; {', '.join(limits)}, which trimtab reads and never sets" if limits else ""
+    return Finding("energy", not meter.is_absent, meter.describe() + said)
+
+
+def _settable(limit: PowerLimit) -> str:
+    bounds = [f"{watts:.0f}" for watts in (limit.lowest_w, limit.highest_w) if watts is not None]
+    if limit.lowest_w is None:
+        return f" (its driver allows up to {bounds[0]} W)" if bounds else ""
+    return f" (its driver allows {' to '.join(bounds)} W)"
 
 
 def _data(data_set: DataSet) -> Finding:
@@ -61,7 +77,7 @@ def _findings() -> Iterator[Finding]:
         yield Finding(f"precision {precision}", refusal is None, peak if refusal is None else refusal)
     counted = "allocator statistics" if device.type == "cuda" else "bytes allocated, counted; repeats to about 1%"
     yield Finding("memory figures", True, counted)
-    yield Finding("energy", False, "no meter is read by this version: energy is reported as not measured")
+    yield energy_finding(with_idle(find_meter(device)).facts)
     for package, extra in _EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
         yield Finding(package, there, "installed" if there else f"missing: pip install 'trimtab[{extra}]'")

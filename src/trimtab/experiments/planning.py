@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trimtab import api
-from trimtab.api import FREED, default_rule, find_learning_rate, profile
+from trimtab.api import FREED, Metering, default_rule, find_learning_rate, profile
 from trimtab.calibrate.tracing import MIN_ROWS
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -75,13 +75,14 @@ def make_plans(
     budget: Budget | None = None,
     objective: Objective | None = None,
     traces: bool = False,
+    metering: Metering | None = None,
     progress: Callable[[str], None],
 ) -> Plans:
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change: "learning_rate", "batch", or both; nothing: there is no tier F. traces: as in
-            `profile`.
+        adapt: what tier F may change: "learning_rate", "batch", or both; nothing: there is no tier F. traces,
+            metering: as in `profile`.
     """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
@@ -101,9 +102,10 @@ def make_plans(
         total_steps=-(-task.budget_rows // task.batch_rows),
         frees_batch="batch" in adapt,
         traces=traces,
+        metering=metering,
         progress=progress,
     )
-    plans = {"S": choose(found, objective, budget)}
+    plans = {"S": choose(found, found.objective, budget)}
     profiles = {"S": found}
     if "learning_rate" in adapt:
         plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
@@ -120,6 +122,7 @@ def make_plans(
                 batch,
                 reference=reference,
                 total_steps=-(-task.strong.budget_rows // task.batch_rows),
+                metering=metering,
                 progress=progress,
             )
         plans["strong"] = choose(profiles["strong"], Objective(), Budget())

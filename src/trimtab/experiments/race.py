@@ -29,6 +29,7 @@ from trimtab.decide.turns import turns
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import shard
 from trimtab.experiments.failures import end_with
+from trimtab.experiments.race_meter import RaceMeter
 from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
@@ -44,12 +45,14 @@ _BLOCK_STEPS = 8
 class Block:
     """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process.
 
-    Of several ranks the seconds are the slowest one's, those of processor time all of theirs.
+    Of several ranks the seconds are the slowest one's, those of processor time all of theirs. `energy_j`: joules of
+    what all of them ran on; None where nothing counted them, or not for so short a block.
     """
 
     rows: int
     seconds: float
     cpu_s: float
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,16 @@ class Racer:
     """One arm on its own clock."""
 
     def __init__(
-        self, entry: Entry, task: Task, data: TaskData, seed: int, device: torch.device, together: Together = ALONE
+        self,
+        entry: Entry,
+        task: Task,
+        data: TaskData,
+        seed: int,
+        device: torch.device,
+        together: Together = ALONE,
+        meter: RaceMeter | None = None,
     ) -> None:
+        self._meter = meter
         self.entry, self._task, self._data, self._device = entry, task, data, device
         self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, _BLOCK_S)
         torch.manual_seed(seed)
@@ -120,13 +131,18 @@ class Racer:
             self.loop.step(self._batches)
         synchronize(self._device)
         self._together.each(0.0)  # all begin the block together
+        if self._meter is not None:
+            self._meter.begin()
         start, cpu_start = time.perf_counter(), time.process_time()
         while self.rows + rows < stop and self._pace.goes_on(steps, time.perf_counter() - start):
             rows += self.loop.step(self._batches)
             steps += 1
+            if self._meter is not None:
+                self._meter.tick()
         synchronize(self._device)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-        block = Block(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)))
+        energy_j = None if self._meter is None else self._meter.end()
+        block = Block(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)), energy_j)
         self._pace.ended(steps, block.seconds)
         self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
         self.blocks.append(block)
@@ -171,11 +187,12 @@ def race(
     environment: dict[str, str] | None = None,
     progress: Progress = silent,
     together: Together = ALONE,
+    meter: RaceMeter | None = None,
 ) -> list[RunRecord]:
     """Race the entries for one seed; returns a record per entry, in order.
 
     Args:
-        cap_s: training seconds after which an arm is stopped (censored).
+        cap_s: training seconds after which an arm is stopped (censored). meter: what counts joules; None: nothing does.
 
     Raises:
         LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
@@ -186,7 +203,7 @@ def race(
     try:
         for entry in entries:
             outside.restore()
-            racers.append(Racer(entry, task, data, seed, device, together))
+            racers.append(Racer(entry, task, data, seed, device, together, meter))
             with _leaving(racers[-1], last=racers[0], together=together):
                 racers[-1].enter()
         lap, before = 0, None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
-RESULT_SCHEMA = 4
+RESULT_SCHEMA = 5
 # Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
 PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
 # Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
@@ -63,6 +64,7 @@ class Arm:
         mfu, hfu: FLOP/s of the reference's step and of the arm's own, over the peak named in `Comparison.peak_source`.
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
+        joules, watts: per batch of the task, and mean power, one per seed in which they were counted.
     """
 
     name: str
@@ -80,11 +82,15 @@ class Arm:
     curves: tuple[ArmCurve, ...] = ()
     search_s: float = 0.0
     error: str | None = None
+    joules: tuple[float, ...] = ()
+    watts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class RatioRow:
-    """One comparison of an arm against another: metric is throughput, peak_memory or final_metric_difference.
+    """One comparison of an arm against another.
+
+    The metric is throughput, do_no_harm, peak_memory, energy (joules per row) or final_metric_difference.
 
     For final_metric_difference `ratio` holds differences (points or percent, see `Comparison.unit`), no ratios.
     `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
@@ -112,6 +118,8 @@ class TargetRow:
         reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
         arm_s, against_s: seconds to target per pair (inf: never, or it failed).
         arm_rows, against_rows: rows each was to train on (0: not recorded).
+        arm_j, against_j: joules to target of the pairs in which both reached it and they were counted, without
+            planning. energy: their ratio, ours over theirs.
     """
 
     target: float
@@ -130,6 +138,9 @@ class TargetRow:
     verdict: Verdict
     arm_rows: int = 0
     against_rows: int = 0
+    arm_j: tuple[float, ...] = ()
+    against_j: tuple[float, ...] = ()
+    energy: Ratio | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,7 @@ class Comparison:
         memory: arm -> what its step holds, by part and over time.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
         num_ranks: processes that each arm was trained by together.
+        meter: what counted joules, or why nothing did.
     """
 
     task: str
@@ -171,6 +183,7 @@ class Comparison:
     memory: Mapping[str, StepMemory] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
+    meter: MeterFacts = NO_METER
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

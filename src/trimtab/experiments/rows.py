@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from trimtab.core.codec import to_jsonable
+from trimtab.core.energy import NO_METER
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
@@ -15,6 +16,7 @@ ROWS_SCHEMA = 1
 _METRICS = {
     "throughput": "throughput_ratio",
     "peak_memory": "peak_memory_ratio",
+    "energy": "energy_ratio",
     "final_metric_difference": "final_metric_difference",
     "do_no_harm": "do_no_harm_ratio",
 }
@@ -39,7 +41,8 @@ def benchmark_object(comparison: Comparison) -> dict[str, Any]:
 def _run(comparison: Comparison) -> dict[str, Any]:
     """Return what was run, on what data."""
     sha256 = comparison.data_source.get("sha256")
-    return {"command": comparison.command, "data_sha256": sha256}
+    energy = {} if comparison.meter == NO_METER else {"energy": comparison.meter.describe()}
+    return {"command": comparison.command, "data_sha256": sha256} | energy
 
 
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
@@ -86,6 +89,8 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
         "arm_s": row.arm_s,
         "against_s": row.against_s,
     }
+    if row.energy is not None:
+        head |= {"arm_j": row.arm_j, "against_j": row.against_j, "energy_ratio": row.energy.mean}
     if row.ratio is None:
         return head | {"bound": row.bound, "verdict": row.verdict.kind}
     ratio = row.ratio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.core.record import BRIEF, RunRecord
 from trimtab.decide.statistics import Interval
@@ -85,12 +86,13 @@ def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One lap of one arm; older records have no processor time."""
+class Block:
+    """One lap of one arm; no number: processor time that was not recorded, joules that nothing counted."""
 
     rows: int
     seconds: float
     cpu_s: float = math.nan
+    energy_j: float = math.nan
 
 
 def throughput_ratios(races: Races, arm: str, against: str) -> list[float]:
@@ -103,20 +105,34 @@ def cpu_ratios(races: Races, arm: str, against: str) -> list[float]:
     return _ratios(races, arm, against, "cpu_s")
 
 
+def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
+    """Return joules per row of `arm` over those of `against`, per race, over those laps of both that have them."""
+    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired(races, arm, against))
+    each = (tuple(_rate([b for b in laps if math.isfinite(b.energy_j)], "energy_j") for laps in pair) for pair in pairs)
+    return [theirs / ours for ours, theirs in each if ours > 0 and theirs > 0]
+
+
+def step_joules(record: RunRecord, rows_per_step: int) -> float:
+    """Return joules per `rows_per_step` rows of one arm, as `step_seconds`; no number where nothing counted them."""
+    found = blocks(record)
+    rate = _rate([b for b in found[1:] or found if math.isfinite(b.energy_j)], "energy_j")
+    return rows_per_step / rate if rate > 0 else math.nan
+
+
 def step_seconds(record: RunRecord, rows_per_step: int) -> float:
     """Return seconds per `rows_per_step` rows of one arm, its first block left out where there is another."""
-    blocks = _blocks(record)
-    rate = _rate(blocks[1:] or blocks, "seconds")
+    found = blocks(record)
+    rate = _rate(found[1:] or found, "seconds")
     return rows_per_step / rate if rate > 0 else math.nan
 
 
 def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:
-    pairs = (_common(_blocks(ours), _blocks(theirs)) for ours, theirs in paired(races, arm, against))
+    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired(races, arm, against))
     rates = [(_rate(ours, clock), _rate(theirs, clock)) for ours, theirs in pairs]
     return [ours / theirs for ours, theirs in rates if ours > 0 and theirs > 0]
 
 
-def _common(ours: list[_Block], theirs: list[_Block]) -> tuple[list[_Block], list[_Block]]:
+def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[Block]]:
     """Return the blocks of the laps both ran, so that each has a partner of about its time.
 
     The first, in which caches fill and kernels are chosen, is left out of both, unless one of them has no other.
@@ -126,16 +142,23 @@ def _common(ours: list[_Block], theirs: list[_Block]) -> tuple[list[_Block], lis
     return ours[first:laps], theirs[first:laps]
 
 
-def _rate(blocks: Sequence[_Block], clock: str) -> float:
+def _rate(laps: Sequence[Block], clock: str) -> float:
     """Return rows per second of a clock; nan without rows, or where the clock was not read or stood still."""
-    rows = sum(block.rows for block in blocks)
-    seconds = math.fsum(getattr(block, clock) for block in blocks)
+    rows = sum(block.rows for block in laps)
+    seconds = math.fsum(getattr(block, clock) for block in laps)
     return rows / seconds if rows and seconds > 0 else math.nan
 
 
-def _blocks(record: RunRecord) -> list[_Block]:
+def blocks(record: RunRecord) -> list[Block]:
+    """Return the laps of one arm."""
     details = [event.detail for event in record.events if event.name == "block"]
-    return [_Block(int(d["rows"]), float(d["seconds"]), float(d.get("cpu_s", math.nan))) for d in details]
+    return [
+        Block(int(d["rows"]), float(d["seconds"]), _number(d.get("cpu_s")), _number(d.get("energy_j"))) for d in details
+    ]
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def is_beyond(value: float, target: float, higher_is_better: bool) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
 from trimtab.experiments.arm_facts import ArmFacts, utilisation
+from trimtab.experiments.energy_rows import energy_row, meter_of, watts
 from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
@@ -83,6 +84,7 @@ def summarise(
         peak_source=plans.device.source if plans.device else "unknown",
         notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(plans, targets, races)),
         num_ranks=ranks.num,
+        meter=meter_of(races),
     )
 
 
@@ -133,7 +135,13 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         curves=curves,
         search_s=_charge(name, plans) or 0.0,
         error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
+        joules=_known(stats.step_joules(record, task.batch_rows) for record in records.values()),
+        watts=_known(watts(record) for record in records.values()),
     )
+
+
+def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(figure for figure in figures if figure is not None and math.isfinite(figure))
 
 
 def _terms_per_row(task: Task, facts: Mapping[str, ArmFacts]) -> float:
@@ -165,12 +173,14 @@ def _ratio_rows(
             continue
         tier = _LABELS[name][1]
         rows.append(throughput_row(races, name, "reference", tier, control))
+        rows.append(energy_row(races, name, "reference", tier))
         if name != "self":
             rows.append(_memory(races, facts, name, "reference", tier))
         if name in ("plan_S", "plan_F"):
             rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
     if "strong" in present:
         rows.append(throughput_row(races, "plan_S", "strong", "S", control))
+        rows.append(energy_row(races, "plan_S", "strong", "S"))
         rows.append(_memory(races, facts, "plan_S", "strong", "S"))
     if "strong_plan" in present:
         rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))

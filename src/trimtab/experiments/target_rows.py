@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments.energy_rows import joules_to
 from trimtab.experiments.result import Ratio, TargetRow, Verdict
 from trimtab.experiments.stats import (
+    Pair,
     Races,
     as_ratio,
     curve,
@@ -68,6 +70,8 @@ def target_row(
     ratio, bound, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
         verdict = Verdict("no verdict", f"{said}: {verdict.sentence}")
+    spent = [] if charge_s is not None else _joules(records, pairs)
+    spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
         target=target,
         arm=arm,
@@ -85,7 +89,20 @@ def target_row(
         verdict=verdict,
         arm_rows=max(given_rows(record) for record, _ in records),
         against_rows=max(given_rows(other) for _, other in records),
+        arm_j=tuple(ours for ours, _ in spent),
+        against_j=tuple(theirs for _, theirs in spent),
+        energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if spent else None,
     )
+
+
+def _joules(records: list[Pair], pairs: list[_Pair]) -> list[tuple[float, float]]:
+    """Return the joules to the target of pairs whose seconds to it are known exactly, where they were counted."""
+    found = []
+    for (record, other), pair in zip(records, pairs, strict=True):
+        if not (pair.ours_early or pair.theirs_early):
+            ours, theirs = joules_to(record, pair.ours), joules_to(other, pair.theirs)
+            found += [] if ours is None or theirs is None else [(ours, theirs)]
+    return found
 
 
 def _pair(

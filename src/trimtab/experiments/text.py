@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.core.profile import Profile
-from trimtab.core.units import format_bytes, format_count, format_seconds
+from trimtab.core.units import format_bytes, format_count, format_joules, format_seconds
 
 
 def profile_text(profile: Profile) -> str:
@@ -23,10 +23,13 @@ def profile_text(profile: Profile) -> str:
     for trial in profile.trials:
         label = f"  {trial.stage:<12} {trial.candidate.describe()}{' (A/A control)' if trial.control else ''}"
         alone = "" if trial.is_whole else f" ({trial.stage} alone)"
-        result = trial.error or f"{format_seconds(trial.step_s)}{alone}, peak {format_bytes(trial.peak_bytes)}"
+        energy = "" if trial.energy_j is None else f", {format_joules(trial.energy_j)} at {trial.power_w:.3g} W"
+        peak = format_bytes(trial.peak_bytes)
+        result = trial.error or f"{format_seconds(trial.step_s)}{alone}, peak {peak}{energy}"
         lines.append(f"{label:<70} {result}")
     splitting = "keeps the gradient" if profile.check.splittable else "is refused"
     lines += ["", f"splitting {splitting}: {profile.check.reason}"]
+    lines.append(f"energy: {profile.meter.describe()}")
     lines.append(f"profiling took {format_seconds(profile.profiling_s)}")
     return "\n".join(lines)
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.api import start
+from trimtab.api import Metering, start
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header, RecordWriter
 from trimtab.distributed.dealing import shard
+from trimtab.distributed.energy import of_all_ranks, reads_here
 from trimtab.distributed.process_group import place, total
 from trimtab.measure.machine import environment
+from trimtab.measure.meters import find_meter
 from trimtab.measure.timing import synchronize
+from trimtab.runtime.run_energy import RunEnergy
 from trimtab.tasks.task import Task
 
 
@@ -30,6 +34,7 @@ def train_task(
     steps: int,
     seed: int,
     record: Path | None,
+    metering: Metering | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
@@ -46,20 +51,29 @@ def train_task(
     torch.manual_seed(seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    header = Header(task.name, seed, to_jsonable(plan), environment(), {"data": to_jsonable(data.source)})
+    reads = reads_here(device)
+    metered = find_meter(device, metering, reads=reads)
+    others = ("what other ranks read",) if here.num_ranks > 1 and not metered.facts.is_absent else ()
+    facts = replace(metered.facts, uncounted=(*metered.facts.uncounted, *others))
+    detail = {"data": to_jsonable(data.source), "meter": to_jsonable(facts)}
+    header = Header(task.name, seed, to_jsonable(plan), environment(), detail)
     writer = None if record is None or here.rank else _new_record(record, header)
     counted, rows = _Counted(task), steps * task.batch_rows
     batches = shard(itertools.islice(data.batches(seed, task.batch_rows), steps))
+    meter = None if metered.facts.is_absent else metered.meter
+    laps = RunEnergy(metered.meter)
     begin = time.perf_counter()
-    with start(model, optimizer, plan, total_samples=rows, record=writer) as run:
+    with start(model, optimizer, plan, total_samples=rows, record=writer, meter=meter) as run:
         done = 0
         for window in run.windows(batches):
             counted.pending = window.num_padding
             run.train_step(window, counted.loss)
+            laps.step()
             done += window.num_batches
             progress(f"batch {done} of {steps}", done / steps)
         synchronize(device)
         seconds = time.perf_counter() - begin
+        energy = of_all_ranks(laps.total(), reads, total)
         loss = float(run.loss)
         value = task.metric.evaluate(model, data.held_out)
         run.evaluated(value, task.metric.name)
@@ -72,6 +86,8 @@ def train_task(
         "ranks": here.num_ranks,
         "train_s": round(seconds, 3),
         f"{task.terms}_per_s": round(counted.terms(rows) / seconds, 1),
+        "energy": energy.describe(),
+        "energy_j": energy.joules,
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",

@@ -12,6 +12,8 @@ from torch import Tensor
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
 from trimtab.core.stop import StopReason
+from trimtab.measure.energy import Meter
+from trimtab.runtime.run_energy import RunEnergy
 
 Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
@@ -51,7 +53,7 @@ class Step:
 class Recorder:
     """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close."""
 
-    def __init__(self, writer: RecordWriter) -> None:
+    def __init__(self, writer: RecordWriter, meter: Meter | None = None) -> None:
         if not isinstance(writer, RecordWriter):
             raise ValueGivenError(
                 "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
@@ -60,6 +62,7 @@ class Recorder:
         self._pending: list[tuple[Step, float] | Event | Evaluation] = []
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
+        self._energy = None if meter is None else RunEnergy(meter)
 
     def step(self, step: Step) -> None:
         """Note one window."""
@@ -67,6 +70,8 @@ class Recorder:
         self._pending.append((step, now - self._last))
         self._train_s, self._last = self._train_s + now - self._last, now
         self._num_pending += 1
+        if self._energy is not None and (lap := self._energy.step()) is not None:
+            self.event("energy", lap)
         if self._num_pending >= _FLUSH_STEPS:
             self.flush()
 
@@ -77,6 +82,8 @@ class Recorder:
     def evaluation(self, rows: int, name: str, value: float) -> None:
         """Note a held-out evaluation, after so many rows; what passed since the last window is its own time."""
         self._pending.append(Evaluation(rows, self._train_s, {name: value}))
+        if self._energy is not None:
+            self._energy.pause()
         self._last = time.perf_counter()
 
     def flush(self) -> None:
@@ -95,8 +102,9 @@ class Recorder:
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
         """Write what is pending, and why the run ended; the writer stays open for its owner."""
         self.flush()
+        detail = {} if self._energy is None else self._energy.end()
         if error is not None:
-            self._writer.write(End("error", {"error": f"{type(error).__name__}: {error}"[:500]}))
+            self._writer.write(End("error", detail | {"error": f"{type(error).__name__}: {error}"[:500]}))
         else:
-            self._writer.write(End("closed" if reason is None else reason.value))
+            self._writer.write(End("closed" if reason is None else reason.value, detail))
         self._writer.flush()

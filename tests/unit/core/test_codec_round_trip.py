@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
 from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable
+from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective, Reference
@@ -62,7 +63,18 @@ def choice(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
 
 references = st.builds(Reference, st.sampled_from(PRECISIONS), optional(positive), st.booleans())
 check_values = st.builds(Check, st.booleans(), text, optional(floats), floats)
-measured = st.builds(Measured, floats, optional(counts))
+measured = st.builds(Measured, floats, optional(counts), energy_j=optional(floats))
+limits = st.builds(PowerLimit, text, floats, optional(floats), optional(floats))
+meters = st.builds(
+    MeterFacts,
+    st.sampled_from(Provenance),
+    tuples_of(text),
+    optional(floats),
+    text,
+    tuples_of(text),
+    tuples_of(limits),
+    floats,
+)
 candidates = st.builds(
     Candidate,
     st.sampled_from(PRECISIONS),
@@ -96,7 +108,15 @@ recomputables = st.builds(
     text,
 )
 trials = st.builds(
-    Trial, text, candidates, tuples_of(floats), optional(counts), optional(text), st.booleans(), optional(floats)
+    Trial,
+    text,
+    candidates,
+    tuples_of(floats),
+    optional(counts),
+    optional(text),
+    st.booleans(),
+    optional(floats),
+    watts=tuples_of(floats),
 )
 devices = st.builds(
     DeviceSpec, text, text, optional(counts), st.dictionaries(text, floats), optional(floats), text, counts
@@ -142,8 +162,9 @@ plans = st.integers(1, 10**6).flatmap(
         measured=optional(measured),
         verified=optional(st.tuples(floats, floats)),
         stands_between=optional(st.tuples(floats, floats)),
-        front=tuples_of(st.builds(FrontPoint, text, floats, counts, text)),
+        front=tuples_of(st.builds(FrontPoint, text, floats, counts, text, optional(floats))),
         stages=tuples_of(st.builds(RankStage, counts, st.booleans(), text, *[optional(each) for each in stage_parts])),
+        meter=meters,
         planning_s=floats,
         search_s=floats,
         advice=tuples_of(text),
@@ -170,6 +191,7 @@ profiles = st.builds(
     tuples_of(recomputables),
     optional(counts),
     st.booleans(),
+    meter=meters,
 )
 steps = st.builds(
     StepRecord, counts, counts, floats, floats, floats, floats, st.booleans(), optional(floats), optional(floats)
@@ -342,6 +364,7 @@ def test_what_is_no_object_is_refused_by_its_path(whole, path, keys, cls, wrong)
         (PLAN, ("micro_batch", "losers", 0, "reason"), 9, "Plan.micro_batch.losers[0].reason"),
         (PLAN, ("baseline", "peak_bytes"), "1 GB", "Plan.baseline.peak_bytes"),
         (PLAN, ("schema",), 1, "plan.schema"),
+        (PLAN, ("meter", "provenance"), "guessed", "Plan.meter.provenance"),
         (PROFILE, ("schema",), 0, "profile.schema"),
         (PROFILE, ("device", "peak_flops", "fp32"), "fast", "Profile.device.peak_flops.fp32"),
         (PROFILE, ("device", "peak_flops"), [], "Profile.device.peak_flops"),

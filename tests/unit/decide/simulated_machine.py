@@ -61,7 +61,8 @@ class Machine:
         fails: (stage, candidate) -> why a trial cannot run, or None. unit: seconds in a second.
         traces: whether its steps can be traced; traced: what that finds, of what a step really takes.
         forward_s: of its four blocks together, whose activations are four fifths of what a row takes; None: it has no
-        blocks. chain_told: what is told of a step that recomputes, of what it really takes.
+        blocks. watts: drawn while a candidate runs; None: there is no meter.
+        chain_told: what is told of a step that recomputes, of what it really takes.
     """
 
     speed: dict[str, float] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Machine:
     traced: float = 1.0
     forward_s: float | None = None
     chain_told: float = 1.0
+    watts: Callable[[Candidate], float] | None = None
     stages: list[Trials] = field(default_factory=list)
     measured_blocks: list[Candidate] = field(default_factory=list)
     rows: int = LOOP.batch_rows
@@ -168,7 +170,12 @@ class Machine:
         step_s = self.step_s(stage.name, candidate)
         blocks = tuple(step_s * drift * self._rng.lognormvariate(0, self.noise) for drift in drifts)
         peak = None if control or stage.name == "optimizer" else self.peak_bytes(candidate)
-        return Trial(stage.name, candidate, blocks, peak, None, control, self.compile_s if candidate.compiled else None)
+        found = Trial(
+            stage.name, candidate, blocks, peak, None, control, self.compile_s if candidate.compiled else None
+        )
+        if self.watts is None or stage.name == ALONE:
+            return found
+        return replace(found, watts=tuple(self.watts(candidate) for _ in range(5)))
 
     def trace(self, candidate: Candidate) -> Traced:
         """Return what a trace finds, as `calibrate.tracing` does."""

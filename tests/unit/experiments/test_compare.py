@@ -16,7 +16,7 @@ from tiny_task import task as tiny
 
 import trimtab
 from trimtab.calibrate import trials
-from trimtab.core.codec import read_json, to_json
+from trimtab.core.codec import read_json, to_json, to_jsonable
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Measured, Plan
@@ -110,7 +110,7 @@ def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     }  # fmt: skip
     assert (by_arm["reference"].final_rows, by_arm["plan_F"].final_rows) == (BUDGET_ROWS, BUDGET_ROWS // 2)
     few = read_record(folder / "brief-1" / "reference.jsonl")
-    given = {"brief": True, "given_rows": 6 * BATCH_ROWS}
+    given = {"brief": True, "given_rows": 6 * BATCH_ROWS, "meter": to_jsonable(found.meter)}
     assert (few.end.detail["rows"], few.header.detail) == (6 * BATCH_ROWS, given)
     assert {(r.arm_rows, r.against_rows) for r in found.target_rows if r.arm == "plan_F"} >= {
         (BUDGET_ROWS // 2, BUDGET_ROWS)

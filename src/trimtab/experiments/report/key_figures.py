@@ -26,7 +26,8 @@ def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
     if leading is None:
         return ()
     metrics = ("throughput", "peak_memory", "final_metric_difference")
-    tiles = [_ratio_tile(comparison, leading, name) for name in metrics]
+    counted = () if comparison.meter.is_absent else ("energy",)
+    tiles = [_ratio_tile(comparison, leading, name) for name in (*metrics, *counted)]
     tiles += _target_tile(comparison, leading)
     # A figure of the races that it survived must not be read without that.
     said = "; this arm failed: see every arm as it ran" if leading.error else ""

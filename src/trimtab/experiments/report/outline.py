@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from trimtab.experiments.report import plan_tables, tables
+from trimtab.experiments.report import energy_tables, plan_tables, tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table
 from trimtab.experiments.result import Comparison, Verdict
@@ -93,6 +93,7 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Time to target", _targets(comparison), brief=True),
         Section("Learning curves", (Paragraph(CURVE_NOTE), *_curves(comparison))),
         Section("Every arm as it ran", _arms(comparison), brief=True),
+        Section("Energy", _energy(comparison), brief=True),
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
         Section("What a step holds", (Picture("timeline"), plan_tables.memory_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
@@ -160,6 +161,14 @@ def _arms(comparison: Comparison) -> tuple[Block, ...]:
     failed = [arm for arm in comparison.arms if arm.error]
     errors = tuple(f"{say.arm_name(arm)} stopped with an error: {say.one_line(arm.error)}" for arm in failed)
     return (tables.arm_table(comparison), tables.origin_table(comparison), *((Bullets(errors),) if errors else ()))
+
+
+def _energy(comparison: Comparison) -> tuple[Block, ...]:
+    said = Paragraph(energy_tables.meter_sentence(comparison))
+    if comparison.meter.is_absent:
+        return (said,)
+    found = energy_tables.target_energy_table(comparison)
+    return (said, energy_tables.arm_energy_table(comparison), *((found,) if found.rows else ()))
 
 
 def _rejected(comparison: Comparison) -> tuple[Block, ...]:

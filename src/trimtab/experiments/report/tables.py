@@ -72,7 +72,7 @@ def ratio_table(comparison: Comparison, tier: str) -> Table:
         columns=("Measure", "Estimate", "95% interval", "n", "Verdict"),
         rows=tuple(line for row in rows for line in _ratio_rows(row, comparison)),
         empty="No ratio was recorded.",
-        note="Throughput: above 1 is better. Peak memory: below 1 is better. Paired by seed; geometric mean.",
+        note="Throughput: above 1 is better. Peak memory, energy: below 1 is better. Paired by seed; geometric mean.",
         numeric=("Estimate", "95% interval", "n"),
         groups=tuple(versus(comparison, row) for row in rows for _ in _ratio_rows(row, comparison)),
     )

@@ -1,0 +1,177 @@
+"""Grams of CO2 equivalent: joules times an intensity, which is an average or a marginal one and is never mixed.
+
+The average intensity of a grid is that of all that feeds it; the marginal one is that of what one more kilowatt-hour is
+made of. What one says is not what the other does, and they do not add up.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import datetime
+import io
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.core import checks
+from trimtab.core.energy import Energy, Provenance
+from trimtab.core.errors import FormatError, ValueGivenError
+
+KINDS = ("average", "marginal")
+JOULES_PER_KWH = 3.6e6
+COLUMNS = ("time", "g_per_kwh")
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """Grams per kilowatt-hour, each from a moment on.
+
+    Args:
+        kind: "average" or "marginal". steps: (seconds since 1970, grams per kWh), in order; each holds until the next
+            one. until_s: when the last of them ends; infinite of a constant.
+
+    Raises:
+        ValueGivenError: another kind, no figures, or such that are none or not in order.
+    """
+
+    kind: str
+    steps: tuple[tuple[float, float], ...]
+    until_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        checks.one_of("carbon.kind", self.kind, KINDS)
+        times = [time_s for time_s, _ in self.steps]
+        if not times or any(not a < b for a, b in zip(times, [*times[1:], self.until_s], strict=True)):
+            raise ValueGivenError("carbon.steps", given=f"{len(times)} moments", expected="one or more, each later")
+        for _, grams in self.steps:
+            checks.number("carbon.g_per_kwh", grams, low=0)
+
+    def mean(self, begin_s: float, end_s: float) -> float:
+        """Return the mean grams per kWh between two moments.
+
+        Raises:
+            ValueGivenError: it is not known of all the time between.
+        """
+        if not self.steps[0][0] <= begin_s < end_s <= self.until_s:
+            given = f"{_moment(begin_s)} to {_moment(end_s)}"
+            expected = f"a time within {_moment(self.steps[0][0])} to {_moment(self.until_s)}, of which it is known"
+            raise ValueGivenError("carbon.time", given=given, expected=expected)
+        first = bisect.bisect_right([time_s for time_s, _ in self.steps], begin_s) - 1
+        grams = 0.0
+        for index in range(first, len(self.steps)):
+            time_s, per_kwh = self.steps[index]
+            ends_s = self.steps[index + 1][0] if index + 1 < len(self.steps) else self.until_s
+            grams += per_kwh * max(0.0, min(end_s, ends_s) - max(begin_s, time_s))
+        return grams / (end_s - begin_s)
+
+
+def constant(g_per_kwh: float, kind: str) -> Intensity:
+    """Return one figure for all time."""
+    return Intensity(kind, ((-math.inf, checks.number("carbon.g_per_kwh", g_per_kwh, low=0)),))
+
+
+def of_csv(text: str, kind: str) -> Intensity:
+    """Return the intensity of a CSV with columns `time` and `g_per_kwh`, in order.
+
+    Times are ISO 8601 with their offset from UTC (`2026-03-01T00:30+01:00`, or `Z`), so that no hour of a clock that is
+    changed is there twice. The last one holds as long as the one before it.
+
+    Raises:
+        FormatError: other columns, a time without an offset or not later than the one before, or a figure that is none.
+    """
+    rows = list(csv.DictReader(io.StringIO(text)))
+    if len(rows) < 2 or not set(COLUMNS) <= set(rows[0]):
+        given = f"{len(rows)} rows of {', '.join(map(str, rows[0])) if rows else 'nothing'}"
+        raise FormatError("carbon", given=given, expected=f"at least two, with the columns {' and '.join(COLUMNS)}")
+    steps = tuple((_seconds(row["time"], line), _grams(row["g_per_kwh"], line)) for line, row in enumerate(rows, 2))
+    for line, (before, after) in enumerate(itertools.pairwise(steps), 3):
+        if not before[0] < after[0]:
+            raise FormatError(f"carbon:{line}", given="a time not later than the one before", expected="times in order")
+    return Intensity(kind, steps, 2 * steps[-1][0] - steps[-2][0])
+
+
+@dataclass(frozen=True)
+class Carbon:
+    """Grams of CO2 equivalent.
+
+    Args:
+        grams: None where the energy is not known. kind: of the intensity. provenance: of the energy. reason: why it is
+            absent, or "".
+    """
+
+    grams: float | None
+    kind: str
+    provenance: Provenance
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Return `120 g CO2e by average intensity, of measured energy`."""
+        if self.grams is None:
+            return f"not known: {self.reason}"
+        return f"{self.grams:.3g} g CO2e by {self.kind} intensity, of {self.provenance} energy"
+
+
+def carbon_of(parts: Iterable[tuple[float, Energy]], intensity: Intensity) -> Carbon:
+    """Return the carbon of stretches, each with the moment it began at (seconds since 1970).
+
+    Raises:
+        ValueGivenError: the intensity of one is not known.
+    """
+    grams, kinds = [], set[Provenance]()
+    for begin_s, energy in parts:
+        if energy.joules is None:
+            return Carbon(None, intensity.kind, Provenance.ABSENT, energy.reason)
+        per_kwh = intensity.mean(begin_s, begin_s + energy.seconds)
+        grams.append(energy.joules / JOULES_PER_KWH * per_kwh)
+        kinds.add(energy.provenance)
+    if not grams:
+        return Carbon(None, intensity.kind, Provenance.ABSENT, "nothing was read")
+    estimated = Provenance.ESTIMATED in kinds
+    return Carbon(math.fsum(grams), intensity.kind, Provenance.ESTIMATED if estimated else Provenance.MEASURED)
+
+
+def added(parts: Iterable[Carbon]) -> Carbon:
+    """Return the sum of carbon by one kind of intensity.
+
+    Raises:
+        ValueGivenError: there is none, or of both kinds, which do not add up.
+    """
+    found = tuple(parts)
+    kinds = sorted({part.kind for part in found})
+    if len(kinds) != 1:
+        given = " and ".join(kinds) or "nothing"
+        raise ValueGivenError("carbon", given=f"{given} intensity", expected="one of the two, which do not add up")
+    if missing := [part.reason for part in found if part.grams is None]:
+        return Carbon(None, kinds[0], Provenance.ABSENT, missing[0])
+    estimated = any(part.provenance is Provenance.ESTIMATED for part in found)
+    grams = math.fsum(part.grams or 0.0 for part in found)
+    return Carbon(grams, kinds[0], Provenance.ESTIMATED if estimated else Provenance.MEASURED)
+
+
+def _seconds(text: str | None, line: int) -> float:
+    expected = "a time of ISO 8601 with its offset from UTC, such as 2026-03-01T00:30+01:00"
+    try:
+        found = datetime.datetime.fromisoformat((text or "").strip())
+    except ValueError:
+        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}", expected=expected) from None
+    if found.tzinfo is None:
+        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}, without an offset", expected=expected)
+    return found.timestamp()
+
+
+def _grams(text: str | None, line: int) -> float:
+    try:
+        found = float(text or "")
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}", expected="grams per kWh, zero or more")
+    return found
+
+
+def _moment(time_s: float) -> str:
+    if not math.isfinite(time_s):
+        return "always"
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="minutes")

@@ -1,0 +1,51 @@
+"""The part of a report about energy: which meter there was, and what it counted; or why nothing did."""
+
+from __future__ import annotations
+
+from trimtab.core.units import format_joules
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Table, versus
+from trimtab.experiments.result import Comparison
+
+
+def joules(value: float | None) -> str:
+    """Return an energy in words."""
+    return say.UNMEASURED if value is None else format_joules(value)
+
+
+def meter_sentence(comparison: Comparison) -> str:
+    """Return what is said before the figures, or in place of them."""
+    said = say.one_line(comparison.meter.describe())
+    if comparison.meter.is_absent:
+        return f"Energy is {said}."
+    return f"Energy is {said}. It is that of the whole device or processor, with all else that ran there."
+
+
+def arm_energy_table(comparison: Comparison) -> Table:
+    """Return each arm's joules and watts."""
+    arms = [arm for arm in comparison.arms if arm.joules]
+    rows = tuple(
+        (say.arm_name(arm), say.spread(arm.joules, joules), say.spread(arm.watts, lambda w: f"{w:.3g} W"))
+        for arm in arms
+    )
+    columns = ("Arm", "Energy per batch", "Power")
+    note = "Median over seeds (lowest to highest), over blocks of a second or more."
+    return Table("", columns, rows, "No energy was measured.", note, columns[1:])
+
+
+def target_energy_table(comparison: Comparison) -> Table:
+    """Return joules to each target of those pairs in which both arms reached it; planning is not in them."""
+    found = [row for row in comparison.target_rows if row.arm_j and not row.charged]
+    rows = tuple(
+        (
+            say.metric(row.target),
+            f"{joules(say.middle(row.arm_j))} vs {joules(say.middle(row.against_j))}",
+            *(say.estimate(row.energy, say.ratio) if row.energy else (say.UNMEASURED, say.UNMEASURED)),
+            str(len(row.arm_j)),
+        )
+        for row in found
+    )
+    columns = ("Target", "Energy", "Ratio", "95% interval", "n")
+    note = "The arm first, then the other, median over pairs. Below 1: the arm takes less. Planning is not counted."
+    groups = tuple(versus(comparison, row) for row in found)
+    return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, columns, groups=groups)

@@ -1,0 +1,178 @@
+"""A GPU's own energy counter, through NVIDIA's management library: the one module that adapts nvidia-ml-py."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimtab.core.energy import PowerLimit, Provenance
+from trimtab.measure.energy import MeterLost, NoMeter
+
+# Where a GPU has no counter its power is read whenever somebody asks, and taken to be even in between: no longer.
+SAMPLED_S = 2.0
+
+
+def load() -> Any:
+    """Return NVIDIA's module.
+
+    Raises:
+        MeterLost: it is not installed.
+    """
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        raise MeterLost("nvidia-ml-py is missing: pip install 'trimtab[energy]'") from None
+
+
+def position(ordinal: int, uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Return which of NVML's GPUs is CUDA's of a number: CUDA counts those of CUDA_VISIBLE_DEVICES, NVML all.
+
+    Args:
+        uuids, names: of all GPUs, in NVML's order, which is that of the bus.
+
+    Raises:
+        MeterLost: it cannot be told, or it is a part of one.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(set(names)) < 2
+    order = "the GPUs differ, and CUDA counts the fastest first: set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    entries = [str(i) for i in range(len(uuids))] if visible is None else [e.strip() for e in visible.split(",")]
+    if not 0 <= ordinal < len(entries):
+        raise MeterLost(f"cuda:{ordinal} is none of CUDA_VISIBLE_DEVICES={visible!r}")
+    entry = entries[ordinal]
+    if entry.upper().startswith("MIG-"):
+        raise MeterLost(f"cuda:{ordinal} is a MIG slice, {_MIG}")
+    if entry.isdecimal() and int(entry) < len(uuids):
+        if not is_by_bus:
+            raise MeterLost(order)
+        return int(entry)
+    return _of_uuid(entry, uuids, f"{entry!r} of CUDA_VISIBLE_DEVICES={visible!r}")
+
+
+_MIG = "and a counter is the whole GPU's, others' work included"
+
+
+def _of_uuid(uuid: str, uuids: Sequence[str], said: str) -> int:
+    """Return the GPU whose UUID begins so, as CUDA lets one be named."""
+    wanted = uuid.lower() if uuid.lower().startswith("gpu-") else f"gpu-{uuid.lower()}"
+    found = [index for index, each in enumerate(uuids) if uuid and each.lower().startswith(wanted)]
+    if len(found) != 1:
+        raise MeterLost(f"{said} is {'no GPU' if not found else 'more than one GPU'} of NVML's")
+    return found[0]
+
+
+class Nvml:
+    """Joules of one GPU; of everything that runs there, by whomever.
+
+    Args:
+        ordinal: CUDA's number of it. uuid: as torch tells it, or "": then by CUDA_VISIBLE_DEVICES.
+        library: NVIDIA's module; None: it is imported. environment: of the process.
+
+    Raises:
+        MeterLost: the library, its driver or the GPU is not there, or the GPU is shared out (MIG).
+    """
+
+    provenance = Provenance.MEASURED
+
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        uuid: str = "",
+        library: Any = None,
+        environment: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._library, self._clock = load() if library is None else library, clock
+        self._call("nvmlInit")
+        handles = [self._call("nvmlDeviceGetHandleByIndex", i) for i in range(self._call("nvmlDeviceGetCount"))]
+        uuids = [_text(self._call("nvmlDeviceGetUUID", handle)) for handle in handles]
+        names = [_text(self._call("nvmlDeviceGetName", handle)) for handle in handles]
+        variables = os.environ if environment is None else environment
+        at = _of_uuid(uuid, uuids, f"cuda:{ordinal}") if uuid else position(ordinal, uuids, names, variables)
+        self._handle, self.uuid, self._device = handles[at], uuids[at], f"gpu {at}"
+        self._refuse_slices()
+        self._total, self._last_mw, self._read_at = 0.0, 0, clock()
+        self._has_counter = self._counts()
+        self.period_s = math.inf if self._has_counter else SAMPLED_S
+        how = "" if self._has_counter else f" power, sampled at least every {SAMPLED_S:g} s"
+        self.sources: tuple[str, ...] = (f"nvml {self._device}{how}",)
+
+    def joules(self) -> float:
+        """Return the joules since the driver was loaded; or since it was made, of one whose power is sampled.
+
+        Raises:
+            MeterLost: the GPU is gone, or its power was not sampled often enough.
+        """
+        if self._has_counter:
+            return float(self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle)) / 1e3
+        before, then = self._last_mw, self._read_at
+        self._last_mw, self._read_at = self._call("nvmlDeviceGetPowerUsage", self._handle), self._clock()
+        passed_s = self._read_at - then
+        if passed_s > SAMPLED_S:
+            raise MeterLost(f"the power of {self._device} was not sampled for {passed_s:.3g} s")
+        self._total += (before + self._last_mw) / 2e3 * passed_s
+        return self._total
+
+    def limits(self) -> tuple[PowerLimit, ...]:
+        """Return the power limit, where the driver tells it."""
+        try:
+            now = self._call("nvmlDeviceGetPowerManagementLimit", self._handle)
+        except MeterLost:
+            return ()
+        try:
+            low, high = self._call("nvmlDeviceGetPowerManagementLimitConstraints", self._handle)
+        except MeterLost:
+            return (PowerLimit(self._device, now / 1e3),)
+        return (PowerLimit(self._device, now / 1e3, low / 1e3, high / 1e3),)
+
+    def _counts(self) -> bool:
+        """Return whether there is a counter; else sample its power once."""
+        try:
+            self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except self._library.NVMLError as error:
+            if not self._is(error, "NVML_ERROR_NOT_SUPPORTED"):
+                raise MeterLost(self._why(error)) from None
+            self._last_mw = self._call("nvmlDeviceGetPowerUsage", self._handle)
+            self._read_at = self._clock()
+            return False
+        return True
+
+    def _refuse_slices(self) -> None:
+        try:
+            current, _ = self._library.nvmlDeviceGetMigMode(self._handle)
+        except self._library.NVMLError as error:
+            if self._is(error, "NVML_ERROR_NOT_SUPPORTED"):  # a GPU that cannot be shared out
+                return
+            raise MeterLost(self._why(error)) from None
+        if current == self._library.NVML_DEVICE_MIG_ENABLE:
+            raise MeterLost(f"{self._device} is in MIG mode, {_MIG}")
+
+    def _call(self, name: str, *given: Any) -> Any:
+        try:
+            return getattr(self._library, name)(*given)
+        except self._library.NVMLError as error:
+            raise MeterLost(self._why(error)) from None
+
+    def _is(self, error: Any, code: str) -> bool:
+        return getattr(error, "value", None) == getattr(self._library, code)
+
+    @staticmethod
+    def _why(error: Exception) -> str:
+        return f"NVML says: {error}"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def nvml(ordinal: int = 0, *, uuid: str = "", library: Any = None) -> Nvml | NoMeter:
+    """Return a GPU's meter, or one that says why there is none."""
+    try:
+        return Nvml(ordinal, uuid=uuid, library=library)
+    except MeterLost as reason:
+        return NoMeter(str(reason))

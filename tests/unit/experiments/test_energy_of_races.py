@@ -1,0 +1,153 @@
+"""Energy in a comparison: joules of blocks, per row and to a target, told as measured, estimated or not at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from race_records import record
+from tiny_task import BATCH_ROWS, load_data, task
+
+from trimtab.core.codec import to_jsonable
+from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
+from trimtab.core.record import Event, RunRecord, read_record, write_record
+from trimtab.decide.statistics import ratio_interval
+from trimtab.distributed.alone import ALONE
+from trimtab.experiments import stats
+from trimtab.experiments.doctor import energy_finding
+from trimtab.experiments.energy_rows import METER, energy_row, energy_verdict, joules_to, meter_of, watts
+from trimtab.experiments.race import Entry, race
+from trimtab.experiments.race_meter import RaceMeter
+from trimtab.experiments.target_rows import target_row
+from trimtab.measure.energy import GivenWatts
+from trimtab.measure.meters import Reads
+from trimtab.recipes.reference import ReferenceLoop
+
+CPU = torch.device("cpu")
+MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 20.0)
+
+
+def metered(found: RunRecord, power_w: float, meter: MeterFacts = MEASURED, unknown: tuple[int, ...] = ()) -> RunRecord:
+    """Return a record whose blocks drew so much, less those of which nothing is known."""
+
+    def with_joules(at: int, event: Event) -> Event:
+        known = None if at in unknown else power_w * event.detail["seconds"]
+        return replace(event, detail=dict(event.detail) | {"energy_j": known})
+
+    events = tuple(with_joules(at, event) for at, event in enumerate(found.events))
+    header = replace(found.header, detail=dict(found.header.detail) | {METER: to_jsonable(meter)})
+    return replace(found, header=header, events=events)
+
+
+def arm(step_s: float, power_w: float, **given) -> RunRecord:
+    return metered(record(blocks=[(10, step_s)] * 4, name="arm"), power_w, **given)
+
+
+def races(power_w: float, step_s: float = 1.0, pairs: int = 5, meter: MeterFacts = MEASURED):
+    """Return races of a reference of 100 W, itself and a plan."""
+    jitter = [1.0, 1.01, 0.99, 1.005, 0.995]
+    return {
+        seed: {
+            "reference": arm(1.0, 100.0, meter=meter),
+            "self": arm(1.0, 100.0 * jitter[seed % 5], meter=meter),
+            "plan_S": arm(step_s, power_w * jitter[-1 - seed % 5], meter=meter),
+        }
+        for seed in range(pairs)
+    }
+
+
+@pytest.mark.parametrize(
+    ("power_w", "step_s", "kind", "ratio"),
+    [(100.0, 0.5, "gain", 0.5), (300.0, 0.5, "harm", 1.5), (200.0, 0.5, "no gain", 1.0), (60.0, 1.0, "gain", 0.6)],
+)
+def test_joules_per_row_are_held_against_the_other_arms(power_w, step_s, kind, ratio):
+    row = energy_row(races(power_w, step_s), "plan_S", "reference", "S")
+    assert (row.metric, row.verdict.kind) == ("energy", kind)
+    assert row.ratio.mean == pytest.approx(ratio, rel=0.01)
+
+
+def test_too_few_pairs_and_estimates_allow_no_verdict():
+    assert energy_row(races(50.0, pairs=4), "plan_S", "reference", "S").verdict.kind == "no verdict"
+    estimated = MeterFacts(Provenance.ESTIMATED, ("100 W, as given",))
+    row = energy_row(races(50.0, meter=estimated), "plan_S", "reference", "S")
+    assert (row.verdict.kind, "estimated" in row.verdict.sentence) == ("no verdict", True)
+    ratio = stats.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
+    assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
+
+
+def test_meters_are_not_mixed():
+    found = races(50.0)
+    found[3] = races(50.0, meter=MeterFacts(Provenance.ESTIMATED, ("100 W, as given",)))[3]
+    assert "different meters" in meter_of(found).describe()
+    assert energy_row(found, "plan_S", "reference", "S") is None
+
+
+def test_without_joules_there_is_no_row_and_no_number():
+    found = {0: {"reference": record(), "plan_S": record()}}
+    assert energy_row(found, "plan_S", "reference", "S") is None
+    assert meter_of(found).is_absent
+    assert watts(record()) is None
+    assert joules_to(record(), 2.0) is None
+    assert math.isnan(stats.step_joules(record(), 10))
+
+
+def test_joules_to_a_moment_are_those_of_the_blocks_before_it():
+    run = metered(record(blocks=[(10, 2.0)] * 3), 50.0)
+    assert [joules_to(run, s) for s in (1.0, 2.0, 5.0)] == [50.0, 100.0, 250.0]
+    assert joules_to(run, math.inf) is None
+    known_in_part = metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(1,))
+    assert joules_to(known_in_part, 5.0) == 250.0  # by the arm's mean power
+    assert joules_to(metered(record(blocks=[(10, 2.0)] * 3), 50.0, unknown=(0, 1)), 5.0) is None
+
+
+def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
+    def run(seconds: float, power_w: float) -> RunRecord:
+        points = [(10 * i, seconds * i, 0.3 * i) for i in (1, 2, 3)]
+        return metered(record(blocks=[(10, seconds)] * 3, evaluations=points), power_w)
+
+    found = {seed: {"plan_S": run(1.0, 150.0), "reference": run(2.0, 100.0)} for seed in range(5)}
+    row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None)
+    assert row.energy.mean == pytest.approx(0.75)
+    assert row.arm_j == pytest.approx([300.0] * 5)
+    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, 60.0)
+    assert (charged.energy, charged.arm_j) == (None, ())  # planning's joules were not counted
+    never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None)
+    assert never.energy is None
+
+
+def test_a_race_counts_joules_of_each_block(tmp_path):
+    meter = RaceMeter(GivenWatts(80), Reads(True, False), ALONE)
+    entries = [Entry(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
+    for found in race(entries, task, load_data(), 0, CPU, meter=meter):
+        for event in found.events:
+            assert event.detail["energy_j"] >= 80 * event.detail["seconds"]  # a block's clock starts after it
+        write_record(tmp_path / found.header.name, found)
+        assert read_record(tmp_path / found.header.name).events == found.events
+
+
+def test_a_race_without_a_meter_has_blocks_without_joules():
+    (found,) = race([Entry("reference", ReferenceLoop, 4 * BATCH_ROWS)], task, load_data(), 0, CPU)
+    assert {event.detail["energy_j"] for event in found.events} == {None}
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (PowerLimit("gpu 0", 700.0, 200.0, 700.0), "gpu 0 may draw 700 W (its driver allows 200 to 700 W)"),
+        (PowerLimit("package-0", 125.0, None, 250.0), "package-0 may draw 125 W (its driver allows up to 250 W)"),
+        (PowerLimit("package-0", 125.0), "package-0 may draw 125 W, which"),
+    ],
+)
+def test_doctor_says_which_meter_there_is_and_what_its_limit_is(limit, said):
+    found = energy_finding(MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 61.5, limits=(limit,)))
+    assert found.ok
+    assert "measured by nvml gpu 0; idle 61.5 W" in found.detail
+    assert said in found.detail
+    assert "never sets" in found.detail
+
+
+def test_doctor_says_why_there_is_none():
+    found = energy_finding(MeterFacts(Provenance.ABSENT, reason="no driver"))
+    assert (found.ok, found.detail) == (False, "not measured: no driver")

@@ -1,0 +1,137 @@
+"""A GPU's counter by a module that is made up: the right GPU, its counter or its power, or why neither."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from meter_machine import Clock, Gpu, Library
+
+from trimtab.core.energy import PowerLimit, Provenance
+from trimtab.measure import nvml as module
+from trimtab.measure.energy import MeterLost, NoMeter
+from trimtab.measure.nvml import SAMPLED_S, Nvml, nvml
+
+NONE = {}
+
+
+def two() -> Library:
+    return Library([Gpu("GPU-aaaa-0001"), Gpu("GPU-bbbb-0002", millijoules=5_000_000)])
+
+
+def test_joules_are_the_counters(monkeypatch):
+    library = two()
+    meter = Nvml(1, library=library, environment=NONE)
+    assert meter.joules() == 5000.0
+    library.gpus[1].millijoules += 1234
+    assert meter.joules() == 5001.234
+    assert (meter.provenance, meter.sources) == (Provenance.MEASURED, ("nvml gpu 1",))
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinal", "found"),
+    [
+        (None, 0, "GPU-aaaa-0001"),
+        (None, 1, "GPU-bbbb-0002"),
+        ("1", 0, "GPU-bbbb-0002"),
+        ("1,0", 1, "GPU-aaaa-0001"),
+        (" 1 , 0 ", 0, "GPU-bbbb-0002"),
+        ("GPU-bbbb-0002", 0, "GPU-bbbb-0002"),
+        ("GPU-bb", 0, "GPU-bbbb-0002"),  # CUDA takes a part that is no other's
+        ("gpu-BBBB-0002,GPU-aaaa-0001", 1, "GPU-aaaa-0001"),
+    ],
+)
+def test_the_gpu_is_the_one_that_cuda_sees(visible, ordinal, found):
+    environment = NONE if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert Nvml(ordinal, library=two(), environment=environment).uuid == found
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinal", "reason"),
+    [
+        ("", 0, "is no GPU"),
+        ("-1", 0, "is no GPU"),
+        ("0", 1, "cuda:1 is none of"),
+        ("7", 0, "is no GPU"),
+        ("GPU-", 0, "more than one GPU"),
+        ("GPU-cc", 0, "is no GPU"),
+        ("MIG-1234", 0, "a MIG slice"),
+        ("MIG-GPU-aaaa-0001/1/0", 0, "a MIG slice"),
+    ],
+)
+def test_a_gpu_that_cannot_be_told_is_refused(visible, ordinal, reason):
+    with pytest.raises(MeterLost, match=reason):
+        Nvml(ordinal, library=two(), environment={"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_gpus_that_differ_have_two_orders():
+    library = two()
+    library.gpus[1].name = "a faster one"
+    with pytest.raises(MeterLost, match="PCI_BUS_ID"):
+        Nvml(0, library=library, environment=NONE)
+    assert Nvml(1, library=library, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).uuid == "GPU-bbbb-0002"
+    assert Nvml(0, uuid="bbbb-0002", library=library, environment=NONE).uuid == "GPU-bbbb-0002"  # as torch tells it
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb-0002"}
+    assert Nvml(0, library=library, environment=named).uuid == "GPU-bbbb-0002"
+
+
+def test_a_gpu_that_is_shared_out_is_refused():
+    library = two()
+    library.gpus[0].mig = 1
+    with pytest.raises(MeterLost, match="gpu 0 is in MIG mode"):
+        Nvml(0, library=library, environment=NONE)
+    library.gpus[0].mig = 0
+    assert Nvml(0, library=library, environment=NONE).joules() == 1000.0
+
+
+def test_without_a_counter_power_is_sampled_and_said_to_be():
+    library, clock = Library([Gpu("GPU-a", millijoules=None, milliwatts=100_000)]), Clock()
+    meter = Nvml(0, library=library, environment=NONE, clock=clock)
+    clock.now += 1
+    library.gpus[0].milliwatts = 200_000
+    assert meter.joules() == pytest.approx(150.0)
+    clock.now += 1
+    assert meter.joules() == pytest.approx(350.0)
+    assert meter.sources == ("nvml gpu 0 power, sampled at least every 2 s",)
+    assert meter.period_s == SAMPLED_S
+    clock.now += SAMPLED_S + 1
+    with pytest.raises(MeterLost, match="not sampled for 3 s"):
+        meter.joules()
+
+
+def test_a_gpu_that_vanishes_is_lost_and_not_zero():
+    library = two()
+    meter = Nvml(0, library=library, environment=NONE)
+    library.gpus[0].is_lost = True
+    with pytest.raises(MeterLost, match="GPU is lost"):
+        meter.joules()
+
+
+def test_without_a_driver_it_says_so():
+    found = nvml(0, library=Library(starts=False))
+    assert isinstance(found, NoMeter)
+    assert "NVML Shared Library Not Found" in found.reason
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    assert "pip install 'trimtab[energy]'" in nvml(0).reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [((700_000, 200_000, 700_000), (PowerLimit("gpu 0", 700.0, 200.0, 700.0),)), (None, ())],
+)
+def test_the_power_limit_is_read(limits, found):
+    library = Library([Gpu("GPU-a", limits=limits)])
+    assert Nvml(0, library=library, environment=NONE).limits() == found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pynvml") is None, reason="nvidia-ml-py is not installed")
+def test_nvidias_module_has_all_that_is_called():
+    library = module.load()
+    names = [name for name in dir(Library) if name.startswith(("nvml", "NVML"))]
+    assert [name for name in names if not hasattr(library, name)] == []

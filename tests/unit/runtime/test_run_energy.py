@@ -1,0 +1,124 @@
+"""Joules in a run's record: from window to window, evaluations left out, or why there are none."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.core.energy import Provenance
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.record import Header, RecordWriter, read_record
+from trimtab.measure.energy import GivenWatts, MeterLost, NoMeter
+from trimtab.runtime.run_energy import RunEnergy
+
+
+@pytest.fixture
+def world():
+    """A clock, and a meter of 50 W that is lost when that is said."""
+    world = SimpleNamespace(now=10.0, lost="", reads=0, extra=0.0)
+
+    def joules() -> float:
+        world.reads += 1
+        if world.lost:
+            raise MeterLost(world.lost)
+        return 50.0 * world.now + world.extra
+
+    world.meter = SimpleNamespace(
+        provenance=Provenance.MEASURED, sources=("a meter",), period_s=math.inf, joules=joules
+    )
+    world.energy = RunEnergy(world.meter, clock=lambda: world.now)
+    return world
+
+
+def steps(world, seconds: float, step_s: float = 0.25) -> list[dict]:
+    said = []
+    for _ in range(round(seconds / step_s)):
+        world.now += step_s
+        said.append(world.energy.step())
+    return [each for each in said if each is not None]
+
+
+def test_a_line_is_said_every_ten_seconds_and_the_total_is_of_all(world):
+    said = steps(world, 25.0)
+    assert [(each["energy_s"], each["energy_j"], each["energy"]) for each in said] == [(10.0, 500.0, "measured")] * 2
+    found = world.energy.total()
+    assert (found.joules, found.seconds) == (1250.0, 25.0)
+
+
+def test_the_meter_is_read_no_more_than_once_a_second(world):
+    before = world.reads
+    steps(world, 20.0, step_s=0.01)
+    assert world.reads - before <= 20
+
+
+def test_an_evaluation_is_in_no_joule(world):
+    steps(world, 8.0)
+    world.now, world.extra = world.now + 4.0, 1e6  # which draws a lot
+    world.energy.pause()
+    steps(world, 6.0)
+    found = world.energy.total()
+    assert (found.joules, found.seconds) == (700.0, 14.0)
+
+
+def test_what_is_too_short_for_a_meter_is_absent_and_not_zero(world):
+    steps(world, 0.75)
+    found = world.energy.total()
+    assert found.joules is None
+    assert "less than 1 s" in found.reason
+
+
+def test_a_short_rest_is_in_neither_joules_nor_seconds(world):
+    steps(world, 20.0)
+    world.energy.pause()
+    steps(world, 0.5)
+    found = world.energy.total()
+    assert (found.joules, found.seconds) == (1000.0, 20.0)
+
+
+def test_a_meter_that_is_lost_makes_the_total_unknown(world):
+    steps(world, 3.0)
+    world.lost = "the GPU is lost"
+    steps(world, 3.0)
+    world.lost = ""
+    steps(world, 3.0)
+    found = world.energy.total()
+    assert (found.joules, found.reason) == (None, "the GPU is lost")
+
+
+def loop(record, meter, num_steps: int = 3):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    with (
+        RecordWriter(record, Header("run")) as writer,
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), record=writer, meter=meter) as run,
+    ):
+        for window in run.windows([batch] * num_steps):
+            run.train_step(window, lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1]))
+    return read_record(record)
+
+
+def test_a_meter_without_a_record_is_refused():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueGivenError, match="meter"):
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), meter=GivenWatts(5))
+
+
+def test_a_record_ends_with_what_the_run_took(tmp_path):
+    end = loop(tmp_path / "run.jsonl", GivenWatts(100)).end
+    assert end.detail["energy"] == "estimated"
+    assert end.detail["energy_j"] == pytest.approx(100 * end.detail["energy_s"], rel=0.01)
+
+
+def test_a_record_without_a_meter_says_nothing_or_why(tmp_path):
+    assert loop(tmp_path / "a.jsonl", None).end.detail == {}
+    end = loop(tmp_path / "b.jsonl", NoMeter("there is none")).end
+    assert (end.detail["energy_j"], end.detail["energy"]) == (None, "absent")
+    assert end.detail["energy_reason"] == "there is none"
