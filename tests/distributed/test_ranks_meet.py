@@ -28,7 +28,7 @@ RANK = """
         return listener, f"{folder}/elsewhere{path}"
 
     dist.all_gather_object = gathering
-    if case == "apart" and rank == 1:
+    if case == "apart" and rank == 0:
         host_mesh._listening = elsewhere
 
     for asks in (3, 6) if case == "together" else (2, 2):
