@@ -7,13 +7,14 @@ ranks of one thread each, on two cores, asking by one cost some tenths of a mill
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -27,6 +28,8 @@ WIDEST = 1024
 _HEAD = struct.Struct("=QI")  # the number of a message, and of its figures
 _WHO = struct.Struct("=I")
 _MEETING_S = 10.0  # for a rank to connect in, once all are known to be there
+# Of each job, as the group of all its ranks: ranks, by their numbers in it, that could not be connected.
+_apart: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 class HostMesh:
@@ -109,29 +112,50 @@ class Answer:
 def host_mesh(group: dist.ProcessGroup, timeout_s: float) -> HostMesh | None:
     """Connect the ranks of a group that are on one machine; None on all where they are not, or cannot be connected.
 
-    Every rank calls it.
+    Every rank calls it. Ranks that once could not be connected are not asked again in their job.
 
     Args:
         group: of gloo.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if ranks > MOST_RANKS:
+    if dist.get_world_size(group) > MOST_RANKS:
         return None
-    with contextlib.ExitStack() as meeting:
+    # All members of a group know the same of it, while two groups may share but a few of them.
+    ranks, apart = tuple(dist.get_process_group_ranks(group)), _apart.setdefault(dist.group.WORLD, set())
+    if ranks in apart:
+        return None
+    found = _met(group)
+    if found is None:
+        apart.add(ranks)
+        return None
+    return HostMesh(found, dist.get_rank(group), timeout_s)
+
+
+def _met(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
+    """Return a socket for each other rank; None on all ranks where one of them lacks any."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    with contextlib.ExitStack() as meeting, contextlib.ExitStack() as held:
         listener, path = _listening(meeting, ranks)
-        seats: list[Any] = [None] * ranks
-        dist.all_gather_object(seats, (node(), path), group=group)
-        if len({machine for machine, _ in seats}) > 1 or not all(path for _, path in seats):
+        seats = _said_by_all((node(), path), group)
+        paths = [each for _, each in seats]
+        if len({machine for machine, _ in seats}) > 1 or not all(paths):
+            return None
+        # Containers of one machine have folders of their own: who is called there would wait for nobody.
+        if not all(_said_by_all(all(os.access(each, os.W_OK) for each in paths), group)):
             return None
         assert listener is not None
-        found = _connected(listener, [path for _, path in seats], rank)
-        all_found: list[Any] = [None] * ranks
-        dist.all_gather_object(all_found, len(found) == ranks - 1, group=group)
-        if all(all_found):
-            return HostMesh(found, rank, timeout_s)
+        found = _connected(listener, paths, rank)
         for each in found.values():
-            each.close()
-    return None
+            held.enter_context(each)
+        if not all(_said_by_all(len(found) == ranks - 1, group)):
+            return None
+        held.pop_all()
+    return found
+
+
+def _said_by_all(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, own, group=group)
+    return said
 
 
 def _listening(meeting: contextlib.ExitStack, ranks: int) -> tuple[socket.socket | None, str]:
@@ -148,19 +172,31 @@ def _listening(meeting: contextlib.ExitStack, ranks: int) -> tuple[socket.socket
 
 
 def _connected(listener: socket.socket, paths: list[str], rank: int) -> dict[int, socket.socket]:
-    """Return a socket for each other rank: this one calls those before it, and is called by those after it."""
+    """Return a socket for each other rank: this one calls those before it, and is called by those after it.
+
+    Fewer, where a rank cannot be called, does not call, or does not say who it is.
+    """
     found: dict[int, socket.socket] = {}
     listener.settimeout(_MEETING_S)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, struct.error):
         for peer, path in enumerate(paths[:rank]):
-            called = socket.socket(socket.AF_UNIX)
-            called.settimeout(_MEETING_S)
-            called.connect(path)
-            called.sendall(_WHO.pack(rank))
+            with _unless_failed(socket.socket(socket.AF_UNIX)) as called:
+                called.connect(path)
+                called.sendall(_WHO.pack(rank))
             found[peer] = called
         while len(found) < len(paths) - 1:
-            caller, _ = listener.accept()
-            caller.settimeout(_MEETING_S)
-            (peer,) = _WHO.unpack(caller.recv(_WHO.size, socket.MSG_WAITALL))
+            with _unless_failed(listener.accept()[0]) as caller:
+                (peer,) = _WHO.unpack(caller.recv(_WHO.size, socket.MSG_WAITALL))
             found[peer] = caller
     return found
+
+
+@contextlib.contextmanager
+def _unless_failed(made: socket.socket) -> Iterator[socket.socket]:
+    """Give a socket the time of a meeting; it is closed where that fails."""
+    try:
+        made.settimeout(_MEETING_S)
+        yield made
+    except BaseException:
+        made.close()
+        raise

@@ -83,12 +83,20 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     _has_joined = True
     dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
     try:
+        limit_host(limit_s)
         with _limited_to(timeout_s):
             yield found
     except BaseException:
         _give_up()
         raise
     dist.destroy_process_group()
+
+
+def limit_host(seconds: float) -> None:
+    """Give what the job's group sends from the host this time limit; that of its devices stays as it is."""
+    host = torch.device("cpu")
+    # torch has no public name for either: its own `_set_pg_timeout` would set that of NCCL too.
+    dist.group.WORLD._get_backend(host)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _give_up() -> None:

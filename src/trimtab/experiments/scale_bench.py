@@ -163,6 +163,8 @@ class Bench:
             loop.step(batches)
         peak = held_at_most(loop, batches, self._device, place().num_ranks)
         loop.close()
+        del loop
+        gc.collect()  # it refers to itself, and would be in the next loop's count
         return None if peak is None else int(slowest(peak))
 
     def _timed(self, loops: dict[str, _Stepped]) -> dict[str, tuple[Timed, int]]:

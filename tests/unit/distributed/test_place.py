@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from trimtab.core.errors import UsageError
+from trimtab.distributed import process_group
 from trimtab.distributed.process_group import Place, joined, place
 
 
@@ -39,6 +44,26 @@ def test_one_process_joins_nothing(monkeypatch):
 def test_a_time_limit_that_is_none_is_refused(limit):
     with pytest.raises(UsageError, match="timeout_s"), joined(limit):
         pass
+
+
+def test_the_host_has_the_limit_that_was_asked_for_where_nccl_has_more(monkeypatch, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
+    make, given = dist.init_process_group, []
+
+    def alone(names, rank, world_size, timeout):
+        given.append((names, rank, world_size, timeout.total_seconds()))
+        make("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=timeout)
+
+    monkeypatch.setattr(dist, "init_process_group", alone)
+    monkeypatch.setattr(process_group, "_has_joined", False)
+    with joined(7.0):
+        host = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert host.options._timeout == timedelta(seconds=7)
+    assert given == [("cpu:gloo,cuda:nccl", 0, 2, 37.0)]
 
 
 def test_one_of_several_without_a_place_to_meet_is_told_what_is_missing(monkeypatch):

@@ -16,6 +16,7 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.planning import Made
+from trimtab.experiments import scale_bench
 from trimtab.experiments.scale import ScaleSettings, scale
 from trimtab.experiments.scale_bench import JobSettings
 from trimtab.experiments.scale_job import run_job
@@ -79,6 +80,29 @@ def test_idle_loops_hold_no_gradients_and_a_loop_ends_with_its_last_block(folder
     assert (peaks["self"], peaks["plan_batch"]) == (None, None)
     assert peaks["baseline"] > 0
     assert peaks["plan"] > 0
+
+
+def test_what_is_counted_apart_is_gone_before_the_next_count(folder, monkeypatch):
+    """Loops refer to themselves: what nobody collects would be in the next one's count, on CUDA."""
+    models, alive = [], []
+
+    def make_model():
+        made = task.make_model()
+        models.append(weakref.ref(made))
+        return made
+
+    def counts(*_args):
+        alive.append(sum(ref() is not None for ref in models))
+        return 1
+
+    monkeypatch.setattr(scale_bench, "held_at_most", counts)
+    gc.collect()
+    gc.disable()
+    try:
+        run_job(replace(task, make_model=make_model), 0, folder, SHORT, silent)
+    finally:
+        gc.enable()
+    assert alive == [1, 1]
 
 
 def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_path):

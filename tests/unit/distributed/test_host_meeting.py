@@ -1,0 +1,172 @@
+"""How ranks of one machine meet, and that all of them do without where one cannot: threads stand for them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab.distributed import host_mesh as module
+from trimtab.distributed.host_mesh import MOST_RANKS, host_mesh
+
+
+class World:
+    """A job."""
+
+
+class Threads:
+    """What `torch.distributed` says to a thread that stands for a rank; a group is the tuple of its ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.group = SimpleNamespace(WORLD=World())
+        self.own = threading.local()
+        self.gathered = 0
+        self._said: dict[int, object] = {}
+        self._lap = threading.Barrier(ranks, timeout=60)
+
+    def get_process_group_ranks(self, group):
+        return list(group)
+
+    def get_world_size(self, group):
+        return len(group)
+
+    def get_rank(self, group):
+        return group.index(self.own.rank)
+
+    def all_gather_object(self, found, own, group):
+        self._said[self.own.rank] = own
+        if self._lap.wait() == 0:
+            self.gathered += 1
+        found[:] = [self._said[rank] for rank in group]
+        self._lap.wait()
+
+
+class Job:
+    """Threads that call `host_mesh` together."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks, self.dist = tuple(range(ranks)), Threads(ranks)
+        monkeypatch.setattr(module, "dist", self.dist)
+
+    def meet(self):
+        """Return the mesh of each rank."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(self._one, self.ranks))
+
+    def _one(self, rank):
+        self.dist.own.rank = rank
+        return host_mesh(self.ranks, 5.0)
+
+    def rank(self):
+        return self.dist.own.rank
+
+
+@pytest.fixture
+def three(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    return Job(3, monkeypatch)
+
+
+@pytest.fixture
+def sockets(monkeypatch):
+    """Return every socket that the meeting makes or accepts."""
+    made = []
+
+    class Kept(socket.socket):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(module.socket, "socket", Kept)
+    return made
+
+
+def is_apart(job: Job, sockets: list[socket.socket], gathered: int) -> None:
+    """Require that all ranks fall back alike, leave nothing open, and do not ask again."""
+    assert job.meet() == [None] * 3
+    assert job.dist.gathered == gathered
+    assert [each for each in sockets if each.fileno() >= 0] == []
+    assert job.meet() == [None] * 3
+    assert job.dist.gathered == gathered
+
+
+def test_ranks_of_one_machine_meet_and_hear_each_other(three, tmp_path):
+    found = three.meet()
+    answers = [mesh.ask([float(rank)]) for rank, mesh in enumerate(found)]
+    assert [answer() for answer in answers] == [[[0.0], [1.0], [2.0]]] * 3
+    assert list(tmp_path.iterdir()) == []
+    for each in found:
+        each.close()
+
+
+def test_more_ranks_than_a_mesh_is_for_ask_nothing(monkeypatch):
+    job = Job(MOST_RANKS + 1, monkeypatch)
+    assert job.meet() == [None] * (MOST_RANKS + 1)
+    assert job.dist.gathered == 0
+
+
+def test_a_rank_of_another_machine(three, sockets, monkeypatch):
+    monkeypatch.setattr(module, "node", lambda: "other" if three.rank() == 1 else "one")
+    is_apart(three, sockets, gathered=1)
+
+
+def test_a_rank_that_can_have_no_folder(three, sockets, monkeypatch):
+    made = module._listening
+    monkeypatch.setattr(module, "_listening", lambda *args: (None, "") if three.rank() == 2 else made(*args))
+    is_apart(three, sockets, gathered=1)
+
+
+def test_a_rank_that_does_not_see_the_others_folders_is_not_waited_for(three, sockets, monkeypatch):
+    def meets(*_args):
+        pytest.fail("a rank connects, which others cannot see")
+
+    monkeypatch.setattr(module, "_connected", meets)
+    seen = module.os.access
+    monkeypatch.setattr(module.os, "access", lambda path, mode: three.rank() != 1 and seen(path, mode))
+    is_apart(three, sockets, gathered=2)
+
+
+def test_a_rank_that_cannot_connect(three, sockets, monkeypatch):
+    monkeypatch.setattr(module, "_MEETING_S", 0.2)
+    connect = module.socket.socket.connect
+
+    def refused(self, path):
+        if three.rank() == 2:
+            raise ConnectionRefusedError
+        connect(self, path)
+
+    monkeypatch.setattr(module.socket.socket, "connect", refused)
+    is_apart(three, sockets, gathered=3)
+
+
+def test_a_rank_that_goes_before_it_says_who_it_is(three, sockets, monkeypatch):
+    monkeypatch.setattr(module, "_MEETING_S", 0.2)
+    sendall = module.socket.socket.sendall
+
+    def gone(self, message):
+        if three.rank() == 2:
+            raise BrokenPipeError
+        sendall(self, message)
+
+    monkeypatch.setattr(module.socket.socket, "sendall", gone)
+    is_apart(three, sockets, gathered=3)
+
+
+def test_a_caller_that_says_nothing_is_no_rank(tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+        listener.bind(str(tmp_path / "meet"))
+        listener.listen(2)
+        caller.connect(str(tmp_path / "meet"))
+        caller.close()
+        assert module._connected(listener, ["", ""], rank=0) == {}
+
+
+def test_a_job_after_it_asks_again(three, monkeypatch):
+    monkeypatch.setattr(module, "node", lambda: str(three.rank()))
+    assert three.meet() == [None] * 3
+    three.dist.group.WORLD = World()
+    assert three.meet() == [None] * 3
+    assert three.dist.gathered == 2
