@@ -215,6 +215,47 @@ def no_room() -> dict:
     return job.planned(shares(10**6))
 
 
+class Runs(torch.autograd.Function):
+    """Passes what it gets; its backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Deep(Words):
+    """Of many buckets; memory runs out in a copy's fourth backward, on each rank at another layer, or at the same."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.deep, self.calls, self.at = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)), 0, at
+
+    def forward(self, tokens):
+        x, self.calls = self.embedding(tokens), self.calls + 1
+        for index, block in enumerate(self.deep):
+            x = torch.tanh(block(x))
+            if self.calls == 5 and index == self.at:
+                x = Runs.apply(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def all_run_out(one: int, other: int) -> dict:
+    """Memory runs out in a backward of every rank; what is sent is in buckets of one layer."""
+    job = Job(lambda: Deep(other if dist.get_rank() else one))
+    own = data_parallel._bucket_mib
+    data_parallel._bucket_mib = lambda plan: 0.01
+    try:
+        return job.planned(sends(2e6))
+    finally:
+        data_parallel._bucket_mib = own
+
+
 def one_raises() -> dict:
     job, calls = Job(), []
 
@@ -250,6 +291,8 @@ CASES = {
     "replicas": functools.partial(stage, 10**6),
     "shards": functools.partial(stage, 150),
     "no_room": no_room,
+    "all_run_out_alike": functools.partial(all_run_out, 3, 3),
+    "all_run_out": functools.partial(all_run_out, 6, 0),
     "one_raises": one_raises,
     "one_dies": one_dies,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import statistics
 import time
 import warnings
@@ -29,6 +30,7 @@ from trimtab.distributed.copies import copied_together
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
+from trimtab.distributed.sent import num_sent
 from trimtab.distributed.stage_choice import RankLoop
 from trimtab.measure.memory import storage_bytes
 from trimtab.measure.process_state import ProcessState
@@ -135,9 +137,13 @@ class Rehearsal:
         return rehearsing(plan, self._copied, self._clip_norm)
 
     def _together(self, make: Callable[[], T]) -> T | str:
-        """Return what every rank makes; a reason, the same on all, where it raised on each or was made by none alone.
+        """Return what every rank makes; a reason, the same on all, where it raised and all sent as much before it.
 
-        A rank that raises where the others wait inside a collective ends, and they by its reason.
+        A rank that raises where the others wait inside a collective ends, and they by its reason. Where all are out of
+        it and some sent more, what is left over would meet whatever is sent next: all end.
+
+        Raises:
+            RankError: it raised on ranks after they had sent unlike much.
         """
         made: list[T] = []
         failure: Exception | None = None
@@ -153,15 +159,20 @@ class Rehearsal:
         # One that failed may have left the others inside a collective, which only its end ends.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
-            said = words_of_all(f"rehearsal/{next(_numbers)}", _said(failure), limit_s)
+            words = json.dumps([_said(failure), num_sent()])
+            said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
         except (RuntimeError, dist.DistError) as silence:
             error = failure or silence
             if (reason := exchange.failed(error)) is error:
                 raise error from None
             raise reason from error
         exchange.close()
-        refusal = next((text for text in said if text), None)
-        return made[0] if refusal is None else refusal
+        told = [(rank, *json.loads(text)) for rank, text in enumerate(said)]
+        if (first := next(((rank, text) for rank, text, _ in told if text), None)) is None:
+            return made[0]
+        if any(sent != told[0][2] for _, _, sent in told):
+            raise _left_over(*first) from failure
+        return first[1]
 
 
 @contextlib.contextmanager
@@ -177,6 +188,16 @@ def _said(failure: Exception | None) -> str:
     if failure is None:
         return ""
     return str(failure) if isinstance(failure, DidNotFit) else describe(failure)
+
+
+def _left_over(rank: int, text: str) -> RankError:
+    found = RankError(
+        f"rank {rank}",
+        given=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
+        expected="to get through some windows of it, or to fail before it sends anything",
+        way_out="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
+    )
+    return found if dist.get_rank() == rank else found.echoed()
 
 
 def of_live(
@@ -197,5 +218,7 @@ def of_live(
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [each for each in (*model.parameters(), *model.buffers(), *states) if isinstance(each, Tensor)]
 
-    held = {"beside": alive, "unchanged": lambda: Snapshot(model, optimizer)}
-    return Rehearsal(copied, clip_norm=clip_norm, progress=progress, **held)  # type: ignore[arg-type]
+    def unchanged() -> Snapshot:
+        return Snapshot(model, optimizer)
+
+    return Rehearsal(copied, clip_norm=clip_norm, beside=alive, unchanged=unchanged, progress=progress)
