@@ -8,10 +8,12 @@ Writes of each case its plan, whether the user's own is as it was, and what a ru
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -40,6 +42,7 @@ from trimtab.measure.snapshot import fingerprint
 ROWS, SLOW_S = 8, 0.1
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 HOOK = data_parallel.reduce_in_bf16
+COPIED = rehearsal.copied_together
 BACKWARD = data_parallel.DataParallel.backward
 
 
@@ -256,6 +259,32 @@ def all_run_out(one: int, other: int) -> dict:
         data_parallel._bucket_mib = own
 
 
+def one_at_once(*, fails: bool = False) -> dict:
+    """Return how many copies were there at the most, with the one being made, and how many are after it."""
+    job, copies, alive = Job(Words), [], []
+
+    def seen(model, optimizer):
+        found = COPIED(model, optimizer)
+        copies.append(weakref.ref(found[0]))
+        alive.append(sum(each() is not None for each in copies))
+        return found
+
+    def raises(model, batch):
+        raise ValueError("no loss")
+
+    job.loss = raises if fails else loss
+    rehearsal.copied_together = seen
+    gc.disable()
+    try:
+        plan = Plan.fixed(ROWS, num_ranks=2, zero_stage=0, reduce_dtype="bf16")
+        ran = [job.rehearsal().of(plan, counts_memory=True) for _ in range(2 if fails else 1)]
+    finally:
+        gc.enable()
+        rehearsal.copied_together = COPIED
+    left = sum(each() is not None for each in copies)
+    return {"most": max(alive), "made": len(alive), "left": left, "refusal": ran[-1].refusal}
+
+
 def one_raises() -> dict:
     job, calls = Job(), []
 
@@ -293,6 +322,8 @@ CASES = {
     "no_room": no_room,
     "all_run_out_alike": functools.partial(all_run_out, 3, 3),
     "all_run_out": functools.partial(all_run_out, 6, 0),
+    "one_at_once": one_at_once,
+    "one_at_once_fails": functools.partial(one_at_once, fails=True),
     "one_raises": one_raises,
     "one_dies": one_dies,
 }

@@ -6,6 +6,7 @@ The user's model, optimizer, random numbers and global modes are left as they we
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import statistics
@@ -87,6 +88,7 @@ class Rehearsal:
         self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
         arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
+        gc.collect()  # an error holds its frames, and they what they ran
         took_s = slowest(time.perf_counter() - start)
         if isinstance(found, str):
             return Ran(plan, refusal=found, took_s=took_s)
@@ -118,13 +120,16 @@ class Rehearsal:
             for lap in range(laps):
                 for name in turns(list(arms), lap, 0, last):
                     held = runs.get(id(arms[name]))
-                    with contextlib.nullcontext(held) if held else self._running(arms[name]) as run:
-                        block_s[name].append(run.block_s())
+                    block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
                     last = name
                 spent_s = slowest(time.perf_counter() - begin)
                 if spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
                     break
         return block_s
+
+    def _block_s(self, plan: Plan) -> float:
+        with self._running(plan) as run:
+            return run.block_s()
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         beside = storage_bytes(each for each in self._beside() if each.is_cuda)
