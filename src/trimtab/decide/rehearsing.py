@@ -13,10 +13,9 @@ from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.ranks import WORTH
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval, resolution
 
-# How many plans are rehearsed before one of them is taken.
-MOST = 4
+# After so many rehearsals, those that were refused too, a plan is taken: of those that ran, if any meets the limits.
+MOST_REHEARSALS = 4
 _SENDING = ("reduce_dtype", "bucket_bytes")
-_MARKS = Plan.marks()
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,12 @@ class Rehearsed:
     """Rehearsals of a job, in their order.
 
     Args:
-        only: whether no plan is chosen that did not run.
+        only: whether no plan is chosen that did not run. as_usual: whether what did not run is sent as by default.
     """
 
     ran: tuple[Ran, ...] = ()
     only: bool = False
+    as_usual: bool = False
 
     def of(self, plan: Plan) -> Ran | None:
         """Return the rehearsal of a plan, however its gradients are sent; None where there was none."""
