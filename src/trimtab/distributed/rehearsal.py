@@ -26,6 +26,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.rehearsal import Ran
 from trimtab.decide.rehearsing import by_default, settled
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.decide.turns import turns
 from trimtab.distributed.copies import copied_together
 from trimtab.distributed.exchange import RankExchange
@@ -40,7 +41,7 @@ from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
 _COUNTED = 7  # windows
-_LONGEST_S = 60.0  # after which no other lap of blocks begins
+_LONGEST_S = 60.0  # after which no other lap of blocks begins that a verdict can do without
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 T = TypeVar("T")
 
@@ -76,10 +77,13 @@ class Rehearsal:
     def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
         """Run a plan; where it changes how gradients are sent, in turns with one that does not.
 
-        Of these two the plan is kept that is measurably worth it.
+        Of these two the plan is kept that is measurably worth it. The one that does not runs twice, as a control, whose
+        ratio is what can be told from nothing.
 
         Args:
-            counts_memory: whether peaks are counted too; copies are then not held beside each other.
+            counts_memory: whether peaks are counted too; each block has copies of its own then, and none is there
+                beside another. Else each plan has one run, and the control is the same run again, as a third copy may
+                not have room: what two runs of one plan differ by is then not in what can be told from nothing.
 
         Raises:
             RankError: another rank ended, or is silent. Exception: as raised on this rank alone.
@@ -110,7 +114,8 @@ class Rehearsal:
         Args:
             reopens: whether each block has copies of its own.
         """
-        begin, laps = time.perf_counter(), _PAIRS if len(arms) > 1 else _BLOCKS
+        begin = time.perf_counter()
+        laps, least = (_PAIRS, MIN_PAIRS_FOR_VERDICT) if len(arms) > 1 else (_BLOCKS, 1)
         block_s: dict[str, list[float]] = {name: [] for name in arms}
         last: str | None = None
         with contextlib.ExitStack() as open_until_the_end:
@@ -123,7 +128,7 @@ class Rehearsal:
                     block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
                     last = name
                 spent_s = slowest(time.perf_counter() - begin)
-                if spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
+                if lap + 1 >= least and spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
                     break
         return block_s
 
