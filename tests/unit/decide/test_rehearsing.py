@@ -16,6 +16,7 @@ from trimtab.core.rehearsal import Ran
 from trimtab.decide.ranks import sending
 from trimtab.decide.rehearsing import Rehearsed, by_default, settled, way_of
 from trimtab.decide.stages import StageCost, choose_stage
+from trimtab.experiments.stage_figures import stage_figures
 
 SLOW = calibration(2e6)
 EVEN = (1.0,) * 7
@@ -177,6 +178,18 @@ def test_what_did_not_run_is_refused_with_all_that_hold_as_much():
     _, found = choose(profile, last)
     assert "refused" in str(found[4]) or isinstance(found[4], StageCost)
     assert way_of(last.plan) not in costs(choose(profile, ran(told), last, only=True)[1])
+
+
+def test_figures_of_stages_are_those_of_the_table():
+    """Of a way that ran, what it took; of another, what it is told times what those like it were slower by."""
+    profile = profile_of(memory=300)
+    told, _ = choose(profile)
+    _, found = choose(profile, ran(told, slower=3.0))
+    figures = {(each.zero_stage, each.reduces_once): each for each in stage_figures(found)}
+    assert figures[way_of(told)].window_s == pytest.approx(3.0 * told.predicted.step_s)
+    for way, each in costs(found).items():
+        assert figures[way].window_s == each.window_s
+        assert each.window_s == pytest.approx(3.0 * each.cost.total_s)
 
 
 def test_an_unsteady_peak_is_the_median_and_the_largest_is_said():
