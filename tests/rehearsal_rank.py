@@ -8,10 +8,12 @@ Writes of each case its plan, whether the user's own is as it was, and what a ru
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -40,6 +42,7 @@ from trimtab.measure.snapshot import fingerprint
 ROWS, SLOW_S = 8, 0.1
 SHAPE = StepShape(0.01, 0.02, 0.001, (2**20,) * 8, (1.0,) * 8)
 HOOK = data_parallel.reduce_in_bf16
+COPIED = rehearsal.copied_together
 BACKWARD = data_parallel.DataParallel.backward
 
 
@@ -215,6 +218,73 @@ def no_room() -> dict:
     return job.planned(shares(10**6))
 
 
+class Runs(torch.autograd.Function):
+    """Passes what it gets; its backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Deep(Words):
+    """Of many buckets; memory runs out in a copy's fourth backward, on each rank at another layer, or at the same."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.deep, self.calls, self.at = nn.ModuleList(nn.Linear(64, 64) for _ in range(8)), 0, at
+
+    def forward(self, tokens):
+        x, self.calls = self.embedding(tokens), self.calls + 1
+        for index, block in enumerate(self.deep):
+            x = torch.tanh(block(x))
+            if self.calls == 5 and index == self.at:
+                x = Runs.apply(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def all_run_out(one: int, other: int) -> dict:
+    """Memory runs out in a backward of every rank; what is sent is in buckets of one layer."""
+    job = Job(lambda: Deep(other if dist.get_rank() else one))
+    own = data_parallel._bucket_mib
+    data_parallel._bucket_mib = lambda plan: 0.01
+    try:
+        return job.planned(sends(2e6))
+    finally:
+        data_parallel._bucket_mib = own
+
+
+def one_at_once(*, fails: bool = False) -> dict:
+    """Return how many copies were there at the most, with the one being made, and how many are after it."""
+    job, copies, alive = Job(Words), [], []
+
+    def seen(model, optimizer):
+        found = COPIED(model, optimizer)
+        copies.append(weakref.ref(found[0]))
+        alive.append(sum(each() is not None for each in copies))
+        return found
+
+    def raises(model, batch):
+        raise ValueError("no loss")
+
+    job.loss = raises if fails else loss
+    rehearsal.copied_together = seen
+    gc.disable()
+    try:
+        plan = Plan.fixed(ROWS, num_ranks=2, zero_stage=0, reduce_dtype="bf16")
+        ran = [job.rehearsal().of(plan, counts_memory=True) for _ in range(2 if fails else 1)]
+    finally:
+        gc.enable()
+        rehearsal.copied_together = COPIED
+    left = sum(each() is not None for each in copies)
+    return {"most": max(alive), "made": len(alive), "left": left, "refusal": ran[-1].refusal}
+
+
 def one_raises() -> dict:
     job, calls = Job(), []
 
@@ -250,6 +320,10 @@ CASES = {
     "replicas": functools.partial(stage, 10**6),
     "shards": functools.partial(stage, 150),
     "no_room": no_room,
+    "all_run_out_alike": functools.partial(all_run_out, 3, 3),
+    "all_run_out": functools.partial(all_run_out, 6, 0),
+    "one_at_once": one_at_once,
+    "one_at_once_fails": functools.partial(one_at_once, fails=True),
     "one_raises": one_raises,
     "one_dies": one_dies,
 }

@@ -201,6 +201,8 @@ def plan(
     On several ranks, of a model that the loop has not wrapped, all call it: rank 0 measures its share of a batch, and
     the plan it hands to the others says how they share the model. Under a memory limit, which is a rank's, or where
     memory is weighed, the ZeRO stage is chosen by what a rank holds at each; else every rank holds the whole model.
+    Where the stage is chosen, or the plan would change how gradients are sent, all ranks first run such plans on copies
+    of model and optimizer, for some windows that call `loss_fn`; what is the user's stays as it was.
 
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
@@ -212,7 +214,8 @@ def plan(
         The rest as in `profile`.
 
     Raises:
-        UsageError: as in `profile`. InfeasibleError: no settings meet the budget.
+        UsageError: as in `profile`. InfeasibleError: no settings meet the budget. RankError: another rank ended or is
+            silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
     """
     freed = _adaptations(adapt)
     by_range = "learning_rate" in freed

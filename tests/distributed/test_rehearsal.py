@@ -77,3 +77,13 @@ def test_where_memory_runs_out_on_one_replica_the_next_is_tried(found):
     job = found[0]["no_room"]
     assert (job["rehearsals"], job["plan"]["zero_stage"]["value"]) == (2, 1)
     assert job["plan"]["measured"]["step_s"] > 0
+
+
+def test_where_memory_is_counted_no_copy_is_there_beside_another(tmp_path):
+    run_program(PROGRAM, tmp_path, "one_at_once", "one_at_once_fails")
+    for rank in range(2):
+        ran, failed = json.loads((tmp_path / f"rank-{rank}.json").read_text()).values()
+        assert (ran["most"], ran["left"], ran["refusal"]) == (1, 0, "")
+        assert ran["made"] == 6 * 3 + 1  # of each block, and of the peaks
+        assert (failed["made"], failed["most"], failed["left"]) == (2, 1, 0)
+        assert failed["refusal"] == "ValueError: no loss"

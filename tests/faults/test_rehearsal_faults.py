@@ -23,3 +23,21 @@ def test_a_rank_that_is_gone_is_named(tmp_path):
     said = json.loads((tmp_path / "rank-0.json").read_text())["one_dies"]["error"]
     assert said.startswith("RankError")
     assert "no answer from rank 1, of 2" in said
+
+
+def test_memory_that_runs_out_on_all_ranks_at_unlike_places_ends_all_by_one_reason(tmp_path):
+    """What one sent more than the other is left over, and would meet whatever is sent next."""
+    run_program(PROGRAM, tmp_path, "all_run_out")
+    said = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["all_run_out"] for rank in range(2)]
+    assert said[0]["error"] == said[1]["error"]
+    assert said[0]["error"].startswith("RankError: rank 0: given out of memory, while a plan was rehearsed")
+    assert max(each["seconds"] for each in said) < 12.0  # that collectives wait at the longest
+
+
+def test_memory_that_runs_out_on_all_ranks_at_one_place_refuses_the_plan(tmp_path):
+    run_program(PROGRAM, tmp_path, "all_run_out_alike", "slow_usual")
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert found["all_run_out_alike"]["unchanged"]
+        assert "not rehearsed: out of memory" in found["all_run_out_alike"]["plan"]["reduce_dtype"]["reason"]
+        assert found["slow_usual"]["plan"]["reduce_dtype"]["value"] == "bf16"  # what is sent after it arrives

@@ -11,12 +11,18 @@ from trimtab.core.rehearsal import Ran
 from trimtab.core.sharing import KEPT
 from trimtab.core.units import format_bytes, format_seconds
 from trimtab.decide.ranks import WORTH
-from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval, resolution
+from trimtab.decide.statistics import (
+    MIN_PAIRS_FOR_VERDICT,
+    Interval,
+    is_gain,
+    paired_ratios,
+    ratio_interval,
+    resolution,
+)
 
-# How many plans are rehearsed before one of them is taken.
-MOST = 4
+# After so many rehearsals, those that were refused too, a plan is taken: of those that ran, if any meets the limits.
+MOST_REHEARSALS = 4
 _SENDING = ("reduce_dtype", "bucket_bytes")
-_MARKS = Plan.marks()
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,12 @@ class Rehearsed:
     """Rehearsals of a job, in their order.
 
     Args:
-        only: whether no plan is chosen that did not run.
+        only: whether no plan is chosen that did not run. as_usual: whether what did not run is sent as by default.
     """
 
     ran: tuple[Ran, ...] = ()
     only: bool = False
+    as_usual: bool = False
 
     def of(self, plan: Plan) -> Ran | None:
         """Return the rehearsal of a plan, however its gradients are sent; None where there was none."""
@@ -103,19 +110,29 @@ def settled(changed: Plan, usual: Plan, block_s: Sequence[Sequence[float]]) -> P
     """
     theirs, ours, again = block_s
     effect, control = ratio_interval(paired_ratios(theirs, ours)), ratio_interval(paired_ratios(again, ours))
-    is_kept = is_gain(effect, control) and effect.mean >= 1 / (1 - WORTH)
-    told = f"rehearsed in {effect.n} pairs of blocks: {effect.mean:.2f} times the speed of {_sent(usual)}"
-    told += f" (95% {effect.low:.2f} to {effect.high:.2f}; {100 * resolution(control):.0f}% can be told from nothing)"
-    if is_kept:
+    told = f"rehearsed in {effect.n} pairs of blocks"
+    if effect.n >= MIN_PAIRS_FOR_VERDICT:
+        told += f": {effect.mean:.2f} times the speed of {_sent(usual)} (95% {effect.low:.2f} to {effect.high:.2f}; "
+        told += f"{100 * resolution(control):.0f}% can be told from nothing)"
+    why = _not_worth_it(effect, control)
+    if not why:
         return _saying(changed, told)
-    said = f"{_sent(changed)}, {told}: not the {1 / (1 - WORTH):.2f} that a change is to be worth"
-    kept = _saying(usual, said)
+    kept = _saying(usual, f"{_sent(changed)}, {told}: {why}")
     losers = {
         name: replace(getattr(kept, name), losers=(_loser(changed, usual, name, theirs, ours),))
         for name in _SENDING
         if getattr(changed, name).value != getattr(usual, name).value
     }
     return replace(kept, **losers)
+
+
+def _not_worth_it(effect: Interval, control: Interval) -> str:
+    """Return why a change is not measurably worth it, or ""."""
+    if effect.n < MIN_PAIRS_FOR_VERDICT:
+        return f"too few for a verdict, which takes {MIN_PAIRS_FOR_VERDICT}"
+    if effect.mean < 1 / (1 - WORTH):
+        return f"not the {1 / (1 - WORTH):.2f} that a change is to be worth"
+    return "" if is_gain(effect, control) else "not to be told from nothing"
 
 
 def _loser(changed: Plan, usual: Plan, name: str, theirs: Sequence[float], ours: Sequence[float]) -> Rejected:

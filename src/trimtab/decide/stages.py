@@ -265,7 +265,7 @@ def _cost(plan: Plan, job: _Job, way: Way, margin: float) -> StageCost | None:
     ran = job.rehearsed.of(plan)
     if ran is not None:
         plan = replace(plan, **{name: getattr(ran.plan, name) for name in ("reduce_dtype", "bucket_bytes")})
-    elif job.engine == "torch":
+    elif job.engine == "torch" and not job.rehearsed.as_usual:
         plan = sending(plan, job.calibration, shape)
     cost = _as_sent(plan, job.calibration, shape)
     measured = None if ran is None or ran.refusal else Measured(ran.window_s, ran.peak_bytes)

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 def copied_together(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return copies of both, without gradients; the optimizer's hold the model's.
 
+    Hooks on the optimizer's step are not copied, as torch's own copies of one have none: what they do is in no window.
+
     Raises:
         Exception: they cannot be copied: a tensor that was computed, for one, or what holds a lock.
     """

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from trimtab.core.codec import from_json, to_json
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.link import Calibration
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.rehearsal import Ran
 from trimtab.decide.ranks import replicated, sending
-from trimtab.decide.rehearsing import MOST, Rehearsed, by_default, saying_unrehearsed
+from trimtab.decide.rehearsing import MOST_REHEARSALS, Rehearsed, by_default, saying_unrehearsed
 from trimtab.distributed.link_speed import calibrate
 from trimtab.distributed.process_group import from_first
 from trimtab.distributed.rehearsal import Rehearsal
@@ -105,18 +105,45 @@ def _rehearsed(shares: Sequence[Share], ranks: int, calibration: Calibration, re
     refusal, ran = rehearsal.refusal(), tuple[Ran, ...]()
 
     def asked() -> str:
-        found = Rehearsed(ran, only=len(ran) >= MOST)
-        plan = shares[0].plan(ranks, calibration, found)
-        spent = replace(plan, planning_s=plan.planning_s + sum(each.took_s for each in ran))
-        if refusal:
-            stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not rehearsed: {refusal}")
-            spent = replace(spent, zero_stage=stage)
-        is_last = bool(refusal) or found.of(plan) is not None
-        return to_json(_Asked(spent if is_last else plan, is_last))
+        found = _next_plan(shares[0], ranks, calibration, ran, refusal)
+        spent = replace(found.plan, planning_s=found.plan.planning_s + sum(each.took_s for each in ran))
+        return to_json(replace(found, plan=spent) if found.is_last else found)
 
     while not (next_one := from_json(_Asked, from_first(asked))).is_last:
-        ran += (rehearsal.of(next_one.plan, counts_memory=True),)
+        ran += (_ran(next_one.plan, rehearsal),)
     return next_one.plan
+
+
+def _next_plan(share: Share, ranks: int, calibration: Calibration, ran: tuple[Ran, ...], refusal: str) -> _Asked:
+    """Return the plan to be rehearsed next, or to be trained by.
+
+    Args:
+        refusal: why none can be rehearsed, or "".
+
+    Raises:
+        InfeasibleError: no plan meets the limits.
+    """
+    if not refusal and len(ran) >= MOST_REHEARSALS:
+        try:
+            return _Asked(share.plan(ranks, calibration, Rehearsed(ran, only=True)), is_last=True)
+        except InfeasibleError:
+            refusal = f"none of {len(ran)} plans that were could be run within the limits, and no more are tried"
+    found = Rehearsed(ran, as_usual=bool(refusal))
+    plan = share.plan(ranks, calibration, found)
+    if not refusal:
+        return _Asked(plan, is_last=found.of(plan) is not None)
+    stage = replace(plan.zero_stage, reason=f"{plan.zero_stage.reason}; not rehearsed: {refusal}")
+    return _Asked(replace(saying_unrehearsed(plan, refusal), zero_stage=stage), is_last=True)
+
+
+def _ran(plan: Plan, rehearsal: Rehearsal) -> Ran:
+    """Return the rehearsal of a plan; where it is refused, that of it sent as by default, which another one is."""
+    ran, usual = rehearsal.of(plan, counts_memory=True), by_default(plan)
+    if not ran.refusal or usual is None:
+        return ran
+    again = rehearsal.of(saying_unrehearsed(usual, ran.refusal), counts_memory=True)
+    # What was told is of the plan that sends otherwise: its seconds say nothing of how much slower this one is.
+    return replace(again, slower=None, took_s=ran.took_s + again.took_s)
 
 
 def _timed(device: torch.device) -> Calibration | str:

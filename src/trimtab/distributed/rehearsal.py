@@ -6,7 +6,9 @@ The user's model, optimizer, random numbers and global modes are left as they we
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import json
 import statistics
 import time
 import warnings
@@ -24,11 +26,13 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.rehearsal import Ran
 from trimtab.decide.rehearsing import by_default, settled
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.decide.turns import turns
 from trimtab.distributed.copies import copied_together
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import slowest, time_limit_s, words_of_all
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
+from trimtab.distributed.sent import num_sent
 from trimtab.distributed.stage_choice import RankLoop
 from trimtab.measure.memory import storage_bytes
 from trimtab.measure.process_state import ProcessState
@@ -37,7 +41,7 @@ from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
 _COUNTED = 7  # windows
-_LONGEST_S = 60.0  # after which no other lap of blocks begins
+_LONGEST_S = 60.0  # after which no other lap of blocks begins that a verdict can do without
 _numbers = itertools.count()  # the same on every rank, which ask in the same order
 T = TypeVar("T")
 
@@ -73,10 +77,13 @@ class Rehearsal:
     def of(self, plan: Plan, *, counts_memory: bool) -> Ran:
         """Run a plan; where it changes how gradients are sent, in turns with one that does not.
 
-        Of these two the plan is kept that is measurably worth it.
+        Of these two the plan is kept that is measurably worth it. The one that does not runs twice, as a control, whose
+        ratio is what can be told from nothing.
 
         Args:
-            counts_memory: whether peaks are counted too; copies are then not held beside each other.
+            counts_memory: whether peaks are counted too; each block has copies of its own then, and none is there
+                beside another. Else each plan has one run, and the control is the same run again, as a third copy may
+                not have room: what two runs of one plan differ by is then not in what can be told from nothing.
 
         Raises:
             RankError: another rank ended, or is silent. Exception: as raised on this rank alone.
@@ -85,6 +92,7 @@ class Rehearsal:
         self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")
         arms = {"plan": plan} if usual is None else {"plan": plan, "usual": usual, "control": usual}
         found = self._together(lambda: self._rehearsed(arms, counts_memory=counts_memory))
+        gc.collect()  # an error holds its frames, and they what they ran
         took_s = slowest(time.perf_counter() - start)
         if isinstance(found, str):
             return Ran(plan, refusal=found, took_s=took_s)
@@ -106,7 +114,8 @@ class Rehearsal:
         Args:
             reopens: whether each block has copies of its own.
         """
-        begin, laps = time.perf_counter(), _PAIRS if len(arms) > 1 else _BLOCKS
+        begin = time.perf_counter()
+        laps, least = (_PAIRS, MIN_PAIRS_FOR_VERDICT) if len(arms) > 1 else (_BLOCKS, 1)
         block_s: dict[str, list[float]] = {name: [] for name in arms}
         last: str | None = None
         with contextlib.ExitStack() as open_until_the_end:
@@ -116,13 +125,16 @@ class Rehearsal:
             for lap in range(laps):
                 for name in turns(list(arms), lap, 0, last):
                     held = runs.get(id(arms[name]))
-                    with contextlib.nullcontext(held) if held else self._running(arms[name]) as run:
-                        block_s[name].append(run.block_s())
+                    block_s[name].append(held.block_s() if held else self._block_s(arms[name]))
                     last = name
                 spent_s = slowest(time.perf_counter() - begin)
-                if spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
+                if lap + 1 >= least and spent_s * (lap + 2) / (lap + 1) > _LONGEST_S:
                     break
         return block_s
+
+    def _block_s(self, plan: Plan) -> float:
+        with self._running(plan) as run:
+            return run.block_s()
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         beside = storage_bytes(each for each in self._beside() if each.is_cuda)
@@ -135,9 +147,13 @@ class Rehearsal:
         return rehearsing(plan, self._copied, self._clip_norm)
 
     def _together(self, make: Callable[[], T]) -> T | str:
-        """Return what every rank makes; a reason, the same on all, where it raised on each or was made by none alone.
+        """Return what every rank makes; a reason, the same on all, where it raised and all sent as much before it.
 
-        A rank that raises where the others wait inside a collective ends, and they by its reason.
+        A rank that raises where the others wait inside a collective ends, and they by its reason. Where all are out of
+        it and some sent more, what is left over would meet whatever is sent next: all end.
+
+        Raises:
+            RankError: it raised on ranks after they had sent unlike much.
         """
         made: list[T] = []
         failure: Exception | None = None
@@ -153,15 +169,20 @@ class Rehearsal:
         # One that failed may have left the others inside a collective, which only its end ends.
         limit_s = time_limit_s() / 4 if failure else time_limit_s()
         try:
-            said = words_of_all(f"rehearsal/{next(_numbers)}", _said(failure), limit_s)
+            words = json.dumps([_said(failure), num_sent()])
+            said = words_of_all(f"rehearsal/{next(_numbers)}", words, limit_s)
         except (RuntimeError, dist.DistError) as silence:
             error = failure or silence
             if (reason := exchange.failed(error)) is error:
                 raise error from None
             raise reason from error
         exchange.close()
-        refusal = next((text for text in said if text), None)
-        return made[0] if refusal is None else refusal
+        told = [(rank, *json.loads(text)) for rank, text in enumerate(said)]
+        if (first := next(((rank, text) for rank, text, _ in told if text), None)) is None:
+            return made[0]
+        if any(sent != told[0][2] for _, _, sent in told):
+            raise _left_over(*first) from failure
+        return first[1]
 
 
 @contextlib.contextmanager
@@ -177,6 +198,16 @@ def _said(failure: Exception | None) -> str:
     if failure is None:
         return ""
     return str(failure) if isinstance(failure, DidNotFit) else describe(failure)
+
+
+def _left_over(rank: int, text: str) -> RankError:
+    found = RankError(
+        f"rank {rank}",
+        given=f"{text}, while a plan was rehearsed and ranks had sent unlike much to each other",
+        expected="to get through some windows of it, or to fail before it sends anything",
+        way_out="Where memory ran out: a lower limit on memory, or smaller batches. Else mend that.",
+    )
+    return found if dist.get_rank() == rank else found.echoed()
 
 
 def of_live(
@@ -197,5 +228,7 @@ def of_live(
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [each for each in (*model.parameters(), *model.buffers(), *states) if isinstance(each, Tensor)]
 
-    held = {"beside": alive, "unchanged": lambda: Snapshot(model, optimizer)}
-    return Rehearsal(copied, clip_norm=clip_norm, progress=progress, **held)  # type: ignore[arg-type]
+    def unchanged() -> Snapshot:
+        return Snapshot(model, optimizer)
+
+    return Rehearsal(copied, clip_norm=clip_norm, beside=alive, unchanged=unchanged, progress=progress)

@@ -18,6 +18,7 @@ from trimtab.distributed.stage_choice import RankLoop
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.sharded_norms import local
 from trimtab.measure.timing import time_call
+from trimtab.runtime.backend import Backend
 from trimtab.runtime.batches import tensors_in
 from trimtab.runtime.engine import Run
 from trimtab.runtime.optimizers import drop_gradients
@@ -40,18 +41,23 @@ def rehearsing(plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | No
     Args:
         copied: returns a model and optimizer of the run's own. clip_norm: as the loop clips, where the plan does not.
     """
+    gc.collect()  # an error of the run before holds its frames, and they what they ran
     model, optimizer, loss_fn, batch = copied()
     kept = {"schedule": KEEP_SCHEDULE, "learning_rate_scale": KEEP_LEARNING_RATE, "batch_policy": KEEP_BATCH}
     plan = replace(plan, batch_rule=None, **kept)
     clip = None if plan.clip_norm.value is not None else clip_norm
-    backend = backend_of(model, plan, {"clip_norm": clip})
+    backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
+    ours: RehearsedRun | None = None
     try:
         with Run(model, optimizer, plan, clip_norm=clip, backend=backend, on_trial=True) as run:
             ours = RehearsedRun(run, (model, optimizer, loss_fn, batch))
+            del run
             ours.warm_up()
             yield ours
     finally:
-        del model, optimizer, backend
+        if ours is not None:
+            ours.let_go()  # whoever was given it may still hold it
+        del model, optimizer, backend, ours
         gc.collect()  # a reducer and its model hold each other
 
 
@@ -62,6 +68,10 @@ class RehearsedRun:
         self._run, self._loop = run, loop
         self._device = next(run.model.parameters()).device
         self.is_accelerated, self._windows = self._device.type == "cuda", 1
+
+    def let_go(self) -> None:
+        """Hold nothing of the run any more, which is over."""
+        del self._run, self._loop
 
     def warm_up(self) -> None:
         """Run what is not timed: until the optimizer has stepped, and no engine makes anything for the first time."""

@@ -77,10 +77,12 @@ def plan_on_ranks(
 
 def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:
     """Return what plans of one rank's share of a task are rehearsed on: models of their own; every rank calls it."""
+    batch = next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
 
     def copied() -> RankLoop:
-        model, optimizer, loss_fn, _ = loop_of(share, device.type)
-        return model, optimizer, loss_fn, next(share.load_data().batches(PLANNING_SEED, share.batch_rows))
+        torch.manual_seed(PLANNING_SEED)
+        model = share.make_model().to(device.type).train()
+        return model, share.make_optimizer(model), share.loss_fn, batch
 
     return Rehearsal(copied, clip_norm=share.reference.clip_norm, progress=progress)
 

@@ -19,7 +19,7 @@ def _figures(each: StageCost | RefusedStage) -> RankStage:
         stage,
         reduces_once,
         peak_bytes=each.peak_bytes,
-        window_s=each.cost.total_s,
+        window_s=each.window_s,
         waiting_s=each.cost.exposed_s,
         micro_batch=int(each.plan.micro_batch.value or 1),
         num_micro_batches=each.plan.num_micro_batches,

@@ -16,6 +16,7 @@ from trimtab.core.rehearsal import Ran
 from trimtab.decide.ranks import sending
 from trimtab.decide.rehearsing import Rehearsed, by_default, settled, way_of
 from trimtab.decide.stages import StageCost, choose_stage
+from trimtab.experiments.stage_figures import stage_figures
 
 SLOW = calibration(2e6)
 EVEN = (1.0,) * 7
@@ -60,23 +61,36 @@ def test_what_is_measurably_faster_is_kept_and_says_by_how_much():
     assert "rehearsed in 7 pairs of blocks: 1.25 times the speed of fp32" in kept.reduce_dtype.reason
 
 
+NOT_WORTH_IT, NOTHING = "not the 1.05 that a change is to be worth", "not to be told from nothing"
+
+
 @pytest.mark.parametrize(
-    ("theirs", "control"),
+    ("theirs", "control", "why"),
     [
-        ([1.2] * 7, EVEN),  # slower
-        ([0.97] * 7, EVEN),  # faster by less than what is worth it
-        ([0.5, 1.4] * 3 + [0.8], EVEN),  # not to be told
-        ([0.8] * 7, [0.6, 1.5, 0.7, 1.3, 1.0, 0.8, 1.2]),  # below what the control tells from nothing
-        ([0.5] * 4, EVEN),  # of too few pairs
+        ([1.2] * 7, EVEN, NOT_WORTH_IT),  # slower
+        ([0.97] * 7, EVEN, NOT_WORTH_IT),  # faster by less than what is worth it
+        ([0.5, 1.4] * 3 + [0.8], EVEN, NOTHING),
+        ([0.8] * 7, [0.6, 1.5, 0.7, 1.3, 1.0, 0.8, 1.2], NOTHING),  # below what the control tells
+        ([0.5] * 4, EVEN, "too few for a verdict, which takes 5"),
     ],
 )
-def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control):
+def test_what_is_not_is_sent_as_by_default_for_that_reason(theirs, control, why):
     plan = wanted()
     kept = settled(plan, by_default(plan), [theirs, EVEN[: len(theirs)], control[: len(theirs)]])
     assert (kept.reduce_dtype.value, kept.bucket_bytes.value, kept.changes) == ("fp32", None, ("zero_stage",))
-    assert "not the 1.05 that a change is to be worth" in kept.reduce_dtype.reason
+    assert kept.reduce_dtype.reason.endswith(why)
     assert kept.reduce_dtype.losers[0].value == "bf16"
     assert "a window as rehearsed" in kept.reduce_dtype.losers[0].reason
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 4, 5])
+def test_an_interval_is_said_where_a_verdict_can_be_reached(pairs):
+    plan = wanted()
+    kept = settled(plan, by_default(plan), [[0.5] * pairs, EVEN[:pairs], EVEN[:pairs]])
+    assert f"rehearsed in {pairs} pairs of blocks" in kept.reduce_dtype.reason
+    assert ("95%" in kept.reduce_dtype.reason) == (pairs == 5)
+    assert "inf" not in kept.reduce_dtype.reason
+    assert kept.reduce_dtype.value == ("bf16" if pairs == 5 else "fp32")
 
 
 # Which stage.
@@ -164,6 +178,18 @@ def test_what_did_not_run_is_refused_with_all_that_hold_as_much():
     _, found = choose(profile, last)
     assert "refused" in str(found[4]) or isinstance(found[4], StageCost)
     assert way_of(last.plan) not in costs(choose(profile, ran(told), last, only=True)[1])
+
+
+def test_figures_of_stages_are_those_of_the_table():
+    """Of a way that ran, what it took; of another, what it is told times what those like it were slower by."""
+    profile = profile_of(memory=300)
+    told, _ = choose(profile)
+    _, found = choose(profile, ran(told, slower=3.0))
+    figures = {(each.zero_stage, each.reduces_once): each for each in stage_figures(found)}
+    assert figures[way_of(told)].window_s == pytest.approx(3.0 * told.predicted.step_s)
+    for way, each in costs(found).items():
+        assert figures[way].window_s == each.window_s
+        assert each.window_s == pytest.approx(3.0 * each.cost.total_s)
 
 
 def test_an_unsteady_peak_is_the_median_and_the_largest_is_said():
