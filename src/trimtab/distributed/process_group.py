@@ -79,9 +79,9 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
     names = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=limit_s + (_AFTER_S if "nccl" in names else 0.0))
-    global _has_joined
-    _has_joined = True
     dist.init_process_group(names, rank=found.rank, world_size=found.num_ranks, timeout=limit)
+    global _has_joined
+    _has_joined = dist.is_initialized()
     try:
         limit_host(limit_s)
         with _limited_to(timeout_s):
