@@ -60,7 +60,7 @@ def train_task(
     writer = None if record is None or here.rank else _new_record(record, header)
     counted, rows = _Counted(task), steps * task.batch_rows
     batches = shard(itertools.islice(data.batches(seed, task.batch_rows), steps))
-    meter = None if metered.facts.is_absent else metered.meter
+    meter = None if writer is None or metered.facts.is_absent else metered.meter
     laps = RunEnergy(metered.meter)
     begin = time.perf_counter()
     with start(model, optimizer, plan, total_samples=rows, record=writer, meter=meter) as run:
