@@ -20,6 +20,7 @@ from trimtab.distributed.dealing import shard
 from trimtab.distributed.process_group import place, total
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
+from trimtab.tasks.placement import ahead, placed
 from trimtab.tasks.task import Task
 
 
@@ -42,14 +43,15 @@ def train_task(
         given = f"{plan.batch_rows}, made for another batch or other ranks"
         raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = task.load_data()
+    data, where = placed(task.load_data(), device)
     torch.manual_seed(seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    header = Header(task.name, seed, to_jsonable(plan), environment(), {"data": to_jsonable(data.source)})
+    about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where)}
+    header = Header(task.name, seed, to_jsonable(plan), environment(), about)
     writer = None if record is None or here.rank else _new_record(record, header)
     counted, rows = _Counted(task), steps * task.batch_rows
-    batches = shard(itertools.islice(data.batches(seed, task.batch_rows), steps))
+    batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
     begin = time.perf_counter()
     with start(model, optimizer, plan, total_samples=rows, record=writer) as run:
         done = 0
@@ -75,6 +77,7 @@ def train_task(
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
+        "data_on": f"{where.value}: {where.reason}",
     }
 
 

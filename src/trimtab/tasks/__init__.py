@@ -16,7 +16,15 @@ from trimtab.tasks.task import DataSource, Metric, StrongRecipe, Task, TaskData
 
 __all__ = ["BUILT_IN", "DataSource", "Metric", "StrongRecipe", "Task", "TaskData", "load_task"]
 
-BUILT_IN: tuple[str, ...] = ("digits_resnet", "source_gpt", "cifar10_resnet", "wikitext2_gpt")
+BUILT_IN: tuple[str, ...] = (
+    "digits_resnet",
+    "source_gpt",
+    "cifar10_resnet",
+    "wikitext2_gpt",
+    "cifar10_resnet50",
+    "cifar10_resnet50_7x7",
+    "wikitext2_gpt2",
+)
 
 
 def load_task(name: str) -> Task:
