@@ -1,4 +1,4 @@
-"""CIFAR-10 as its tasks share it: data, augmentation, batch and its shapes. Model, ladder and length are each's own."""
+"""CIFAR-10 as its tasks share it: data, augmentation, shapes of a batch. Model, ladder and length are each's own."""
 
 from __future__ import annotations
 

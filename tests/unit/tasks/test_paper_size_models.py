@@ -1,4 +1,4 @@
-"""The models at the paper's size: parameters, FLOP, and outputs equal to those of a plain reference on their weights."""
+"""The models at the paper's size: parameters, FLOP, and outputs equal to a plain reference's on their weights."""
 
 from __future__ import annotations
 
