@@ -17,7 +17,7 @@ from trimtab.tasks.wikitext2 import example, load_wikitext2
 
 CONTEXT = 1024
 BATCH_ROWS = 32
-EVALUATION_BATCH = 4
+EVALUATION_BATCH = 1
 STEPS_PER_EPOCH = 2_390 // BATCH_ROWS  # rows of the train split
 # 16 times 3 epochs: 116M tokens.
 EVAL_EVERY_ROWS = 3 * STEPS_PER_EPOCH * BATCH_ROWS

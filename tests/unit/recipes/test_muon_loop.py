@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pytest
 import torch
@@ -23,11 +22,10 @@ STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_rows=800)
 
 @pytest.mark.parametrize(
     ("progress", "factor"),
-    [(0.0, 0.0), (0.05, 0.5), (0.1, 1.0), (0.55, 0.505), (0.325, 0.01 + 0.99 * 0.5 * (1 + math.sqrt(0.5)))]
-    + [(1.0, 0.01), (1.7, 0.01)],
+    [(0.0, 0.0), (0.05, 0.5), (0.1, 1.0), (0.325, 0.8550), (0.55, 0.505), (0.775, 0.1550), (1.0, 0.01), (1.7, 0.01)],
 )
 def test_a_cosine_rises_over_a_tenth_and_falls_to_a_hundredth(progress, factor):
-    assert warmup_cosine(progress, 0.1) == pytest.approx(factor)
+    assert warmup_cosine(progress, 0.1) == pytest.approx(factor, abs=1e-4)
 
 
 def test_a_recipe_names_its_decay():
@@ -97,7 +95,7 @@ def test_p3_learns():
         return token_loss(loop.model, batch)[0].item()
 
     before = loss()
-    for _ in range(60):
+    for _ in range(100):
         loop.step(data)
     loop.close()
     assert loss() < 0.9 * before
