@@ -9,6 +9,7 @@ import torch
 
 from trimtab.core.plan import Mark
 from trimtab.tasks import DataSource, TaskData
+from trimtab.tasks import placement as placement_module
 from trimtab.tasks.cifar10 import augment
 from trimtab.tasks.placement import ahead, placed, placement
 
@@ -65,3 +66,18 @@ def test_on_a_processor_batches_are_drawn_as_they_are_asked_for():
     taken = list(itertools.islice(ahead(noted(), CPU), 3))
     assert len(drawn) == 3
     assert all(one is other for one, other in zip(taken, drawn, strict=True))
+
+
+def test_on_a_gpu_the_next_batch_is_sent_before_one_is_trained_on(monkeypatch):
+    """The order alone, which needs no GPU: copies, streams and events are in tests/gpu."""
+    log = []
+
+    def sent(batch, device, stream):
+        log.append(f"sent {batch}")
+        return None if batch is None else (batch, None)
+
+    monkeypatch.setattr(placement_module, "_sent", sent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    for batch in ahead(iter("abc"), torch.device("cuda")):
+        log.append(f"trained {batch}")
+    assert log == ["sent a", "sent b", "trained a", "sent c", "trained b", "sent None", "trained c"]
