@@ -333,6 +333,12 @@ def test_training_as_json_is_a_function_of_the_seed(trimtab):
     assert runs[0]["samples_per_s"] > 0
 
 
+def test_training_a_few_rows_a_step_judged_by_a_few_batches(trimtab):
+    done = trimtab("train", "tiny:task", "--rows", 8, "--judged", 1, "--steps", 2, "--json")
+    assert done.json["rows"] == 16
+    assert done.json["data_on"].startswith("host: trained on the processor")
+
+
 def test_training_makes_its_own_plan(trimtab):
     done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate,batch", "--json")
     assert done.json["steps"] == 4
@@ -479,6 +485,11 @@ ERRORS = [
     (("plan", "damaged.json"), ("text that is not JSON",)),
     (("train", "tiny:task", "--plan", "absent.json"), ("absent.json", "a readable Plan JSON file")),
     (("train", "tiny:task", "--plan", "other.json"), ("plan.batch_rows: given 64", "expected 32")),
+    (("train", "tiny:task", "--plan", "plan.json", "--rows", "8"), ("plan.batch_rows: given 32", "expected 8")),
+    (("compare", "tiny:task", "--against", "fast"), ("against: given 'fast'", "strict, paper, strong, muon")),
+    (("compare", "tiny:task", "--against", "muon"), ("against: given muon of tiny",)),
+    (("compare", "tiny:task", "--against", "strict", "--no-peers"), ("--against: given peers with --no-peers",)),
+    (("compare", "tiny:task", "--against", "strict", "--ranks", "2"), ("--ranks: given 2 with --peers",)),
     (("report", "absent"), ("absent: given", "a readable Comparison JSON file")),
     (("report", "."), ("report.json: given", "a readable Comparison JSON file")),
     (("report", "damaged.json"), ("text that is not JSON",)),

@@ -40,6 +40,10 @@ def compare(
     peers: Annotated[
         bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="which peers: paper (P1), strong (P2), muon (P3), strict (P0 without TF32); a,b for several"),
+    ] = None,
     cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
     memory: Memory = None,
     plan_file: PlanFile = None,
@@ -55,7 +59,8 @@ def compare(
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
     adapts = None if adapt is None else adaptation(adapt, ("learning-rate",)) != ()
-    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks, energy_watts)
+    named = None if against is None else tuple(name.strip() for name in against.split(","))
+    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)

@@ -33,6 +33,8 @@ def train(
     record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
     memory: Memory = None,
     adapt: Adapt = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")] = None,
+    judged: Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")] = None,
     ranks: Ranks = 1,
     energy_watts: EnergyWatts = None,
     as_json: Json = False,
@@ -49,7 +51,8 @@ def train(
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
-    here, loaded, limits = place(), load_task(task), Budget(memory)
+    here, limits = place(), Budget(memory)
+    loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
     require_new(None if here.rank else record)
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")

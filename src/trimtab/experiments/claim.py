@@ -79,6 +79,7 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "eval_every_rows": task.eval_every_rows,
         "adapted_rows": task.adapted_rows,
         "strong_budget_rows": task.strong.budget_rows if task.strong else None,
+        "muon_budget_rows": task.muon.budget_rows if task.muon else None,
         "reference_precision": task.reference.precision,
         "clip_norm": task.reference.clip_norm,
         "terms_per_row": task.terms_per_row,

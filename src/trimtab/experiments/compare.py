@@ -48,12 +48,18 @@ from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
+from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
+from trimtab.recipes.strict import StrictLoop
 from trimtab.recipes.strong import StrongLoop
-from trimtab.tasks.task import Task, TaskData
+from trimtab.tasks.placement import placed, placement_of
+from trimtab.tasks.task import StrongRecipe, Task, TaskData
 
+# Recipes that the reference and the plans can be raced against, and those that are where nothing else was asked for.
+PEERS = ("strict", "paper", "strong", "muon")
+USUAL_PEERS = ("paper", "strong")
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
@@ -76,7 +82,7 @@ class Settings:
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
         quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: whether to make and race a tier-F plan. peers: whether the paper's and the strong recipe take part.
+        adapt: whether to make and race a tier-F plan. peers: whether other recipes take part. against: which.
         cap_s: training seconds after which an arm is censored.
     """
 
@@ -86,9 +92,12 @@ class Settings:
     adapt: bool = True
     peers: bool = True
     cap_s: float = math.inf
+    against: tuple[str, ...] = USUAL_PEERS
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
+        for name in self.against:
+            checks.one_of("against", name, PEERS)
         if self.whole_pairs is not None:
             checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
         if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
@@ -100,6 +109,11 @@ class Settings:
             )
         if not self.cap_s > 0:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
+
+    @property
+    def raced(self) -> tuple[str, ...]:
+        """The peers that take part."""
+        return self.against if self.peers else ()
 
 
 def compare(
@@ -121,6 +135,7 @@ def compare(
         plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
         metering: how joules are known; by default by the meters there are.
     """
+    _require_peers(task, settings)
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = together.num_ranks
@@ -162,9 +177,18 @@ def compare(
     def found() -> Comparison:
         seen, on = _environment(races), Ranks(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
-        return replace(said, memory=memory, notes=(*said.notes, *_read_back(done, len(races), out)))
+        where = placement_of(data, device)
+        lies = (f"training data in the races: {where.reason}",) if where.changed else ()
+        return replace(said, memory=memory, notes=(*said.notes, *lies, *_read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
+
+
+def _require_peers(task: Task, settings: Settings) -> None:
+    """Raise where a recipe was asked for by name that the task does not have."""
+    if "muon" in settings.raced and task.muon is None:
+        given, has = f"muon of {task.name}, which has no recipe with it", ", ".join(p for p in PEERS if p != "muon")
+        raise ValueGivenError("against", given=given, expected=has, way_out="Task(..., muon=StrongRecipe(...)).")
 
 
 def _memory(
@@ -224,7 +248,13 @@ def _plans(
         plans = job_plans(task, limits, weights, progress, together)
     else:
         adapt = ("learning_rate",) if settings.adapt else ()
-        how = {"adapt": adapt, "strong": settings.peers, "budget": limits, "objective": weights, "progress": progress}
+        how = {
+            "adapt": adapt,
+            "strong": "strong" in settings.raced,
+            "budget": limits,
+            "objective": weights,
+            "progress": progress,
+        }
         plans = make_plans(task, data, device, metering=metering, **how)
     together.write(path, plans, indent=1)
     return plans
@@ -267,14 +297,18 @@ def _entries(
         horizon = min(rows, task.adapted_rows or rows) if has_schedule else rows  # only a schedule has to end somewhere
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
         entries.append(entry("plan_F", freed, horizon))
-    if settings.peers:
+    if "strict" in settings.raced:
+        entries.append(entry("strict", StrictLoop, rows))
+    if "paper" in settings.raced:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
-        if task.strong is not None:
-            horizon = min(rows, task.strong.budget_rows)
-            entries.append(entry("strong", StrongLoop, horizon))
-        if task.strong is not None and "strong" in plans.plans:
-            planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
-            entries.append(entry("strong_plan", planned, horizon, timed=control))
+    recipes: tuple[tuple[str, MakeLoop, StrongRecipe | None], ...]
+    recipes = (("strong", StrongLoop, task.strong), ("muon", MuonLoop, task.muon))
+    for name, make, recipe in recipes:
+        if name in settings.raced and recipe is not None:
+            entries.append(entry(name, make, min(rows, recipe.budget_rows)))
+    if "strong" in settings.raced and task.strong is not None and "strong" in plans.plans:
+        planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
+        entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), timed=control))
     return entries
 
 
@@ -335,7 +369,7 @@ def _race(
     records = race(
         entries,
         task,
-        data,
+        placed(data, device)[0],
         seed,
         device,
         cap_s=settings.cap_s,

@@ -15,7 +15,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
-from trimtab.experiments.compare import Settings, compare
+from trimtab.experiments.compare import USUAL_PEERS, Settings, compare
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import refuse_on_ranks
 from trimtab.experiments.result import Comparison
@@ -28,8 +28,9 @@ class Asked:
     """The command's options; None where one was not given.
 
     Args:
-        adapts: whether tier F is to be raced. memory: a limit, as the plan's budget has it. plan: a file.
-        ranks: processes to start, where no launcher has. energy_watts: to estimate joules with.
+        adapts: whether tier F is to be raced. against: names of the peers. memory: a limit, as the plan's
+            budget has it. plan: a file. ranks: processes to start, where no launcher has. energy_watts: to estimate
+            joules with.
     """
 
     task: str
@@ -44,6 +45,7 @@ class Asked:
     out: Path | None = None
     ranks: int = 1
     energy_watts: float | None = None
+    against: tuple[str, ...] | None = None
 
     @property
     def folder(self) -> Path:
@@ -71,9 +73,22 @@ class Asked:
     def settings(self, num_ranks: int) -> Settings:
         """Return how much is run; what was not asked for is all that is of use."""
         adapts = self.adapts if self.adapts is not None else not self.quick and self.plan is None and num_ranks == 1
-        peers = self.peers if self.peers is not None else not self.quick and num_ranks == 1
+        peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
         whole = 0 if self.quick and self.whole is None else self.whole
-        return Settings(self.pairs, whole_pairs=whole, quick=self.quick, adapt=adapts, peers=peers, cap_s=self.cap_s)
+        against = USUAL_PEERS if self.against is None else self.against
+        how = {"quick": self.quick, "adapt": adapts, "peers": peers, "cap_s": self.cap_s, "against": against}
+        return Settings(self.pairs, whole_pairs=whole, **how)
+
+    @property
+    def races_peers(self) -> bool | None:
+        """Whether peers were asked for, which who names them has; None where nothing was said.
+
+        Raises:
+            ValueGivenError: some are named, and none are to be raced.
+        """
+        if self.against is not None and self.peers is False:
+            raise ValueGivenError("--against", given="peers with --no-peers", expected="the one or the other")
+        return True if self.against is not None else self.peers
 
 
 def compared(asked: Asked, command: str) -> Comparison | None:
@@ -89,7 +104,7 @@ def compared(asked: Asked, command: str) -> Comparison | None:
     given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
     num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
     if num_ranks > 1:
-        refuse_on_ranks(task, num_ranks, adapts=asked.adapts, peers=asked.peers)
+        refuse_on_ranks(task, num_ranks, adapts=asked.adapts, peers=asked.races_peers)
     settings, folder = asked.settings(num_ranks), asked.folder
     if num_ranks > here.num_ranks:
         launch(sys.argv[1:], num_ranks)

@@ -55,7 +55,8 @@ def _is_tensor(value: object) -> bool:
 
 def _files(task: Task) -> Iterator[Path]:
     functions = [task.make_model, task.make_optimizer, task.loss_fn, task.load_data, task.metric.evaluate, task.step]
-    functions.append(task.strong.make_optimizer if task.strong else None)
+    for recipe in (task.strong, task.muon):
+        functions += [recipe.make_optimizer, recipe.make_model, recipe.loss_fn] if recipe else []
     for function in functions:
         module = sys.modules.get(getattr(_plain(function), "__module__", None) or "")
         path = getattr(module, "__file__", None)

@@ -20,7 +20,7 @@ from trimtab.measure.memory import peak_bytes, storage_bytes
 from trimtab.measure.sharded_norms import is_sharded, local
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
-from trimtab.tasks.task import Task, TaskData
+from trimtab.tasks.task import LossFn, Task, TaskData
 
 _PHASE_STEPS = 4
 
@@ -39,7 +39,7 @@ def measure_arm(
     watch = _Watch(task, device, shares[together.rank])
     torch.manual_seed(0)
     with together.entering():
-        loop = make(replace(task, loss_fn=watch.loss), device)
+        loop = make(watch.watched_task(), device)
     together.draw_apart(0)
     batches = watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
     is_over = False
@@ -79,12 +79,27 @@ class _Watch:
         self.num_batches = 0
         self.counts: list[Any] = []  # of each forward pass; None where the loss is a mean
 
+    def watched_task(self) -> Task:
+        """Return the task, every loss that a loop may train it by watched."""
+        recipes = {name: getattr(self.task, name) for name in ("strong", "muon")}
+        own = {name: recipe for name, recipe in recipes.items() if recipe is not None and recipe.loss_fn is not None}
+        watched = {name: replace(recipe, loss_fn=self.around(recipe.loss_fn)) for name, recipe in own.items()}
+        return replace(self.task, loss_fn=self.loss, **watched)
+
+    def around(self, loss_fn: LossFn) -> LossFn:
+        """Return a loss that is timed and counted."""
+
+        def loss(model: torch.nn.Module, batch: Any) -> Any:
+            with self.clock.phase("forward"):
+                result = loss_fn(model, batch)
+            self.counts.append(result[1] if isinstance(result, tuple) else None)
+            return result
+
+        return loss
+
     def loss(self, model: torch.nn.Module, batch: Any) -> Any:
         """Return the task's loss."""
-        with self.clock.phase("forward"):
-            result = self.task.loss_fn(model, batch)
-        self.counts.append(result[1] if isinstance(result, tuple) else None)
-        return result
+        return self.around(self.task.loss_fn)(model, batch)
 
     def drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches."""

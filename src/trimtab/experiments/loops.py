@@ -50,7 +50,7 @@ class StrongPlanLoop(StrongLoop):
 
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""
-        self._run.train_step(self._run.window(batch), self._task.loss_fn)
+        self._run.train_step(self._run.window(batch), self.loss_fn)
 
     def close(self) -> None:
         """Close the run."""

@@ -118,7 +118,7 @@ def make_plans(
             profiles["strong"] = profile(
                 peer.model,
                 peer.optimizer,
-                task.loss_fn,
+                peer.loss_fn,
                 batch,
                 reference=reference,
                 total_steps=-(-task.strong.budget_rows // task.batch_rows),
@@ -169,5 +169,9 @@ def profile_there(
 
 
 def example_batch(task: Task) -> Any:
-    """Return a batch as a trace needs it, of more rows than the task's where these cannot be cut."""
-    return next(task.load_data().batches(PLANNING_SEED, max(task.batch_rows, 2 * (MIN_ROWS - 1))))
+    """Return a batch as a trace needs it, of more rows than the task's where these cannot be cut.
+
+    Of its shapes alone where the task can make one, so that no data has to be there.
+    """
+    rows = max(task.batch_rows, 2 * (MIN_ROWS - 1))
+    return next(task.load_data().batches(PLANNING_SEED, rows)) if task.example is None else task.example(rows)

@@ -34,6 +34,7 @@ from trimtab.experiments.stats import GIVEN_ROWS
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import Loop, MakeLoop
+from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 
 _BLOCK_S = 1.0
@@ -60,7 +61,7 @@ class Entry:
     """An arm that enters a race.
 
     Args:
-        name: reference, self, paper, strong, plan_S, plan_F, strong_plan. make: builds its loop.
+        name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan. make: builds its loop.
         budget_rows: rows after which it stops.
         is_timed_only: whether it runs a few steps for their time alone: after one off the clock, no evaluation kept.
         detail: kept in its record's header.
@@ -90,7 +91,7 @@ class Racer:
         self.entry, self._task, self._data, self._device = entry, task, data, device
         self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, _BLOCK_S)
         torch.manual_seed(seed)
-        self._batches: Iterator[Any] = iter(shard(data.batches(seed, task.batch_rows)))
+        self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_rows)), device)
         self._state = ProcessState.capture()
         self.rows = 0
         self.train_s = 0.0

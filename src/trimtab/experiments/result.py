@@ -57,7 +57,7 @@ class Arm:
     """One recipe as it ran.
 
     Args:
-        name: reference, self (the A/A control), paper, strong, plan_S, plan_F, strong_plan.
+        name: reference, self (the A/A control), strict, paper, strong, muon, plan_S, plan_F, strong_plan.
         label: what a person reads. tier: "" for recipes, "S" or "F" for our plans. source: the file that runs it.
         step_s: median seconds per batch of the task, one per seed. terms_per_s: throughput, one per seed.
         peak_bytes: peak of a step, separate pass, or None. phases_s: seconds per batch by phase.

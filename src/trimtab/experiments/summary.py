@@ -24,8 +24,10 @@ _LABELS = {
     "self": ("reference again (A/A control)", "", "recipes/reference.py"),
     "plan_S": ("trimtab, same maths", "S", "experiments/loops.py"),
     "plan_F": ("trimtab, learning rate adapted", "F", "experiments/loops.py"),
+    "strict": ("P0 in strict fp32, without TF32", "", "recipes/strict.py"),
     "paper": ("P1 paper, literal", "", "recipes/paper.py"),
     "strong": ("P2 strong, hand-tuned", "", "recipes/strong.py"),
+    "muon": ("P3 strong, with Muon", "", "recipes/muon.py"),
     "strong_plan": ("trimtab's plan for P2", "S", "experiments/loops.py"),
 }
 
@@ -35,6 +37,11 @@ _ON_RANKS = {
     "reference": ("P0 reference, in DDP", "", "recipes/replica.py"),
     "self": ("reference in DDP again (A/A control)", "", "recipes/replica.py"),
 }
+
+# Peers that tier S is held against besides the reference; and each tier's time to a target. Only tier F may train as
+# P2 and P3 do.
+_RIVALS = ("strong", "muon", "strict")
+_TARGETS_AGAINST = {"plan_S": ("paper", "strict"), "plan_F": ("paper", "strong", "muon", "strict")}
 
 # What search and planning are charged to: arm -> key of its plan.
 _CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
@@ -178,10 +185,11 @@ def _ratio_rows(
             rows.append(_memory(races, facts, name, "reference", tier))
         if name in ("plan_S", "plan_F"):
             rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
-    if "strong" in present:
-        rows.append(throughput_row(races, "plan_S", "strong", "S", control))
-        rows.append(energy_row(races, "plan_S", "strong", "S"))
-        rows.append(_memory(races, facts, "plan_S", "strong", "S"))
+    for peer in _RIVALS:
+        if peer in present:
+            rows.append(throughput_row(races, "plan_S", peer, "S", control))
+            rows.append(energy_row(races, "plan_S", peer, "S"))
+            rows.append(_memory(races, facts, "plan_S", peer, "S"))
     if "strong_plan" in present:
         rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
     return [row for row in rows if row is not None]
@@ -206,8 +214,7 @@ def _target_rows(
             metric = (target, task.metric.name, task.metric.higher_is_better)
             for charge in (None, _charge(name, plans)):
                 rows.append(target_row(races, name, "reference", tier, *metric, charge, control))
-            if "paper" in present:
-                rows.append(target_row(races, name, "paper", tier, *metric, None, control))
-            if name == "plan_F" and "strong" in present:
-                rows.append(target_row(races, name, "strong", tier, *metric, None, control))
+            for peer in _TARGETS_AGAINST[name]:
+                if peer in present:
+                    rows.append(target_row(races, name, peer, tier, *metric, None, control))
     return [row for row in rows if row is not None]

@@ -24,6 +24,7 @@ from trimtab.measure.machine import environment
 from trimtab.measure.meters import find_meter
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.run_energy import RunEnergy
+from trimtab.tasks.placement import ahead, placed
 from trimtab.tasks.task import Task
 
 
@@ -47,7 +48,7 @@ def train_task(
         given = f"{plan.batch_rows}, made for another batch or other ranks"
         raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = task.load_data()
+    data, where = placed(task.load_data(), device)
     torch.manual_seed(seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
@@ -55,11 +56,11 @@ def train_task(
     metered = find_meter(device, metering, reads=reads)
     others = ("what other ranks read",) if here.num_ranks > 1 and not metered.facts.is_absent else ()
     facts = replace(metered.facts, uncounted=(*metered.facts.uncounted, *others))
-    detail = {"data": to_jsonable(data.source), "meter": to_jsonable(facts)}
-    header = Header(task.name, seed, to_jsonable(plan), environment(), detail)
+    about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(facts)}
+    header = Header(task.name, seed, to_jsonable(plan), environment(), about)
     writer = None if record is None or here.rank else _new_record(record, header)
     counted, rows = _Counted(task), steps * task.batch_rows
-    batches = shard(itertools.islice(data.batches(seed, task.batch_rows), steps))
+    batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
     meter = None if writer is None or metered.facts.is_absent else metered.meter
     laps = RunEnergy(metered.meter)
     begin = time.perf_counter()
@@ -91,6 +92,7 @@ def train_task(
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
+        "data_on": f"{where.value}: {where.reason}",
     }
 
 

@@ -34,7 +34,7 @@ class ProcessState:
             tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else (),
             random.getstate(),
             numpy.random.get_state(),
-            tuple(place.fp32_precision for place in _fp32_places()),
+            tuple(place.fp32_precision for place in fp32_places()),
             torch.get_num_threads(),
             torch.is_grad_enabled(),
             allocator.mode(),
@@ -47,7 +47,7 @@ class ProcessState:
             torch.cuda.set_rng_state_all(list(self.cuda_rng))
         random.setstate(self.python_rng)
         numpy.random.set_state(self.numpy_rng)
-        for place, mode in zip(_fp32_places(), self.fp32_modes, strict=True):
+        for place, mode in zip(fp32_places(), self.fp32_modes, strict=True):
             if place.fp32_precision != mode:
                 place.fp32_precision = mode
         if torch.get_num_threads() != self.num_threads:
@@ -56,5 +56,7 @@ class ProcessState:
         allocator.set_mode(self.allocator)
 
 
-def _fp32_places() -> tuple[Any, ...]:
-    return torch.backends.cuda.matmul, torch.backends.cudnn.conv
+def fp32_places() -> tuple[Any, ...]:
+    """Return every place where torch keeps how it computes in fp32: CUDA's, and a processor's."""
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn

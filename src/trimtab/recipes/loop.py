@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure.process_state import fp32_places
 from trimtab.tasks.task import Task
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +50,15 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 def hold_tf32(precision: str) -> Callable[[], None]:
     """Let CUDA matmuls and convolutions run in TF32 for a "tf32" recipe; returns what puts the global modes back."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if precision == "tf32" else ()
+    return _hold(places, "tf32")
+
+
+def hold_strict_fp32() -> Callable[[], None]:
+    """Compute in whole fp32 wherever torch may round its operands to fewer bits; returns what puts the modes back."""
+    return _hold(fp32_places(), "ieee")
+
+
+def _hold(places: Sequence[Any], wanted: str) -> Callable[[], None]:
     before = [place.fp32_precision for place in places]
 
     def put_back() -> None:
@@ -56,7 +66,7 @@ def hold_tf32(precision: str) -> Callable[[], None]:
             place.fp32_precision = mode
 
     for place in places:
-        place.fp32_precision = "tf32"
+        place.fp32_precision = wanted
     return put_back
 
 

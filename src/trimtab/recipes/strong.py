@@ -1,12 +1,14 @@
 """P2, the strong peer: the best hand-tuned recipe for the same model, as the task carries it.
 
-Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep or not told from it, warm-up and
-linear decay to a hundredth.
+Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep, not told from it, or published
+(`tasks/peers.py` says which), warm-up and decay to a hundredth; where the task overfits, more dropout or smoothed
+labels. Never compiled: that has to be measured first, and is by the plan that is made for it.
 Run it: `python -m trimtab.recipes.strong cifar10_resnet --steps 50`
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,19 +16,27 @@ import torch
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
-from trimtab.tasks.task import StrongRecipe, Task
+from trimtab.tasks.task import LossFn, StrongRecipe, Task
 
 
 class StrongLoop:
-    """The hand-tuned loop."""
+    """The hand-tuned loop.
+
+    Raises:
+        ValueGivenError: the task has no such recipe.
+    """
+
+    field = "strong"
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        if task.strong is None:
-            raise ValueGivenError("task.strong", given="nothing", expected="a StrongRecipe")
-        self.recipe: StrongRecipe = task.strong
-        self.precision = self.recipe.precision
+        recipe = self.recipe_of(task)
+        if recipe is None:
+            raise ValueGivenError(f"task.{self.field}", given="nothing", expected="a StrongRecipe")
+        self.recipe: StrongRecipe = recipe
+        self.precision = recipe.precision
         self._task, self._device = task, device
-        self.model = task.make_model().to(device).train()
+        self.loss_fn: LossFn = recipe.loss_fn or task.loss_fn
+        self.model = (recipe.make_model or task.make_model)().to(device).train()
         if self.recipe.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)
         self.optimizer = self.recipe.make_optimizer(self.model)
@@ -38,17 +48,22 @@ class StrongLoop:
     def step(self, batches: Iterator[Any]) -> int:
         """Train on one batch at the schedule's rate."""
         self._rows += self._task.batch_rows
-        factor = warmup_linear(self._rows / self.recipe.budget_rows, self.recipe.warmup_fraction)
+        factor = factor_at(self._rows / self.recipe.budget_rows, self.recipe)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self.update(move(next(batches), self._device))
         return self._task.batch_rows
 
+    @staticmethod
+    def recipe_of(task: Task) -> StrongRecipe | None:
+        """Return the recipe of a task."""
+        return task.strong
+
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self._task.loss_fn(self.model, batch))
+            loss = mean_loss(self.loss_fn(self.model, batch))
         self._scaler.scale(loss).backward()
         if self.recipe.clip_norm is not None:
             self._scaler.unscale_(self.optimizer)
@@ -59,6 +74,19 @@ class StrongLoop:
     def close(self) -> None:
         """Put the global fp32 modes back."""
         self._put_back()
+
+
+def factor_at(progress: float, recipe: StrongRecipe) -> float:
+    """Return the factor of a recipe's schedule on its peak rates."""
+    found = warmup_linear if recipe.decay == "linear" else warmup_cosine
+    return found(progress, recipe.warmup_fraction)
+
+
+def warmup_cosine(progress: float, warmup: float) -> float:
+    """Return the factor on the peak rate: up over `warmup` of the run, then by half a cosine down to 1% of it."""
+    if progress < warmup:
+        return progress / warmup
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
 def warmup_linear(progress: float, warmup: float) -> float:

@@ -12,11 +12,20 @@ from pathlib import Path
 from types import ModuleType
 
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import DataSource, Metric, StrongRecipe, Task, TaskData
 
-__all__ = ["BUILT_IN", "DataSource", "Metric", "StrongRecipe", "Task", "TaskData", "load_task"]
+__all__ = ["BUILT_IN", "DataSource", "Metric", "SampleDraws", "StrongRecipe", "Task", "TaskData", "load_task"]
 
-BUILT_IN: tuple[str, ...] = ("digits_resnet", "source_gpt", "cifar10_resnet", "wikitext2_gpt")
+BUILT_IN: tuple[str, ...] = (
+    "digits_resnet",
+    "source_gpt",
+    "cifar10_resnet",
+    "wikitext2_gpt",
+    "cifar10_resnet50",
+    "cifar10_resnet50_7x7",
+    "wikitext2_gpt2",
+)
 
 
 def load_task(name: str) -> Task:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, Reference
+from trimtab.tasks.sample_draws import SampleDraws
 
 METRIC_UNITS = ("share", "percent", "relative")
+DECAYS = ("linear", "cosine")
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | int | float]]
 
@@ -68,16 +71,17 @@ class TaskData:
     """Rows to train on and batches to judge by.
 
     Args:
-        columns: tensors with equal first dimension (rows).
+        columns: tensors with equal first dimension (rows), on one device.
         held_out: fixed evaluation batches, the same for every arm.
         source: what was read.
-        augment: optional `(batch, generator) -> batch`, drawing from that generator only.
+        augment: optional `(batch, draws) -> batch`, all its chance from `draws`, whose numbers are each row's own:
+            in an epoch a row looks the same whatever the batch, and whichever rank takes it.
     """
 
     columns: tuple[Tensor, ...]
     held_out: tuple[Batch, ...]
     source: DataSource
-    augment: Callable[[tuple[Tensor, ...], torch.Generator], tuple[Tensor, ...]] | None = None
+    augment: Callable[[tuple[Tensor, ...], SampleDraws], tuple[Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         rows = {len(column) for column in self.columns}
@@ -94,23 +98,30 @@ class TaskData:
         return len(self.columns[0])
 
     def batches(self, seed: int, batch_rows: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed."""
+        """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed.
+
+        They are where the columns are, order and augmentation the same on every device.
+        """
         checks.integer("batch_rows", batch_rows, high=self.num_rows)
         generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(self.num_rows, generator=generator)
+        for epoch in itertools.count():
+            order = torch.randperm(self.num_rows, generator=generator).to(self.columns[0].device)
             for start in range(0, self.num_rows - batch_rows + 1, batch_rows):
                 rows = order[start : start + batch_rows]
                 batch = tuple(column[rows] for column in self.columns)
-                yield self.augment(batch, generator) if self.augment else batch
+                yield self.augment(batch, SampleDraws(seed, epoch, rows)) if self.augment else batch
 
 
 @dataclass(frozen=True)
 class StrongRecipe:
-    """The best hand-tuned recipe found for the same model (P2); the built-in ones' sweep is in docs/LOG.md.
+    """A hand-tuned recipe for the same model: P2, or with Muon P3. The small tasks' sweep is in docs/LOG.md.
 
-    `make_optimizer(model)` is built with the peak learning rate; warm-up over `warmup_fraction` of `budget_rows`, then
-    linear decay to a hundredth of it.
+    Args:
+        make_optimizer: built with the peak learning rate of each group.
+        budget_rows: what the schedule is over: warm-up over `warmup_fraction` of it, then decay to a hundredth.
+        decay: "linear", or "cosine".
+        make_model: of the same shape, where the recipe regularises it otherwise; None: the task's.
+        loss_fn: what it trains by, where that is another; None: the task's. It is judged by the task's metric.
     """
 
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -119,6 +130,12 @@ class StrongRecipe:
     budget_rows: int
     warmup_fraction: float = 0.1
     clip_norm: float | None = None
+    decay: str = "linear"
+    make_model: Callable[[], nn.Module] | None = None
+    loss_fn: LossFn | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("recipe.decay", self.decay, DECAYS)
 
 
 @dataclass(frozen=True)
@@ -134,8 +151,11 @@ class Task:
             holds (1 sample, or its tokens) where the loss is a mean; where it returns a count, that is counted.
         budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
         adapted_rows: rows a plan that may change learning rate and schedule trains on; None: as many as the reference.
+        strong: P2, the strongest recipe tuned by hand. muon: P3, the same with Muon for its matrices.
         reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,
             which is then what is compared against.
+        example: `example(rows)` -> a batch of the shapes that are trained on, by which the task is planned for a device
+            that is not here without its data; None: a batch is read.
     """
 
     name: str
@@ -153,8 +173,10 @@ class Task:
     terms_per_row: int = 1
     adapted_rows: int | None = None
     strong: StrongRecipe | None = None
+    muon: StrongRecipe | None = None
     reference: Reference = ASSUMED_REFERENCE
     step: Callable[[nn.Module, torch.optim.Optimizer, Batch], Any] | None = None
+    example: Callable[[int], Batch] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
@@ -164,11 +186,29 @@ class Task:
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")
-        for name, kind in (("metric", Metric), ("reference", Reference), ("strong", StrongRecipe)):
+        kinds = {"metric": Metric, "reference": Reference, "strong": StrongRecipe, "muon": StrongRecipe}
+        for name, kind in kinds.items():
             value = getattr(self, name)
-            if not isinstance(value, kind) and not (name == "strong" and value is None):
+            if not isinstance(value, kind) and not (kind is StrongRecipe and value is None):
                 raise ValueGivenError(f"task.{name}", given=repr(value), expected=f"a {kind.__name__}")
         self._check_targets()
+
+    def shortened(self, *, batch_rows: int | None = None, judged_batches: int | None = None) -> Task:
+        """Return the task with fewer rows a step, or judged by fewer of its batches: to see that it runs, not how well.
+
+        Raises:
+            ValueGivenError: not a number above zero.
+        """
+        load_data = self.load_data
+        if judged_batches is not None:
+            few = checks.integer("judged", judged_batches)
+
+            def load_data() -> TaskData:
+                data = self.load_data()
+                return replace(data, held_out=data.held_out[:few])
+
+        rows = self.batch_rows if batch_rows is None else checks.integer("rows", batch_rows)
+        return replace(self, batch_rows=rows, load_data=load_data)
 
     def _check_targets(self) -> None:
         targets = tuple(checks.number("task.targets", target) for target in self.targets)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 
-from trimtab.tasks.bpe import VOCAB_SIZE, wikitext2_tokens
-from trimtab.tasks.datasets import BpeFiles, Texts, gpt2_bpe, wikitext2
-from trimtab.tasks.language_modelling import PERPLEXITY, evenly_spaced, next_token_loss, windows
+from trimtab.tasks.bpe import VOCAB_SIZE
+from trimtab.tasks.language_modelling import PERPLEXITY, next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.peers import PAPER_REFERENCE, paper_adamw, strong_gpt
-from trimtab.tasks.task import DataSource, Task, TaskData
+from trimtab.tasks.peers import PAPER_REFERENCE, muon_gpt, paper_adamw, strong_gpt
+from trimtab.tasks.task import Task
+from trimtab.tasks.wikitext2 import example, load_wikitext2
 
 CONTEXT = 128
 BATCH_ROWS = 8
@@ -20,31 +20,12 @@ EVALUATION_BATCH = 1
 # About 1.2 s a step (0.85 to 1.7; AdamW, fp32, two idle AVX2 cores): 512 steps are 610 s.
 EVAL_EVERY_ROWS = 32 * BATCH_ROWS
 BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
-
-
-def load_data() -> TaskData:
-    """Return rows (19127, 129) int64 of the train split, as GPT-2 tokens; judged by rows of the valid split."""
-    texts, files = wikitext2(), gpt2_bpe()
-    train = wikitext2_tokens("train", texts.train, files)
-    valid = wikitext2_tokens("valid", texts.valid, files)
-    judged = evenly_spaced(windows(valid, CONTEXT), EVALUATED_ROWS)
-    return TaskData(
-        columns=(windows(train, CONTEXT),),
-        held_out=tuple((rows,) for rows in judged.split(EVALUATION_BATCH)),
-        source=_source(texts, files),
-    )
+ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
 
 
 def make_model() -> GPT:
     """Return 4 layers of width 128 with 4 heads, the head tied: 7.2M parameters, 6.4M of them the embedding."""
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=4, num_heads=4, width=128, dropout=0.1, tied_head=True))
-
-
-def _source(texts: Texts, files: BpeFiles) -> DataSource:
-    """Return one source for both: their origins, and the sha256 of their two sha256 in hexadecimal."""
-    origins = dict.fromkeys((texts.source.origin, files.source.origin))
-    both = hashlib.sha256((texts.source.sha256 + files.source.sha256).encode()).hexdigest()
-    return DataSource("WikiText-2 (word-level version), GPT-2 BPE", " and ".join(origins), both)
 
 
 TASK = Task(
@@ -53,7 +34,7 @@ TASK = Task(
     make_model=make_model,
     make_optimizer=paper_adamw,
     loss_fn=next_token_loss,
-    load_data=load_data,
+    load_data=functools.partial(load_wikitext2, CONTEXT, EVALUATED_ROWS, EVALUATION_BATCH),
     metric=PERPLEXITY,
     targets=(2000.0, 1000.0, 700.0, 500.0),
     batch_rows=BATCH_ROWS,
@@ -61,7 +42,9 @@ TASK = Task(
     eval_every_rows=EVAL_EVERY_ROWS,
     terms="tokens",
     terms_per_row=CONTEXT,
-    adapted_rows=4 * EVAL_EVERY_ROWS,
-    strong=strong_gpt(4 * EVAL_EVERY_ROWS, peak_rate=3e-3),
+    adapted_rows=ADAPTED_ROWS,
+    strong=strong_gpt(ADAPTED_ROWS, peak_rate=3e-3),
+    muon=muon_gpt(strong_gpt(ADAPTED_ROWS, peak_rate=3e-3), rate=3e-3),
     reference=PAPER_REFERENCE,
+    example=functools.partial(example, CONTEXT),
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trimtab.recipes import paper
 from trimtab.recipes.paper import ALLOWED_K, PaperLoop, Segment, checkpoint_every_sqrt, half_precision, warmup_cosine
 from trimtab.runtime import schedule
+from trimtab.tasks import load_task
 
 BUDGET = 3200
 
@@ -243,3 +244,15 @@ def test_frozen_parameters_stay():
     loop.step(batches(task))
     loop.close()
     assert torch.equal(loop.model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "sizes"), [("cifar10_resnet50", "stages", [4] * 4), ("wikitext2_gpt2", "blocks", [4] * 3)]
+)
+def test_the_models_at_the_papers_size_are_cut_at_the_root_of_their_blocks(name, where, sizes):
+    with torch.device("meta"):
+        model = load_task(name).make_model()
+    checkpoint_every_sqrt(model)
+    segments = list(getattr(model, where))
+    assert [len(segment) for segment in segments] == sizes
+    assert all(isinstance(segment, Segment) for segment in segments)

@@ -126,3 +126,12 @@ def test_a_recipe_runs_from_the_command_line(monkeypatch, capsys):
     assert [line.split("  ")[0] for line in lines] == [f"step {step}" for step in range(2, 21, 2)]
     assert lines[-1].startswith("step 20  640 rows  ")
     assert float(lines[-1].rpartition("accuracy ")[2]) > float(lines[0].rpartition("accuracy ")[2])
+
+
+def test_a_recipe_of_few_rows_says_where_its_data_is_and_lies(monkeypatch, capsys):
+    given = ["reference", f"{TINY_TASK}:task", "--steps", "2", "--rows", "8", "--judged", "1"]
+    monkeypatch.setattr(sys, "argv", given)
+    command.main(ReferenceLoop)
+    said = capsys.readouterr()
+    assert [line.split("  ")[:2] for line in said.out.splitlines()] == [["step 1", "8 rows"], ["step 2", "16 rows"]]
+    assert said.err.startswith("data: random points (made here); on host: trained on the processor")

@@ -115,7 +115,7 @@ def test_cifar10_counts(cifar10):
 
 
 def test_cifar10_task_data(cifar10, monkeypatch):
-    monkeypatch.setattr("trimtab.tasks.cifar10_resnet.cifar10", lambda: cifar10)
+    monkeypatch.setattr("trimtab.tasks.cifar10.cifar10", lambda: cifar10)
     task = load_task("cifar10_resnet")
     data = task.load_data()
     assert data.num_rows == 50_000
@@ -229,7 +229,7 @@ def test_other_tokens_than_expected_are_refused(short_split):
 
 def test_wikitext2_task_data(wikitext2, monkeypatch):
     stream = np.arange(20_001, dtype=np.uint16)
-    monkeypatch.setattr("trimtab.tasks.wikitext2_gpt.wikitext2_tokens", lambda split, text, files: stream)
+    monkeypatch.setattr("trimtab.tasks.wikitext2.wikitext2_tokens", lambda split, text, files: stream)
     task = load_task("wikitext2_gpt")
     data = task.load_data()
     assert data.columns[0].shape == (156, 129)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from trimtab.nn import IGNORED
 from trimtab.tasks import image_classification, peers
-from trimtab.tasks.cifar10_resnet import augment, normalise
+from trimtab.tasks.cifar10 import augment, normalise
 from trimtab.tasks.image_classification import ACCURACY, flip_and_crop, mean_cross_entropy
 from trimtab.tasks.language_modelling import (
     BITS_PER_BYTE,
@@ -27,6 +27,7 @@ from trimtab.tasks.language_modelling import (
 )
 from trimtab.tasks.models.gpt import GPT, GPTShape
 from trimtab.tasks.models.resnet import ResNet
+from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import DataSource, TaskData
 
 SOURCE = DataSource("made", "here", "0")
@@ -145,11 +146,11 @@ def test_evenly_spaced_rows_are_distinct_and_spread(total, data):
 
 
 def test_flip_and_crop_is_what_a_loop_would_do():
-    images = torch.randint(256, (64, 3, 8, 8), dtype=torch.uint8)
-    result = flip_and_crop(images, torch.Generator().manual_seed(5), padding=2)
-    again = torch.Generator().manual_seed(5)
-    down, right = torch.randint(5, (2, 64), generator=again).tolist()
-    flips = (torch.rand(64, generator=again) < 0.5).tolist()
+    images, rows = torch.randint(256, (64, 3, 8, 8), dtype=torch.uint8), torch.arange(64)
+    result = flip_and_crop(images, SampleDraws(5, 0, rows), padding=2)
+    again = SampleDraws(5, 0, rows)
+    down, right = again.integers(5).tolist(), again.integers(5).tolist()
+    flips = again.chance(0.5).tolist()
     for i, image in enumerate(F.pad(images, (2, 2, 2, 2))):
         cropped = image[:, down[i] : down[i] + 8, right[i] : right[i] + 8]
         assert torch.equal(result[i], cropped.flip(2) if flips[i] else cropped)
@@ -157,16 +158,16 @@ def test_flip_and_crop_is_what_a_loop_would_do():
     assert 10 < sum(flips) < 54
 
 
-def test_augmentation_draws_from_its_generator_only():
+def test_augmentation_draws_from_its_rows_only():
     images, labels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8), torch.arange(4)
-    state = torch.get_rng_state()
-    first = augment((images, labels), torch.Generator().manual_seed(1))
+    rows, state = torch.tensor([7, 1, 30_000, 4]), torch.get_rng_state()
+    first = augment((images, labels), SampleDraws(1, 0, rows))
     torch.rand(1)
-    second = augment((images, labels), torch.Generator().manual_seed(1))
-    other = augment((images, labels), torch.Generator().manual_seed(2))
+    second = augment((images, labels), SampleDraws(1, 0, rows))
+    others = [augment((images, labels), SampleDraws(seed, epoch, rows)) for seed, epoch in ((2, 0), (1, 1))]
     torch.set_rng_state(state)
     assert torch.equal(first[0], second[0])
-    assert not torch.equal(first[0], other[0])
+    assert not any(torch.equal(first[0], other[0]) for other in others)
     assert first[0].dtype == torch.float32
     assert torch.equal(first[1], labels)
 

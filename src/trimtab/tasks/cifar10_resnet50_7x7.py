@@ -1,0 +1,7 @@
+"""CIFAR-10 with ResNet-50 and the stem published for ImageNet: 1/15.7 of the 3x3 stem's FLOP, and less accurate."""
+
+from __future__ import annotations
+
+from trimtab.tasks.cifar10_resnet50 import make_task
+
+TASK = make_task("7x7", "cifar10_resnet50_7x7")

@@ -1,0 +1,56 @@
+"""WikiText-2 in GPT-2's encoding with GPT-2 Small from scratch (paper section IV at its size).
+
+Forward and backward of a token are 0.85 GFLOP at two FLOP a multiplication and addition, attention over the whole
+square. Meant for a GPU: a step of 32 x 1,024 tokens is 28 TFLOP.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from trimtab.tasks.bpe import VOCAB_SIZE
+from trimtab.tasks.language_modelling import PERPLEXITY, next_token_loss
+from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.tasks.peers import PAPER_REFERENCE, muon_gpt, paper_adamw, strong_gpt2
+from trimtab.tasks.task import Task
+from trimtab.tasks.wikitext2 import example, load_wikitext2
+
+CONTEXT = 1024
+BATCH_ROWS = 32
+EVALUATION_BATCH = 1
+STEPS_PER_EPOCH = 2_390 // BATCH_ROWS  # rows of the train split
+# 16 times 3 epochs: 116M tokens.
+EVAL_EVERY_ROWS = 3 * STEPS_PER_EPOCH * BATCH_ROWS
+BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
+ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
+REFERENCE_DROPOUT = 0.1  # GPT-2's own
+STRONG_DROPOUT = 0.2  # twelve epochs of 2.4M tokens are few for 124M parameters, which learn them by heart
+
+
+def make_model(dropout: float = REFERENCE_DROPOUT) -> GPT:
+    """Return 12 layers of width 768 with 12 heads, the head tied: 124,439,808 parameters."""
+    return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=12, num_heads=12, width=768, dropout=dropout, tied_head=True))
+
+
+STRONG = strong_gpt2(ADAPTED_ROWS, functools.partial(make_model, STRONG_DROPOUT))
+
+TASK = Task(
+    name="wikitext2_gpt2",
+    description="WikiText-2 (word-level version) in GPT-2 BPE, GPT-2 Small (12 layers, width 768, context 1,024)",
+    make_model=make_model,
+    make_optimizer=paper_adamw,
+    loss_fn=next_token_loss,
+    load_data=functools.partial(load_wikitext2, CONTEXT, None, EVALUATION_BATCH),
+    metric=PERPLEXITY,
+    targets=(200.0, 120.0, 80.0, 60.0, 45.0),
+    batch_rows=BATCH_ROWS,
+    budget_rows=BUDGET_ROWS,
+    eval_every_rows=EVAL_EVERY_ROWS,
+    terms="tokens",
+    terms_per_row=CONTEXT,
+    adapted_rows=ADAPTED_ROWS,
+    strong=STRONG,
+    muon=muon_gpt(STRONG, rate=6e-4),
+    reference=PAPER_REFERENCE,
+    example=functools.partial(example, CONTEXT),
+)

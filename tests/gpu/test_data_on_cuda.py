@@ -1,0 +1,54 @@
+"""Training data on CUDA: resident or copied ahead, batches and their augmentation are those of the host."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from trimtab.tasks import DataSource, TaskData, load_task, placement
+from trimtab.tasks.cifar10 import augment
+from trimtab.tasks.placement import ahead, placed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ROWS = 96
+
+
+def data() -> TaskData:
+    images = torch.randint(256, (ROWS, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return TaskData((images, torch.arange(ROWS)), ((images,),), DataSource("made", "here", "0"), augment)
+
+
+@pytest.mark.parametrize("share", [placement.MOST, 0.0])
+def test_batches_are_the_hosts_wherever_the_data_lies(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MOST", share)
+    device = torch.device("cuda", 0)
+    held, choice = placed(data(), device)
+    assert choice.value == ("device" if share else "host")
+    taken = list(itertools.islice(ahead(held.batches(3, 16), device), 13))
+    expected = list(itertools.islice(data().batches(3, 16), 13))
+    for ours, theirs in zip(taken, expected, strict=True):
+        assert [column.device.type for column in ours] == ["cuda", "cuda"]
+        assert torch.equal(ours[1].cpu(), theirs[1])
+        torch.testing.assert_close(ours[0].cpu(), theirs[0], rtol=0, atol=1e-6)  # a kernel may fuse x * a - b
+
+
+def test_all_batches_of_a_loader_that_ends_are_yielded() -> None:
+    device = torch.device("cuda", 0)
+    given = [(torch.full((4,), i),) for i in range(5)]
+    assert [int(batch[0][0]) for batch in ahead(iter(given), device)] == [0, 1, 2, 3, 4]
+    assert list(ahead(iter([]), device)) == []
+
+
+def test_a_step_of_each_task_at_the_papers_size() -> None:
+    for name, rows in (("cifar10_resnet50", 16), ("cifar10_resnet50_7x7", 16), ("wikitext2_gpt2", 2)):
+        task = load_task(name)
+        model = task.make_model().cuda()
+        batch = tuple(column.cuda() for column in task.example(rows))
+        result = task.loss_fn(model, batch)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        task.make_optimizer(model).step()
+        assert torch.isfinite(loss)

@@ -1,0 +1,104 @@
+"""Which peers a comparison races: named, refused, shown beside the plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_task import BATCH_ROWS, load_data
+from tiny_task import task as tiny
+from torch.nn import functional as F
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.experiments import compare as compare_module
+from trimtab.experiments.compare import PEERS, USUAL_PEERS, Settings, compare
+from trimtab.experiments.compare_command import Asked
+from trimtab.experiments.fingerprint import code_of
+from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.planning import Plans, example_batch
+from trimtab.measure.process_state import ProcessState
+from trimtab.recipes.strong import StrongLoop
+from trimtab.tasks import load_task
+
+CPU = torch.device("cpu")
+
+
+def all_peers():
+    return replace(tiny, muon=replace(tiny.strong, budget_rows=8 * BATCH_ROWS))
+
+
+def entries(task, **settings):
+    plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
+    found = compare_module._entries(task, plans, Settings(adapt=False, **settings), 0.001, brief=False)
+    return {entry.name: entry for entry in found}
+
+
+def test_the_usual_peers_are_raced_where_none_are_named():
+    assert list(entries(all_peers())) == ["reference", "self", "plan_S", "paper", "strong"]
+    assert list(entries(all_peers(), peers=False)) == ["reference", "self", "plan_S"]
+    assert USUAL_PEERS == ("paper", "strong")
+
+
+def test_peers_are_raced_by_name_and_to_their_own_ends():
+    found = entries(all_peers(), against=PEERS)
+    assert list(found) == ["reference", "self", "plan_S", "strict", "paper", "strong", "muon"]
+    assert found["strict"].budget_rows == tiny.budget_rows
+    assert found["muon"].budget_rows == 8 * BATCH_ROWS
+    assert list(entries(all_peers(), against=("muon",))) == ["reference", "self", "plan_S", "muon"]
+
+
+def test_a_peer_that_is_none_is_refused():
+    with pytest.raises(ValueGivenError, match="against: given 'fast'"):
+        Settings(against=("strong", "fast"))
+    for name in ("cifar10_resnet50", "digits_resnet"):
+        with pytest.raises(ValueGivenError, match=f"muon of {name}, which has no recipe with it"):
+            compare_module._require_peers(load_task(name), Settings(against=("muon",)))
+    compare_module._require_peers(load_task("digits_resnet"), Settings(against=("muon",), peers=False))
+
+
+def test_naming_peers_is_asking_for_them():
+    named = Asked("tiny", against=("strict",))
+    assert named.races_peers is True
+    assert Asked("tiny").races_peers is None
+    assert named.settings(1).raced == ("strict",)
+    with pytest.raises(ValueGivenError, match="--against: given peers with --no-peers"):
+        Asked("tiny", peers=False, against=("strict",)).settings(1)
+    with pytest.raises(ValueGivenError, match="quick: given whole pairs, tier F or peers with it"):
+        Asked("tiny", quick=True, against=("strict",)).settings(1)
+
+
+def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
+    before = ProcessState.capture()
+    found = compare(all_peers(), tmp_path, Settings(2, adapt=False, against=("strict", "muon")), command="")
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "strict", "muon"]
+    assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "plan_S"}
+    assert {row.against for row in found.target_rows if row.arm == "plan_S"} == {"reference", "strict"}
+    assert set(found.plans) == {"S"}  # a plan is made for the strong recipe where that is raced
+    assert found.arm("muon").final_rows == 8 * BATCH_ROWS
+    assert not found.arm("strict").error
+    after = ProcessState.capture()
+    assert (after.fp32_modes, after.num_threads) == (before.fp32_modes, before.num_threads)
+
+
+def smoothed(model, batch):
+    points, labels = batch
+    return F.cross_entropy(model(points), labels, label_smoothing=0.1)
+
+
+def test_a_recipes_own_loss_is_timed_as_its_forward_pass():
+    task = replace(tiny, strong=replace(tiny.strong, loss_fn=smoothed))
+    facts = measure_arm(StrongLoop, task, load_data(), CPU)
+    assert "forward" in facts.phases_s
+    assert code_of(task) != code_of(tiny)
+
+
+def test_a_task_with_an_example_is_traced_without_its_data(monkeypatch):
+    def nothing():
+        raise AssertionError("the data was read")
+
+    task = replace(load_task("wikitext2_gpt2"), load_data=nothing)
+    (tokens,) = example_batch(task)
+    assert tokens.shape == (32, 1025)
+    assert example_batch(replace(tiny, batch_rows=4))[0].shape[1] == 16  # one without, by a batch of its own

@@ -1,0 +1,101 @@
+"""Augmented data under a plan: split, dealt to ranks, or gone on with, every row is what it was."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.core.plan import Plan
+from trimtab.distributed.dealing import shard
+from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.train import train_task
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.tasks import DataSource, Metric, Task, TaskData
+from trimtab.tasks.cifar10 import augment
+from trimtab.tasks.image_classification import mean_cross_entropy
+from trimtab.tasks.peers import PAPER_REFERENCE
+
+CPU = torch.device("cpu")
+ROWS, BATCH_ROWS = 48, 12
+
+
+def load_data() -> TaskData:
+    images = torch.randint(256, (ROWS, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(ROWS) % 10
+    return TaskData((images, labels), ((images[:4].float(), labels[:4]),), DataSource("made", "here", "0"), augment)
+
+
+def make_model() -> nn.Module:
+    """Without batch statistics: of a micro-batch they would be its own."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 15 * 15, 10)).double()
+
+
+def loss_fn(model, batch):
+    return mean_cross_entropy(model, (batch[0].double(), batch[1]))
+
+
+TASK = Task(
+    name="augmented",
+    description="",
+    make_model=make_model,
+    make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    loss_fn=loss_fn,
+    load_data=load_data,
+    metric=Metric("loss", False, lambda model, batches: float(loss_fn(model, batches[0]).detach())),
+    targets=(),
+    batch_rows=BATCH_ROWS,
+    budget_rows=8 * BATCH_ROWS,
+    eval_every_rows=BATCH_ROWS,
+    reference=PAPER_REFERENCE,
+)
+
+
+def trained(make, task: Task = TASK, steps: int = 8) -> torch.Tensor:
+    """Return the weights after two epochs."""
+    torch.manual_seed(1)
+    loop, batches = make(task, CPU), load_data().batches(3, task.batch_rows)
+    for _ in range(steps):
+        loop.step(batches)
+    loop.close()
+    return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
+
+
+@pytest.mark.parametrize("micro_batch", [12, 6, 5, 1])
+def test_a_split_batch_trains_as_the_whole_one_does(micro_batch):
+    plan = Plan.fixed(BATCH_ROWS, micro_batch=micro_batch)
+    ours = trained(lambda task, device: PlanLoop(task, device, plan))
+    torch.testing.assert_close(ours, trained(ReferenceLoop), rtol=0, atol=1e-6)  # losses are taken in fp32
+
+
+def test_another_seed_of_the_data_would_be_seen():
+    other = replace(TASK, batch_rows=6)
+    assert not torch.allclose(trained(ReferenceLoop), trained(ReferenceLoop, other, 16), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_ranks_see_the_rows_of_the_whole_batch(num_ranks):
+    whole = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 8))
+    shares = [
+        list(itertools.islice(shard(load_data().batches(3, BATCH_ROWS), rank, num_ranks), 8))
+        for rank in range(num_ranks)
+    ]
+    for batch, *parts in zip(whole, *shares, strict=True):
+        for column, *its_parts in zip(batch, *parts, strict=True):
+            assert torch.equal(column, torch.cat(its_parts))
+
+
+def test_a_run_gone_on_with_sees_what_was_left():
+    whole = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 8))
+    torch.rand(5)  # what else was drawn in between is no matter
+    rest = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 5, 8))
+    for one, other in zip(whole[5:], rest, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_was_trained_says_where_its_data_lay():
+    found = train_task(TASK, Plan.fixed(BATCH_ROWS), steps=2, seed=0, record=None, progress=lambda *_: None)
+    assert found["data_on"] == "host: trained on the processor: 144 KiB are where they are used"

@@ -1,0 +1,108 @@
+"""P3, and what a hand-tuned recipe may change besides its optimizer: decay, model and loss."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from recipe_tasks import CPU, ROWS, batches, gpt, make_task, mlp, sgd, token_loss, weights
+from torch.nn import functional as F
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.experiments.loops import StrongPlanLoop
+from trimtab.recipes.muon import MuonLoop
+from trimtab.recipes.strong import StrongLoop, factor_at, warmup_cosine, warmup_linear
+from trimtab.tasks import StrongRecipe
+from trimtab.tasks.peers import MUON_RATE, muon_gpt
+
+STRONG = StrongRecipe(sgd(), "fp32", channels_last=False, budget_rows=800)
+
+
+@pytest.mark.parametrize(
+    ("progress", "factor"),
+    [(0.0, 0.0), (0.05, 0.5), (0.1, 1.0), (0.325, 0.8550), (0.55, 0.505), (0.775, 0.1550), (1.0, 0.01), (1.7, 0.01)],
+)
+def test_a_cosine_rises_over_a_tenth_and_falls_to_a_hundredth(progress, factor):
+    assert warmup_cosine(progress, 0.1) == pytest.approx(factor, abs=1e-4)
+
+
+def test_a_recipe_names_its_decay():
+    linear, cosine = (StrongRecipe(sgd(), "fp32", False, 800, decay=decay) for decay in ("linear", "cosine"))
+    assert factor_at(0.3, linear) == warmup_linear(0.3, 0.1)
+    assert factor_at(0.3, cosine) == warmup_cosine(0.3, 0.1)
+    with pytest.raises(ValueGivenError, match=r"recipe\.decay: given 'step'"):
+        StrongRecipe(sgd(), "fp32", False, 800, decay="step")
+
+
+def test_a_loop_follows_its_recipes_decay():
+    task = make_task(strong=StrongRecipe(sgd(), "fp32", False, 800, decay="cosine"))
+    loop, data, rates = StrongLoop(task, CPU), batches(task), []
+    for _ in range(100):
+        loop.step(data)
+        rates.append(loop.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1 * warmup_cosine(ROWS * i / 800, 0.1) for i in range(1, 101)])
+
+
+def smoothed(model, batch):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, label_smoothing=0.3)
+
+
+@pytest.mark.parametrize("make_loop", [StrongLoop, functools.partial(StrongPlanLoop, plan=Plan.fixed(ROWS))])
+def test_a_recipe_trains_its_own_model_by_its_own_loss(make_loop):
+    recipe = StrongRecipe(sgd(), "fp32", False, 800, make_model=functools.partial(mlp, dropout=0.0), loss_fn=smoothed)
+    task = make_task(strong=recipe)
+    torch.manual_seed(3)
+    loop = make_loop(task, CPU)
+    assert loop.model[2].p == 0.0
+    loop.step(batches(task))
+    loop.close()
+    torch.manual_seed(3)
+    model = mlp(dropout=0.0)
+    smoothed(model, next(batches(task))).backward()
+    with torch.no_grad():
+        expected = torch.cat([(p - 0.1 * warmup_linear(0.01, 0.1) * p.grad).flatten() for p in model.parameters()])
+    torch.testing.assert_close(weights(loop.model), expected)
+
+
+def muon_task():
+    return make_task("gpt", strong=STRONG, muon=muon_gpt(STRONG, rate=1e-2))
+
+
+def test_p3_is_p2_with_another_optimizer():
+    task = muon_task()
+    loop, data = MuonLoop(task, CPU), batches(task)
+    for _ in range(10):
+        assert loop.step(data) == ROWS
+    muons, rest = loop.optimizer.param_groups
+    factor = warmup_linear(ROWS * 10 / 800, 0.1)
+    assert muons["lr"] == pytest.approx(MUON_RATE * factor)
+    assert rest["lr"] == pytest.approx(1e-2 * factor)
+    assert (loop.precision, loop.recipe.budget_rows) == ("fp32", 800)
+    assert not torch.equal(weights(loop.model), weights(StrongLoop(task, CPU).model))
+    loop.close()
+
+
+def test_p3_learns():
+    task = muon_task()
+    torch.manual_seed(0)
+    loop, data = MuonLoop(task, CPU), batches(task)
+    batch = next(batches(task))
+
+    def loss() -> float:
+        return token_loss(loop.model, batch)[0].item()
+
+    before = loss()
+    for _ in range(100):
+        loop.step(data)
+    loop.close()
+    assert loss() < 0.9 * before
+
+
+def test_a_task_without_a_recipe_with_muon_says_so():
+    with pytest.raises(ValueGivenError, match=r"task\.muon: given nothing"):
+        MuonLoop(make_task("gpt", make_model=gpt), CPU)
+    with pytest.raises(ValueGivenError, match=r"task\.muon: given 3"):
+        make_task(muon=3)
