@@ -86,7 +86,8 @@ class Rehearsal:
                 not have room: what two runs of one plan differ by is then not in what can be told from nothing.
 
         Raises:
-            RankError: another rank ended, or is silent. Exception: as raised on this rank alone.
+            RankError: another rank ended or is silent, or ranks failed after they had sent unlike much. Exception: as
+                raised on this rank alone.
         """
         start, usual = time.perf_counter(), by_default(plan)
         self._progress(f"rehearsing: {plan.changes_in_words or 'nothing changed'}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -9,9 +11,12 @@ import torch.distributed as dist
 def num_sent() -> list[int]:
     """Return how many collectives this rank has begun on the job's group, by type of device, and groups it has made.
 
-    Alike on all ranks, whatever is under way ends by itself; else what some sent waits for the others' next.
+    Alike on all ranks, whatever is under way ends by itself; else what some sent waits for the others' next. A backend
+    that does not count is left out.
     """
     group, distributed = dist.group.WORLD, dist.distributed_c10d
-    kinds = sorted(each.split(":")[0] for each in dist.get_backend_config().split(","))
-    backends = [group._get_backend(torch.device(kind)) for kind in kinds]
-    return [*(each._get_sequence_number_for_group() for each in backends), distributed._world.group_count]
+    found = [distributed._world.group_count]
+    for kind in sorted(each.split(":")[0] for each in dist.get_backend_config().split(",")):
+        with contextlib.suppress(RuntimeError):
+            found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())
+    return found
