@@ -41,6 +41,7 @@ def ended(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(dist, "init_process_group", lambda names, **how: found.append(how["timeout"].total_seconds()))
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(process_group, "limit_host", lambda _seconds: None)  # there is no group
     monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: found.append("aborted"))
     return found

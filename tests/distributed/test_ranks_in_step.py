@@ -131,8 +131,8 @@ def test_figures_and_files_are_rank_0s_on_all(found):
     folder, ranks = found
     for each in ranks:
         assert each["each"] == [0.5, 1.5]
-        assert json.loads(each["made"]) == {"rows": 3, "seconds": 1.0, "cpu_s": 0}
-        assert json.loads(each["read"]) == {"rows": 5, "seconds": 1.0, "cpu_s": 0}
+        assert json.loads(each["made"]) == {"rows": 3, "seconds": 1.0, "cpu_s": 0, "energy_j": None}
+        assert json.loads(each["read"]) == {"rows": 5, "seconds": 1.0, "cpu_s": 0, "energy_j": None}
         assert each["absent"]
     assert (folder / "of-0.json").exists()
     assert not (folder / "of-1.json").exists()
