@@ -44,7 +44,6 @@ FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
     "peaks are of windows of two batches, the loop's too"
 )
-_NO_STAGES = "energy is weighed, and no trace tells what another stage takes"
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 
 
@@ -224,7 +223,7 @@ def plan(
     rule = _batch_rule("batch" in freed, batch_rule)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
-    is_shared = is_to_share(model)
+    batch, is_shared = example_batch if longest_batch is None else longest_batch, is_to_share(model)
     if is_shared and isinstance(data, Iterator):
         given = "an iterator, which planning would draw from on one of several ranks"
         raise ValueGivenError("data", given=given, expected="a loader, or nothing")
@@ -259,14 +258,13 @@ def plan(
 
     def of_rank() -> Made | Share:
         found = measured()
-        loop = (model, optimizer, loss_fn, example_batch if longest_batch is None else longest_batch)
+        loop = (model, optimizer, loss_fn, batch)
         adapts = by_range or rule is not None
-        share = _NO_STAGES if found.objective.energy > 0 else share_of(found, loop, progress, adapts=adapts)
+        share = share_of(found, loop, progress, adapts=adapts)
         return share if isinstance(share, Share) else made(found, share)
 
     if not is_shared:
         return made(measured()).plan
-    batch = example_batch if longest_batch is None else longest_batch
     clips = None if reference is None else reference.clip_norm
     rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
     return plan_together(of_rank, next(model.parameters()).device, rehearsal)

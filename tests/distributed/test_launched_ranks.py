@@ -11,15 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from wide_task import WIDE, least_of
 
 from trimtab.core.codec import to_json
-from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.distributed.rank_memory import trace_rank
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
@@ -157,27 +153,6 @@ def test_a_loop_of_ones_own_plans_together_and_trains_on_its_rows(folder):
     assert one["rows"] == other["rows"] == 8 * 48
     assert one["weights"] == other["weights"]
     assert one["losses"][-1] < one["losses"][0]
-
-
-WIDE = """
-from dataclasses import replace
-import tiny
-from torch import nn
-
-def make_model():
-    return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
-
-task = replace(tiny.task, name="wide", make_model=make_model)
-"""
-
-
-def least_of(stage: int) -> int:
-    """Return what one of two ranks is told to hold of the wide task, in windows of one micro-batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
-    batches = tuple((torch.ones(rows, 16), torch.zeros(rows, dtype=torch.long)) for rows in (2, 4))
-    loop = (model, torch.optim.AdamW(model.parameters()), lambda model, b: cross_entropy(model(b[0]), b[1]), batches)
-    return trace_rank(*loop, (2, 4), Parallelism(2, stage), counts_scratch=True).peak_bytes(2)
 
 
 def test_ranks_that_plan_under_a_limit_share_the_model(folder):

@@ -10,49 +10,31 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from wide_task import WIDE, least_of
 
 from trimtab.core.codec import to_json
-from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
-from trimtab.distributed.rank_memory import trace_rank
 from trimtab.experiments.scale_plans import Planned
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
 # An interpreter that ends as usual leaves a file.
-WIDE = """
+MARKED = (
+    WIDE
+    + """
 import atexit, os
-from dataclasses import replace
-import tiny
-from torch import nn
 from trimtab.calibrate import trials
 
 trials.BLOCK_S = 0.003
 atexit.register(lambda: open(f"ended-{os.environ.get('RANK', 'launcher')}", "w").close())
-
-def make_model():
-    return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
-
-task = replace(tiny.task, name="wide", make_model=make_model)
 """
-
-
-def least_of(stage: int) -> int:
-    """Return what one of two ranks is told to hold of the wide task, in windows of one micro-batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
-    batches = tuple((torch.ones(rows, 16), torch.zeros(rows, dtype=torch.long)) for rows in (2, 4))
-    loop = (model, torch.optim.AdamW(model.parameters()), lambda model, b: cross_entropy(model(b[0]), b[1]), batches)
-    return trace_rank(*loop, (2, 4), Parallelism(2, stage), counts_scratch=True).peak_bytes(2)
+)
 
 
 @pytest.fixture
 def folder(tmp_path):
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
-    (tmp_path / "wide.py").write_text(WIDE)
+    (tmp_path / "wide.py").write_text(MARKED)
     return tmp_path
 
 

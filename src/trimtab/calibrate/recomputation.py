@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.recompute_seconds import measure_seconds, with_schedule
@@ -21,7 +21,7 @@ from trimtab.core.recompute import EVERY_BLOCK, Kept, Schedule, Segment, schedul
 from trimtab.decide.optimal_schedule import by_shares
 from trimtab.measure.block_seconds import forward_seconds
 from trimtab.measure.linked_blocks import LinkedBlocks
-from trimtab.measure.memory import storage_bytes
+from trimtab.measure.memory import state_tensors, storage_bytes
 from trimtab.measure.stages import chains_through, trace_stages
 from trimtab.measure.traced_step import LossFn
 from trimtab.runtime.activation_checkpoint import use_schedule
@@ -137,5 +137,4 @@ def trace_chain(
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return storage_bytes(value for value in values if isinstance(value, Tensor))
+    return storage_bytes(state_tensors(optimizer))

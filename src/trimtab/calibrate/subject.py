@@ -15,6 +15,7 @@ from trimtab.core.plan import KEEP_CLIP, Choice, Mark, Plan
 from trimtab.core.profile import Candidate
 from trimtab.measure.linked_blocks import LinkedBlocks, blocks_of
 from trimtab.measure.machine import MEASURED
+from trimtab.measure.memory import alive_between_steps
 from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import require_free
 from trimtab.runtime.batches import count_rows, tensors_in, to_device
@@ -111,10 +112,7 @@ class Subject:
 
     def live_tensors(self) -> Iterator[Tensor]:
         """Yield what is alive between two steps: parameters, buffers, optimizer state, the batch."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from alive_between_steps(self.model, self.optimizer)
         yield from tensors_in(self.batch)
 
 

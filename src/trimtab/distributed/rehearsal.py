@@ -12,8 +12,9 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from trimtab.distributed.process_group import slowest, time_limit_s, words_of_al
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
 from trimtab.distributed.sent import num_sent
 from trimtab.distributed.stage_choice import RankLoop
-from trimtab.measure.memory import storage_bytes
+from trimtab.measure.memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.engine import LossFn
@@ -61,7 +62,7 @@ class Rehearsal:
         copied: Callable[[], RankLoop],
         *,
         clip_norm: float | None = None,
-        beside: Callable[[], list[Tensor]] = list,
+        beside: Callable[[], Iterable[Tensor]] = tuple,
         unchanged: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
         progress: Callable[[str], None] = silent,
     ) -> None:
@@ -225,11 +226,5 @@ def of_live(
     def copied() -> RankLoop:
         return *copied_together(model, optimizer), loss_fn, batch
 
-    def alive() -> list[Tensor]:
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        return [each for each in (*model.parameters(), *model.buffers(), *states) if isinstance(each, Tensor)]
-
-    def unchanged() -> Snapshot:
-        return Snapshot(model, optimizer)
-
-    return Rehearsal(copied, clip_norm=clip_norm, beside=alive, unchanged=unchanged, progress=progress)
+    beside, unchanged = partial(alive_between_steps, model, optimizer), partial(Snapshot, model, optimizer)
+    return Rehearsal(copied, clip_norm=clip_norm, beside=beside, unchanged=unchanged, progress=progress)

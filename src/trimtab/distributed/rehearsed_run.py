@@ -7,7 +7,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, Pla
 from trimtab.distributed.backends import backend_of
 from trimtab.distributed.process_group import slowest, total
 from trimtab.distributed.stage_choice import RankLoop
-from trimtab.measure.memory import peak_bytes
+from trimtab.measure.memory import alive_between_steps, peak_bytes
 from trimtab.measure.sharded_norms import local
 from trimtab.measure.timing import time_call
 from trimtab.runtime.backend import Backend
@@ -106,9 +105,7 @@ class RehearsedRun:
 
     def _alive(self) -> Iterator[Tensor]:
         model, optimizer, _, batch = self._loop
-        states: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
-        held = (*model.parameters(), *model.buffers(), *(each for each in states if isinstance(each, Tensor)))
-        yield from map(local, held)
+        yield from map(local, alive_between_steps(model, optimizer))
         yield from tensors_in(batch)
 
     def _kept_bytes(self) -> int:

@@ -7,6 +7,8 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+from trimtab.distributed.process_group import backends
+
 
 def num_sent() -> list[int]:
     """Return how many collectives this rank has begun on the job's group, by type of device, and groups it has made.
@@ -16,7 +18,7 @@ def num_sent() -> list[int]:
     """
     group, distributed = dist.group.WORLD, dist.distributed_c10d
     found = [distributed._world.group_count]
-    for kind in sorted(each.split(":")[0] for each in dist.get_backend_config().split(",")):
+    for kind in sorted(backends()):
         with contextlib.suppress(RuntimeError):
             found.append(group._get_backend(torch.device(kind))._get_sequence_number_for_group())
     return found

@@ -29,6 +29,7 @@ from trimtab.runtime.engine import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
 
+NO_JOULES = "energy is weighed, and no trace tells what another stage takes"
 ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
 _BUT = ("micro_batch", "allocator", "fused_optimizer")  # as what the stage is chosen by does
 
@@ -69,6 +70,8 @@ def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], 
     """
     if profile.budget.memory_bytes is None and profile.objective.memory == 0:
         return ""
+    if profile.objective.energy > 0:
+        return NO_JOULES
     if adapts:
         return ADAPTS
     start, (model, optimizer, loss_fn, batch) = time.perf_counter(), loop

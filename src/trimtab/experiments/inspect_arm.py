@@ -16,7 +16,7 @@ from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import rows_of_rank, shard
 from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.measure.flops import count_flops
-from trimtab.measure.memory import peak_bytes, storage_bytes
+from trimtab.measure.memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.measure.sharded_norms import is_sharded, local
 from trimtab.measure.timing import PhaseClock, time_call
 from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
@@ -156,6 +156,4 @@ def _phases(loop: Loop, batches: Iterator[Any], watch: _Watch) -> dict[str, floa
 
 def _live(loop: Loop) -> Iterator[Tensor]:
     """Yield what a loop holds between steps; of shards, this rank's."""
-    states = (value for state in loop.optimizer.state.values() for value in state.values())
-    held = (*loop.model.parameters(), *loop.model.buffers(), *states)
-    yield from (local(value) for value in held if isinstance(value, Tensor))
+    yield from map(local, alive_between_steps(loop.model, loop.optimizer))

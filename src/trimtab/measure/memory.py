@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -47,6 +48,19 @@ def unused_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int(torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+
+
+def alive_between_steps(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what a model and its optimizer hold between two steps: parameters, buffers and the optimizer's state."""
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from state_tensors(optimizer)
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
