@@ -30,7 +30,7 @@ from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.engine import Run
 from trimtab.runtime.window import Window
 from trimtab.tasks import load_task
-from trimtab.tasks.cifar10_resnet import normalise
+from trimtab.tasks.cifar10 import normalise
 from trimtab.tasks.datasets import cifar10
 from trimtab.tasks.embedded import python_topics
 from trimtab.tasks.evaluation import evaluating

@@ -8,7 +8,9 @@ import torch
 from regret_cases import small_gpt, small_resnet
 from torch import nn
 
-from trimtab.tasks import cifar10_resnet, load_task
+from trimtab.tasks import load_task
+from trimtab.tasks.cifar10 import load_cifar10
+from trimtab.tasks.cifar10_resnet import EVALUATED_IMAGES
 from trimtab.tasks.models.resnet import ResNet
 from trimtab.tasks.task import Task, TaskData
 
@@ -33,7 +35,7 @@ def wide_resnet() -> Task:
 
 
 def _images() -> TaskData:
-    whole = cifar10_resnet.load_data()
+    whole = load_cifar10(judged_images=EVALUATED_IMAGES)
     return replace(whole, held_out=whole.held_out[::4])
 
 
