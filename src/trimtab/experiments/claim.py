@@ -15,7 +15,7 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.experiments.fingerprint import build_of, code_of
 from trimtab.measure.machine import environment
-from trimtab.tasks.task import Task, TaskData
+from trimtab.tasks.task import RECIPES, Task, TaskData
 
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
@@ -78,8 +78,7 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "budget_rows": task.budget_rows,
         "eval_every_rows": task.eval_every_rows,
         "adapted_rows": task.adapted_rows,
-        "strong_budget_rows": task.strong.budget_rows if task.strong else None,
-        "muon_budget_rows": task.muon.budget_rows if task.muon else None,
+        **{f"{name}_budget_rows": getattr(task.recipes.get(name), "budget_rows", None) for name in RECIPES},
         "reference_precision": task.reference.precision,
         "clip_norm": task.reference.clip_norm,
         "terms_per_row": task.terms_per_row,

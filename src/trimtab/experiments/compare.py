@@ -38,6 +38,7 @@ from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
+from trimtab.experiments.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS, require_peers
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.race import Entry, race
 from trimtab.experiments.race_meter import RaceMeter, race_meter
@@ -48,18 +49,13 @@ from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
 from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.recipes.strict import StrictLoop
-from trimtab.recipes.strong import StrongLoop
-from trimtab.tasks.placement import placed, placement_of
-from trimtab.tasks.task import StrongRecipe, Task, TaskData
+from trimtab.tasks.placement import placed
+from trimtab.tasks.task import Task, TaskData
 
-# Recipes that the reference and the plans can be raced against, and those that are where nothing else was asked for.
-PEERS = ("strict", "paper", "strong", "muon")
-USUAL_PEERS = ("paper", "strong")
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
@@ -82,7 +78,8 @@ class Settings:
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
         quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: whether to make and race a tier-F plan. peers: whether other recipes take part. against: which.
+        adapt: whether to make and race a tier-F plan. peers: whether other recipes take part. against: which, by name,
+            each of which the task must have; None: the usual ones that it has.
         cap_s: training seconds after which an arm is censored.
     """
 
@@ -92,11 +89,11 @@ class Settings:
     adapt: bool = True
     peers: bool = True
     cap_s: float = math.inf
-    against: tuple[str, ...] = USUAL_PEERS
+    against: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
-        for name in self.against:
+        for name in self.against or ():
             checks.one_of("against", name, PEERS)
         if self.whole_pairs is not None:
             checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
@@ -113,7 +110,8 @@ class Settings:
     @property
     def raced(self) -> tuple[str, ...]:
         """The peers that take part."""
-        return self.against if self.peers else ()
+        asked = USUAL_PEERS if self.against is None else self.against
+        return asked if self.peers else ()
 
 
 def compare(
@@ -135,7 +133,7 @@ def compare(
         plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
         metering: how joules are known; by default by the meters there are.
     """
-    _require_peers(task, settings)
+    require_peers(task, settings.raced if settings.against is not None else ())
     begun, race_s = time.perf_counter(), 0.0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = together.num_ranks
@@ -162,6 +160,7 @@ def compare(
     facts = _facts(entries, task, data, device, out, progress, together)
     step_s = _reference_s(plans, facts, ranks)
     metered = race_meter(device, metering, together) if done < len(seeds) else (None, NO_METER)
+    held, where = placed(data, device)  # once for all races, after what was measured without
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds:
         race_begun = time.perf_counter()
@@ -170,25 +169,17 @@ def compare(
         entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed), num_ranks=ranks)
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         folder = _folder(out, settings, seed)
-        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together, metered[0])
+        races[seed] = _race(entries, task, held, seed, device, folder, settings, progress, together, metered[0])
         race_s = time.perf_counter() - race_begun
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
 
     def found() -> Comparison:
         seen, on = _environment(races), Ranks(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
-        where = placement_of(data, device)
         lies = (f"training data in the races: {where.reason}",) if where.changed else ()
         return replace(said, memory=memory, notes=(*said.notes, *lies, *_read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
-
-
-def _require_peers(task: Task, settings: Settings) -> None:
-    """Raise where a recipe was asked for by name that the task does not have."""
-    if "muon" in settings.raced and task.muon is None:
-        given, has = f"muon of {task.name}, which has no recipe with it", ", ".join(p for p in PEERS if p != "muon")
-        raise ValueGivenError("against", given=given, expected=has, way_out="Task(..., muon=StrongRecipe(...)).")
 
 
 def _memory(
@@ -301,11 +292,9 @@ def _entries(
         entries.append(entry("strict", StrictLoop, rows))
     if "paper" in settings.raced:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
-    recipes: tuple[tuple[str, MakeLoop, StrongRecipe | None], ...]
-    recipes = (("strong", StrongLoop, task.strong), ("muon", MuonLoop, task.muon))
-    for name, make, recipe in recipes:
-        if name in settings.raced and recipe is not None:
-            entries.append(entry(name, make, min(rows, recipe.budget_rows)))
+    for name, recipe in task.recipes.items():
+        if name in settings.raced:
+            entries.append(entry(name, HAND_TUNED[name], min(rows, recipe.budget_rows)))
     if "strong" in settings.raced and task.strong is not None and "strong" in plans.plans:
         planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
         entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), timed=control))
@@ -369,7 +358,7 @@ def _race(
     records = race(
         entries,
         task,
-        placed(data, device)[0],
+        data,
         seed,
         device,
         cap_s=settings.cap_s,

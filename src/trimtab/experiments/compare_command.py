@@ -15,7 +15,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
-from trimtab.experiments.compare import USUAL_PEERS, Settings, compare
+from trimtab.experiments.compare import Settings, compare
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import refuse_on_ranks
 from trimtab.experiments.result import Comparison
@@ -75,8 +75,7 @@ class Asked:
         adapts = self.adapts if self.adapts is not None else not self.quick and self.plan is None and num_ranks == 1
         peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
         whole = 0 if self.quick and self.whole is None else self.whole
-        against = USUAL_PEERS if self.against is None else self.against
-        how = {"quick": self.quick, "adapt": adapts, "peers": peers, "cap_s": self.cap_s, "against": against}
+        how = {"quick": self.quick, "adapt": adapts, "peers": peers, "cap_s": self.cap_s, "against": self.against}
         return Settings(self.pairs, whole_pairs=whole, **how)
 
     @property

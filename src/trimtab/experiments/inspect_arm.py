@@ -81,9 +81,11 @@ class _Watch:
 
     def watched_task(self) -> Task:
         """Return the task, every loss that a loop may train it by watched."""
-        recipes = {name: getattr(self.task, name) for name in ("strong", "muon")}
-        own = {name: recipe for name, recipe in recipes.items() if recipe is not None and recipe.loss_fn is not None}
-        watched = {name: replace(recipe, loss_fn=self.around(recipe.loss_fn)) for name, recipe in own.items()}
+        watched = {
+            name: replace(recipe, loss_fn=self.around(recipe.loss_fn))
+            for name, recipe in self.task.recipes.items()
+            if recipe.loss_fn is not None
+        }
         return replace(self.task, loss_fn=self.loss, **watched)
 
     def around(self, loss_fn: LossFn) -> LossFn:

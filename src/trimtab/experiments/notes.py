@@ -8,13 +8,14 @@ from trimtab.core.units import format_seconds
 from trimtab.experiments import stats
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.result import TargetRow
+from trimtab.tasks.task import Task
 
 # In a header's detail: why an arm was only timed where others ran to their end.
 WHY_TIMED = "why_timed"
 _ENDS = {"cap": "stopped at the time cap", "diverged": "diverged"}
 
 
-def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:
+def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:
     """Return the sentences."""
     found = [f"{name}: {reason}" for name, reason in _ends(races).items()]
     if any(row.left_censored for row in targets):
@@ -26,7 +27,8 @@ def notes(plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> lis
         found.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
-    return found + _horizon(races) + _only_timed(races) + _sources(races) + _spread(plans, races)
+    found += _horizon(races) + _only_timed(races) + _rates(task, races)
+    return found + _sources(races) + _spread(plans, races)
 
 
 def _ends(races: stats.Races) -> dict[str, str]:
@@ -61,6 +63,12 @@ def _only_timed(races: stats.Races) -> list[str]:
         for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
         if reason
     ]
+
+
+def _rates(task: Task, races: stats.Races) -> list[str]:
+    """Say of a hand-tuned recipe that was raced what its rates are, where they were not swept."""
+    raced = {name for race in races.values() for name in race}
+    return [f"{name}: {recipe.rates}" for name, recipe in task.recipes.items() if name in raced and recipe.rates]
 
 
 def _sources(races: stats.Races) -> list[str]:

@@ -89,7 +89,7 @@ def summarise(
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=plans.device.source if plans.device else "unknown",
-        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(plans, targets, races)),
+        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
         meter=meter_of(races),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -37,6 +38,7 @@ from trimtab.experiments.result import Comparison
 from trimtab.experiments.rows import benchmark_object
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import TaskData, load_task
+from trimtab.tasks.models.gpt import GPTShape
 
 CPU = torch.device("cpu")
 TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
@@ -343,6 +345,15 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
     assert run(folder).num_pairs == 2
 
 
+def test_data_is_placed_once_for_all_races(folder, monkeypatch):
+    placed, given = compare_module.placed, []
+    monkeypatch.setattr(compare_module, "placed", lambda *args: given.append(args) or placed(*args))
+    for race in folder.glob("race-*"):
+        shutil.rmtree(race)
+    assert run(folder).num_pairs == 2
+    assert len(given) == 1
+
+
 def test_more_pairs_may_be_added(folder):
     before = files(folder)
     found = run(folder, replace(PAIRS, num_pairs=3))
@@ -386,7 +397,7 @@ def retuned(model, lr):
         ({"eval_every_rows": BATCH_ROWS}, "eval_every_rows"),
         ({"adapted_rows": BATCH_ROWS}, "adapted_rows"),
         ({"strong": replace(tiny.strong, budget_rows=BATCH_ROWS)}, "strong_budget_rows"),
-        ({"strong": None}, "strong_budget_rows"),
+        ({"strong": None}, "code, strong_budget_rows"),
         ({"reference": Reference("bf16")}, "reference_precision"),
         ({"load_data": lambda: other_data()}, "code, data_sha256"),
         ({"make_model": lambda: torch.nn.Linear(3, 3)}, "code, model or optimizer"),
@@ -436,6 +447,22 @@ def test_looking_at_a_task_draws_no_random_number():
     before = torch.get_rng_state()
     assert build_of(tiny) == build_of(tiny)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def held_at(number: object):
+    """Return the code of a task whose loss is bound to something."""
+    return code_of(replace(tiny, loss_fn=partial(tiny.loss_fn, number)))
+
+
+def test_what_is_bound_to_a_tasks_parts_tells_it_from_others():
+    """As `functools.partial(load_cifar10, 2000)` does from one of 3,000."""
+    shape, other = GPTShape(20, 8, width=8), GPTShape(20, 8, width=16)
+    bound = [2000, 3000, "2000", [2000], {"rows": 2000}, shape, other, partial(retuned, lr=1), partial(retuned, lr=2)]
+    assert len({code_of(tiny), *map(held_at, bound)}) == len(bound) + 1
+    assert [held_at(each) for each in bound] == [held_at(each) for each in copy.deepcopy(bound)]
+    assert held_at(object()) == held_at(object())  # where something lies in memory is not what it is
+    recipes = [replace(tiny.strong, make_optimizer=partial(retuned, lr=lr)) for lr in (1, 2)]
+    assert len({code_of(replace(tiny, strong=recipe)) for recipe in recipes}) == 2
 
 
 def other_data() -> TaskData:
