@@ -60,6 +60,9 @@ def plan_on_ranks(
 
     if ranks == 1:
         return _preferred(plans_of(task))
+    if "optimizer" in adapt:
+        given, expected = f"optimizer, on {ranks} ranks", "one process: its race trains alone"
+        raise ValueGivenError("--adapt", given=given, expected=expected)
 
     def made() -> Made | Share:
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0

@@ -34,7 +34,7 @@ class Resumable:
     _optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, the precision in use and its loss scaler, k with its averages, the limits in force, momentum.
+        """Return counters, the precision in use and its loss scaler, k with its averages, limits in force, momentum.
 
         Plain numbers, but for the momentum of a plan with Muon, which are tensors.
         """

@@ -101,6 +101,16 @@ def test_matrices_of_blocks_are_muons_and_all_else_is_adamws():
     assert len(hidden_matrices(model, optimizer)) == 4
     model.blocks[0].up.weight = nn.Parameter(model.embedding.weight.T[:8].contiguous())
     assert len(hidden_matrices(model, optimizer)) == 3  # a parameter that the optimizer does not have
+    model.also = nn.Linear(8, 16)
+    model.also.weight = model.blocks[2].up.weight
+    assert len(hidden_matrices(model, optimizer)) == 2  # one that is used outside of the blocks too
+
+
+def test_tables_in_blocks_are_no_matrices():
+    block = [nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm((3, 8)), nn.Linear(8, 8)) for _ in range(2)]
+    model = nn.ModuleList(block)
+    found = hidden_matrices(model, torch.optim.AdamW(model.parameters()))
+    assert [id(p) for p in found] == [id(each[2].weight) for each in block]
 
 
 def test_gradients_stand_after_the_step_as_after_adamws():
