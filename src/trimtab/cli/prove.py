@@ -35,7 +35,8 @@ def compare(
         bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory of tier S")
     ] = False,
     adapt: Annotated[
-        str | None, typer.Option(help="learning-rate (tier F beside tier S, the default), or none")
+        str | None,
+        typer.Option(help="tier F beside tier S: learning-rate (the default), optimizer, a,b for both, or none"),
     ] = None,
     peers: Annotated[
         bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
@@ -58,9 +59,9 @@ def compare(
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
-    adapts = None if adapt is None else adaptation(adapt, ("learning-rate",)) != ()
+    freed = None if adapt is None else adaptation(adapt, ("learning-rate", "optimizer"))
     named = None if against is None else tuple(name.strip() for name in against.split(","))
-    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
+    asked = Asked(task, pairs, whole, quick, freed, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)

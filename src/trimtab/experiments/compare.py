@@ -56,6 +56,8 @@ from trimtab.recipes.strict import StrictLoop
 from trimtab.tasks.placement import placed
 from trimtab.tasks.task import Task, TaskData
 
+# What tier F may change where nothing else was asked for.
+USUAL_ADAPT = ("learning_rate",)
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
@@ -78,15 +80,15 @@ class Settings:
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
         quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: whether to make and race a tier-F plan. peers: whether other recipes take part. against: which, by name,
-            each of which the task must have; None: the usual ones that it has.
+        adapt: what a tier-F plan may change, which is then made and raced; (): none is. peers: whether other recipes
+            take part. against: which, by name, each of which the task must have; None: the usual ones that it has.
         cap_s: training seconds after which an arm is censored.
     """
 
     num_pairs: int = 5
     whole_pairs: int | None = None
     quick: bool = False
-    adapt: bool = True
+    adapt: tuple[str, ...] = USUAL_ADAPT
     peers: bool = True
     cap_s: float = math.inf
     against: tuple[str, ...] | None = None
@@ -138,7 +140,7 @@ def compare(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = together.num_ranks
     if ranks > 1:
-        refuse_on_ranks(task, ranks, adapts=settings.adapt, peers=settings.peers)
+        refuse_on_ranks(task, ranks, adapts=bool(settings.adapt), peers=settings.peers)
     progress(f"reading {task.name}")
     data = together.in_turn(task.load_data)
 
@@ -238,9 +240,8 @@ def _plans(
     if together.num_ranks > 1:
         plans = job_plans(task, limits, weights, progress, together)
     else:
-        adapt = ("learning_rate",) if settings.adapt else ()
         how = {
-            "adapt": adapt,
+            "adapt": settings.adapt,
             "strong": "strong" in settings.raced,
             "budget": limits,
             "objective": weights,

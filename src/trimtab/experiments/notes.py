@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trimtab.core.plan import KEEP_OPTIMIZER
 from trimtab.core.units import format_seconds
 from trimtab.experiments import stats
 from trimtab.experiments.planning import Plans
@@ -23,8 +24,10 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
             "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
         )
     if "F" in plans.plans:
-        search = format_seconds(plans.plans["F"].search_s)
-        found.append(f"Tier F is charged with planning and a learning-rate range test of {search} in every pair.")
+        freed = plans.plans["F"]
+        search = "a learning-rate range test" if freed.optimizer == KEEP_OPTIMIZER else "a search that trained"
+        took = format_seconds(freed.search_s)
+        found.append(f"Tier F is charged with planning and {search} of {took} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
     found += _horizon(races) + _only_timed(races) + _rates(task, races)
@@ -83,6 +86,6 @@ def _sources(races: stats.Races) -> list[str]:
 
 def _spread(plans: Plans, races: stats.Races) -> list[str]:
     """Say what the intervals do not hold; below two pairs there is none."""
-    what = "planning and of the range test" if "F" in plans.plans else "planning"
+    what = "planning and of its search" if "F" in plans.plans else "planning"
     sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
     return [sentence] if len(races) > 1 else []

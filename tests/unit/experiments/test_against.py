@@ -34,7 +34,7 @@ def all_peers():
 
 def entries(task, **settings):
     plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
-    found = compare_module._entries(task, plans, Settings(adapt=False, **settings), 0.001, brief=False)
+    found = compare_module._entries(task, plans, Settings(adapt=(), **settings), 0.001, brief=False)
     return {entry.name: entry for entry in found}
 
 
@@ -97,7 +97,7 @@ def test_naming_peers_is_asking_for_them():
 def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
     before, task = ProcessState.capture(), all_peers()
     task = replace(task, muon=replace(task.muon, rates="published rates, not swept here"))
-    found = compare(task, tmp_path, Settings(2, adapt=False, against=("strict", "muon")), command="")
+    found = compare(task, tmp_path, Settings(2, adapt=(), against=("strict", "muon")), command="")
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "strict", "muon"]
     assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "plan_S"}
     assert {row.against for row in found.target_rows if row.arm == "plan_S"} == {"reference", "strict"}

@@ -75,7 +75,7 @@ def folder(finished, tmp_path) -> Path:
 
 
 def first_look() -> Settings:
-    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=False, peers=False)
+    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=(), peers=False)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -148,9 +148,9 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
     assert "No arm ran to its end" in page
 
 
-@pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": True}, {"peers": True}])
+@pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": ("learning_rate",)}, {"peers": True}])
 def test_quick_is_throughput_of_tier_s_alone(others):
-    settings = {"quick": True, "whole_pairs": 0, "adapt": False, "peers": False}
+    settings = {"quick": True, "whole_pairs": 0, "adapt": (), "peers": False}
     with pytest.raises(ValueGivenError, match="quick: given whole pairs, tier F or peers with it"):
         Settings(**(settings | others if others else {"quick": True}))
 
@@ -366,8 +366,8 @@ def test_more_pairs_may_be_added(folder):
 @pytest.mark.parametrize(
     ("changes", "options", "named"),
     [
-        ({"quick": True, "whole_pairs": 0, "adapt": False}, {}, "adapt, quick"),
-        ({"adapt": False}, {}, "adapt"),
+        ({"quick": True, "whole_pairs": 0, "adapt": ()}, {}, "adapt, quick"),
+        ({"adapt": ()}, {}, "adapt"),
         ({"cap_s": 9.0}, {}, "cap_s"),
         ({}, {"budget": Budget(memory="1GiB")}, "budget, objective"),
         ({}, {"objective": Objective(time=1, memory=1)}, "budget, objective"),
@@ -515,7 +515,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
-    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=False))
+    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=()))
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
     assert set(found.plans) == {"S", "strong"}
     assert found.plans["strong"].reference.clip_norm == 1.0
@@ -543,14 +543,14 @@ def test_a_users_own_step_is_what_is_compared_against(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_STEP)
     task = load_task(f"{tmp_path / 'mine.py'}:task")
     calls = task.step.__globals__["calls"]
-    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)
+    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
     assert set(calls) == {BATCH_ROWS}
     measured = 2 + 1 + 4 + 1  # of memory, phases and FLOP, apart from the race
     checked = 2  # against the declared maths
     raced = 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
     assert len(calls) == raced + checked
-    run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)  # read back: nothing is trained
+    run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)  # read back: nothing is trained
     assert len(calls) == raced + checked
 
 
