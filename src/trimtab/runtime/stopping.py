@@ -20,13 +20,18 @@ _STATE = ("average", "weight", "seen", "reason", "conditions")
 
 
 class StopTest(Part):
-    """The conditions of one run. `reason` is None while it goes on."""
+    """The conditions of one run. `reason` is None while it goes on.
+
+    Attributes:
+        asked: what this rank asks all to stop for, after the next window that they say anything in.
+    """
 
     def __init__(self, stop: Stop | None) -> None:
         self._stop = stop
         self._norm: Late | None = None
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
+        self.asked: StopReason | None = None
 
     @property
     def _conditions(self) -> dict[str, Any] | None:
