@@ -85,18 +85,18 @@ class Run(Passes, Resumable):
         self._position = DataPosition(is_kept=self._keeper.keeps)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._peers = Peers(exchange, self._note, in_step=backend.in_step)
+        self._peers = Peers(exchange, self.note, in_step=backend.in_step)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
-        self._recovery = Recovery(model, self._note, is_on=recovers)
+        self._recovery = Recovery(model, self.note, is_on=recovers)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
             undo.push(lambda kind, error, traceback: backend.gather(error))
             self.model, self._optimizer = backend.model, backend.optimizer
-            self._control = control_of(plan, model, self._optimizer, exchange, self._note, self._keeper)
-            note = None if on_trial else self._note
+            self._control = control_of(plan, model, self._optimizer, exchange, self.note, self._keeper)
+            note = None if on_trial else self.note
             undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
             self._undo = undo.pop_all()
 
@@ -298,7 +298,7 @@ class Run(Passes, Resumable):
         before, after = self.plan.precision.value, self._precision.name
         if before != after:
             self.plan = in_place(self.plan, after, reason)
-            self._note("precision", {"from": before, "to": after, "reason": reason})
+            self.note("precision", {"from": before, "to": after, "reason": reason})
 
     def evaluated(self, value: float, name: str = "metric") -> None:
         """Say what an evaluation found: it is recorded, and may meet the `Stop` condition. The same on every rank."""
@@ -308,7 +308,8 @@ class Run(Passes, Resumable):
         if self._recorder is not None:
             self._recorder.evaluation(self.consumed_rows, name, value)
 
-    def _note(self, name: str, detail: Mapping[str, Any]) -> None:
+    def note(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Record something that happened."""
         if self._recorder is not None:
             self._recorder.event(name, detail)
 
@@ -329,7 +330,7 @@ class Run(Passes, Resumable):
         self._keeper.close()
         for each in (self._recovery.account(), self._control.close()):
             if each is not None:
-                self._note("account", each)
+                self.note("account", each)
         if self._recorder is not None:
             self._recorder.close(self.stop_reason, error)
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from trimtab.core.stop import StopReason
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper
 from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.peers import Peers
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.window import Window
 
@@ -26,12 +28,24 @@ class Passes(RunView):
     _joining: Joining
     _keeper: Keeper
     _order: LoopOrder
+    _peers: Peers
     _position: DataPosition
 
     @property
     def passes(self) -> int:
         """Passes over the loader that are over, before the run was gone on with too."""
         return self._position.passes
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the run is in its data."""
+        return self._position
+
+    def interrupt(self) -> None:
+        """Have the run end where it can be gone on with: here, or of several ranks after their next window."""
+        self._stopping.asked = StopReason.INTERRUPTED
+        if self._peers.num_ranks == 1:
+            self._stopping.adopt(StopReason.INTERRUPTED)
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
         """Yield windows of the loader's batches, one optimizer step each: of one, or several where the plan freed it.

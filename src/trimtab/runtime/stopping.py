@@ -75,7 +75,8 @@ class StopTest(Part):
         if self._norm is not None:
             self._add(self._norm.read()[0])
             self._norm = None
-        reason = None if self.reason is None else self.reason.value
+        is_over = self.reason not in (None, StopReason.INTERRUPTED)  # it was interrupted to be gone on with
+        reason = self.reason.value if self.reason is not None and is_over else None
         average = {"average": self._average, "weight": self._weight, "seen": self._seen}
         return average | {"reason": reason, "conditions": self._conditions}
 
