@@ -19,8 +19,8 @@ from trimtab.core.record import Header, RecordWriter, RunRecord, read_record
 from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
-    from trimtab.checkpoint.settings import Checkpoints
     from trimtab.api import Metering, plan, plan_elsewhere, profile, start
+    from trimtab.checkpoint.settings import Checkpoints
     from trimtab.distributed.dealing import shard
     from trimtab.distributed.process_group import joined
     from trimtab.runtime.engine import Run

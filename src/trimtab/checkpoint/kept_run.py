@@ -22,7 +22,6 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.steps import Found, committed, name_of, newest_good, put_aside, retain
 from trimtab.checkpoint.tensor_file import read_state, require_library, write_state
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
-from trimtab.core import checks
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.plan import Plan
@@ -49,7 +48,7 @@ class KeptRun:
         self._settings, self._plan = settings, plan
         self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
         self._also, self._model = Given(settings.also), model
-        self._windows, self._saved_at, self._saved_s = -1, 0, time.monotonic()
+        self._saved_at, self._saved_s = 0, time.monotonic()
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._lock = _opened(settings.path)
@@ -101,16 +100,14 @@ class KeptRun:
         self._signals.install()
 
     def _loading(self, state: Mapping[str, Any]) -> Load:
-        assert self._run is not None
-        windows = checks.integer("state.windows", state.get("windows"), low=0)
-        parts = self._parts | {"run": self._run, "data": self._run.position}
-        load_parts = loading_parts(
-            parts, {name: each for name, each in state.items() if name not in ("windows", "also")}
-        )
+        run = self._run
+        assert run is not None
+        parts = self._parts | {"run": run, "data": run.position}
+        load_parts = loading_parts(parts, {name: each for name, each in state.items() if name != "also"})
 
         def load() -> None:
             load_parts()
-            self._windows, self._saved_at = windows - 1, windows
+            self._saved_at = run.num_windows
 
         return load
 
@@ -124,7 +121,6 @@ class KeptRun:
                 signal came, and the run is saved.
         """
         assert self._run is not None
-        self._windows += 1
         if self._signals.came is not None:
             self._run.interrupt()
         leaves = self._run.stop_reason is StopReason.INTERRUPTED
@@ -135,7 +131,8 @@ class KeptRun:
             self._signals.leave()
 
     def _is_due(self) -> bool:
-        settings, since = self._settings, self._windows - self._saved_at
+        assert self._run is not None
+        settings, since = self._settings, self._run.num_windows - self._saved_at
         if since <= 0:
             return False
         by_steps = settings.every_steps is not None and since >= settings.every_steps
@@ -148,21 +145,22 @@ class KeptRun:
             OSError, TrimtabError: as of `between`.
         """
         assert self._run is not None
-        if self._windows == self._saved_at and committed(self._settings.path):
+        windows = self._run.num_windows
+        if windows == self._saved_at and committed(self._settings.path):
             return
         try:
             self._background.wait()
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {"run": self._run.state_dict(), "data": self._run.position.state_dict()}
-            state |= {"also": self._also.state_dict(), "windows": self._windows}
-            write = self._writing(state, self._windows)
+            state |= {"also": self._also.state_dict()}
+            write = self._writing(state, windows)
             self._background.begin(write) if self._settings.background else write()
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
                 raise
             self._run.note("checkpoint", {"failed": str(error)})
-            warnings.warn(f"No checkpoint after {self._windows} windows: {error}", RuntimeWarning, stacklevel=4)
-        self._saved_at, self._saved_s = self._windows, time.monotonic()
+            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=4)
+        self._saved_at, self._saved_s = windows, time.monotonic()
 
     def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
         """Return what writes a state; it may be called while the run goes on, where it is of copies."""

@@ -34,6 +34,7 @@ class DataPosition(Part):
     def __init__(self, *, is_kept: bool) -> None:
         self._is_kept = is_kept
         self.passes = self._drawn = 0
+        self._is_drawn = False  # to the end, though the last window may not be over
         self._loader: Any = None
         self._begun: Mapping[str, Any] | None = None  # random numbers as the pass under way began; None between two
         self._saved: Mapping[str, Any] | None = None  # what the next pass continues from
@@ -46,7 +47,7 @@ class DataPosition(Part):
         """
         saved, self._saved = self._saved, None
         if self._begun is not None and saved is None:
-            self.passes += 1
+            self.over()
         self._loader = loader
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
@@ -58,11 +59,17 @@ class DataPosition(Part):
         for batch in batches:
             self._drawn += 1
             yield batch
-        self.passes, self._drawn, self._begun = self.passes + 1, 0, None
+        self._is_drawn = True
+
+    def over(self) -> None:
+        """The pass is: its last window too."""
+        self.passes, self._drawn, self._begun, self._is_drawn = self.passes + 1, 0, None, False
 
     def _continued(self, loader: Any, saved: Mapping[str, Any]) -> Iterator[Any]:
         begin, here = (_loading(loader, saved[name], f"state.data.{name}") for name in ("begun", "here"))
-        if saved["loader"] is not None:
+        if saved["is_drawn"]:
+            batches = iter(())
+        elif saved["loader"] is not None:
             if not is_stateful(loader):
                 given, expected = f"a {type(loader).__name__}", "one with load_state_dict, as the run was saved with"
                 raise FormatError("loader", given=given, expected=expected)
@@ -90,6 +97,7 @@ class DataPosition(Part):
         return {
             "passes": self.passes,
             "drawn": self._drawn,
+            "is_drawn": self._is_drawn,
             "begun": self._begun,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
@@ -98,7 +106,7 @@ class DataPosition(Part):
     def loading(self, state: Any) -> Load:
         """Return what continues from `state_dict()`; the loader itself is looked at once it is there."""
         where = "state.data"
-        require_keys(where, state, ("passes", "drawn", "begun", "here", "loader"))
+        require_keys(where, state, ("passes", "drawn", "is_drawn", "begun", "here", "loader"))
         passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         for name in ("begun", "here"):
             if name == "here" or state[name] is not None:
@@ -106,7 +114,8 @@ class DataPosition(Part):
         here = loading_random_state(state["here"]["random"], f"{where}.here.random")
 
         def load() -> None:
-            self.passes, self._drawn, self._begun, self._saved = passes, drawn, state["begun"], state
+            self.passes, self._drawn, self._is_drawn = passes, drawn, bool(state["is_drawn"])
+            self._begun, self._saved = state["begun"], state
             here()
 
         return load

@@ -69,6 +69,7 @@ class Passes(RunView):
                 yield self._joining.window(self, self._device)
             elif not drawn:
                 break
+        self._position.over()
         self._order.require_stepped("run.windows")
 
     def window(self, *batches: Any) -> Window:

@@ -74,8 +74,12 @@ LOADERS = {
 }
 
 
-def train(position, loader, passes, windows, saves_after=None):
-    """Return what each window saw: its batch, and numbers that the step drew; and what was saved on the way."""
+def train(position, loader, passes, windows, saves_after=None, *, between=False):
+    """Return what each window saw: its batch, and numbers that the step drew; and what was saved on the way.
+
+    Args:
+        between: save between two passes rather than at the end of one.
+    """
     seen, saved = [], None
     for number in range(position.passes, passes):
         for batch in position.batches(loader):
@@ -84,9 +88,12 @@ def train(position, loader, passes, windows, saves_after=None):
                 saved = position.state_dict()
             if len(seen) == windows:
                 return seen, saved
-        torch.rand(1)  # an evaluation
         if len(seen) == saves_after:
-            saved = position.state_dict()  # between two passes
+            saved = position.state_dict()  # the last batch was drawn for the last window
+        position.over()
+        torch.rand(1)  # an evaluation
+        if len(seen) == saves_after and between:
+            saved = position.state_dict()
     return seen, saved
 
 
@@ -105,14 +112,16 @@ def lost(loader):
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("at", [1, 3, 6, 7, 10])
-def test_what_follows_is_that_of_a_run_that_was_not_cut_off(kind, at):
-    if kind == "workers" and at not in (3, 7):
+@pytest.mark.parametrize(
+    ("at", "between"), [(1, False), (3, False), (6, False), (6, True), (7, False), (7, True), (10, False)]
+)
+def test_what_follows_is_that_of_a_run_that_was_not_cut_off(kind, at, between):
+    if kind == "workers" and at not in (3, 6):
         pytest.skip("two of these show it")
     passes = 1 if kind == "endless" else 3
     seeded()
     loader = LOADERS[kind]()
-    whole, saved = train(DataPosition(is_kept=True), loader, passes, 14, saves_after=at)
+    whole, saved = train(DataPosition(is_kept=True), loader, passes, 14, saves_after=at, between=between)
     seeded()
     again = LOADERS[kind]()
     position = DataPosition(is_kept=True)
@@ -127,6 +136,8 @@ def test_a_pass_that_was_left_early_is_over_once_the_next_begins():
     next(iter(position.batches([1, 2, 3])))
     assert position.passes == 0
     assert list(position.batches([1, 2])) == [1, 2]
+    assert position.passes == 1
+    position.over()
     assert position.passes == 2
 
 
