@@ -78,6 +78,7 @@ REQUIRED = {"torch", "numpy"}
 OPTIONAL = {
     "typer": {
         "trimtab.cli",
+        "trimtab.cli.checkpoint",
         "trimtab.cli.entry",
         "trimtab.cli.observe",
         "trimtab.cli.options",

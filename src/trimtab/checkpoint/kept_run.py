@@ -23,7 +23,7 @@ from trimtab.checkpoint.steps import Found, committed, name_of, newest_good, put
 from trimtab.checkpoint.tensor_file import read_state, require_library, write_state
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
@@ -103,9 +103,15 @@ class KeptRun:
         run = self._run
         assert run is not None
         parts = self._parts | {"run": run, "data": run.position}
-        load_parts = loading_parts(parts, {name: each for name, each in state.items() if name != "also"})
+        recorder = run.recorder if state.get("record") is not None else None
+        load_record = None if recorder is None else recorder.loading(state["record"])
+        load_parts = loading_parts(
+            parts, {name: each for name, each in state.items() if name not in ("also", "record")}
+        )
 
         def load() -> None:
+            if load_record is not None:
+                load_record()  # first, as it may yet refuse
             load_parts()
             self._saved_at = run.num_windows
 
@@ -152,7 +158,8 @@ class KeptRun:
             self._background.wait()
             state = {name: part.state_dict() for name, part in self._parts.items()}
             state |= {"run": self._run.state_dict(), "data": self._run.position.state_dict()}
-            state |= {"also": self._also.state_dict()}
+            recorder = self._run.recorder
+            state |= {"also": self._also.state_dict(), "record": None if recorder is None else recorder.state_dict()}
             write = self._writing(state, windows)
             self._background.begin(write) if self._settings.background else write()
         except (OSError, TrimtabError) as error:
@@ -210,6 +217,10 @@ def kept(
     Raises:
         UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
     """
+    exchange = options["backend"].exchange
+    if exchange.num_ranks > 1 or exchange.has_peers:
+        given, expected = "one of several ranks", "a run of one process: those of several are not kept yet"
+        raise ValueGivenError("checkpoints", given=given, expected=expected)
     keeper = KeptRun(settings, model, optimizer, plan)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)

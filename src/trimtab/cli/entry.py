@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from trimtab.cli import observe, prove, train
+from trimtab.cli import checkpoint, observe, prove, train
 from trimtab.cli.leaving import leave
 from trimtab.core.errors import RankError, TrimtabError
 
@@ -28,6 +28,7 @@ for command in (
     prove.report,
 ):
     app.command()(command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

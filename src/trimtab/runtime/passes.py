@@ -16,6 +16,7 @@ from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.peers import Peers
+from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.window import Window
 
@@ -29,6 +30,7 @@ class Passes(RunView):
     _keeper: Keeper
     _order: LoopOrder
     _peers: Peers
+    _recorder: Recorder | None
     _position: DataPosition
 
     @property
@@ -40,6 +42,11 @@ class Passes(RunView):
     def position(self) -> DataPosition:
         """Where the run is in its data."""
         return self._position
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What writes the run's record, if it has one."""
+        return self._recorder
 
     def interrupt(self) -> None:
         """Have the run end where it can be gone on with: here, or of several ranks after their next window."""
