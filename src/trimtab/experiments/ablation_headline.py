@@ -48,13 +48,15 @@ def _dearest(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
 
 
 def _together(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
-    """Say which changes act together, or that none is seen to."""
-    found = [e for e in effects if (e.setting, e.metric) == (INTERACTION, THROUGHPUT)]
-    if len(changes) < 2 or not found:
-        return ""
-    seen = [e.verdict.sentence for e in found if e.verdict.kind.endswith(" together")]
-    if seen:
-        return f"{'; '.join(seen)}.".replace("_", " ")
-    if all(e.verdict.kind == "none found" for e in found):
+    """Say which changes act together with the rest of the plan, or that none is seen to."""
+    says = {change.name: change.says for change in changes}
+    found = [
+        e for e in effects if (e.setting, e.metric) == (INTERACTION, THROUGHPUT) and e.change in says and not e.other
+    ]
+    seen = []
+    for kind in ("more", "less"):
+        named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
+        seen += [f"Worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
+    if not seen and found and all(e.verdict.kind == "none found" for e in found):
         return "No change is seen to be worth more or less beside the others than alone."
-    return ""
+    return " ".join(seen)
