@@ -169,7 +169,7 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
     class Needs(ablate_module.PlanLoop):
         def __init__(self, task, device, plan, total_samples=None):
             if plan.micro_batch.value < BATCH_ROWS and not plan.fused_optimizer.value:
-                raise ValueGivenError("micro_batch", given="8 without a fused optimizer", expected="one")
+                raise ValueGivenError("micro_batch", given="8 <script> without a fused optimizer", expected="one")
             super().__init__(task, device, plan, total_samples)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -177,14 +177,17 @@ def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
         found = run(tmp_path / "out", AblateSettings(num_seeds=1))
     split, fused = found.changes
     assert split.refusals.keys() == {ALONE}
-    assert split.refusals[ALONE].startswith("cannot stand alone: ValueGivenError: micro_batch: given 8 without")
+    assert split.refusals[ALONE].startswith(
+        "cannot stand alone: ValueGivenError: micro_batch: given 8 <script> without"
+    )
     assert fused.refusals.keys() == {WITHIN}
     assert fused.refusals[WITHIN].startswith("cannot be taken out: ")
     assert found.effect("micro_batch", WITHIN) is not None
     assert found.effect("fused_optimizer", ALONE) is not None
     assert not any(effect.setting == INTERACTION for effect in found.effects)
-    page = write_report(found, tmp_path / "report")["md"].read_text()
-    assert "micro batch 8 cannot stand alone: " in page
+    pages = write_report(found, tmp_path / "report")
+    assert "micro batch 8 cannot stand alone: " in pages["md"].read_text()
+    assert "<script>" not in pages["html"].read_text() + pages["md"].read_text()
     refused = [row for row in ablation_object(found)["rows"] if "refused" in row]
     assert {(row["change"], row["setting"]) for row in refused} == {("micro_batch", ALONE), ("fused_optimizer", WITHIN)}
 
