@@ -193,6 +193,7 @@ def plan(
     blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     metering: Metering | None = None,
+    rehearse: bool = True,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
@@ -210,6 +211,7 @@ def plan(
         batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
             measures: `BatchRule("fixed")`.
         data: training batches, as in `profile`, and for the range test; needed with "learning_rate".
+        rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
         The rest as in `profile`.
 
     Raises:
@@ -267,7 +269,7 @@ def plan(
         return made(measured()).plan
     clips = None if reference is None else reference.clip_norm
     rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
-    return plan_together(of_rank, next(model.parameters()).device, rehearsal)
+    return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
 
 
 def default_rule(plan: Plan) -> BatchRule:

@@ -15,6 +15,7 @@ from trimtab.cli.options import (
     Memory,
     PlanFile,
     Ranks,
+    Rehearse,
     TaskName,
     adaptation,
     refuse_adapt,
@@ -36,6 +37,7 @@ def train(
     rows: Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")] = None,
     judged: Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")] = None,
     ranks: Ranks = 1,
+    rehearse: Rehearse = True,
     energy_watts: EnergyWatts = None,
     as_json: Json = False,
 ) -> None:
@@ -64,7 +66,7 @@ def train(
     with joined():
         if plan_file is None:
             with ProgressBar() as progress:
-                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress)
+                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress, rehearse=rehearse)
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:
