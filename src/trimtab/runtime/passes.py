@@ -48,6 +48,16 @@ class Passes(RunView):
         """What writes the run's record, if it has one."""
         return self._recorder
 
+    def checkpoint(self) -> None:
+        """Save the run as it is between two windows, whether that is due or not.
+
+        Raises:
+            ValueGivenError: it was started without checkpoints. LoopError: a window is open. OSError: it failed.
+        """
+        self._require_open()
+        self._order.require_idle("run.checkpoint")
+        self._keeper.save()
+
     def interrupt(self) -> None:
         """Have the run end where it can be gone on with: here, or of several ranks after their next window."""
         self._stopping.asked = StopReason.INTERRUPTED
