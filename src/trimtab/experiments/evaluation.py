@@ -18,8 +18,9 @@ class Finding:
 
     Args:
         measure: time_to_target, peak_memory, throughput, final_metric, mfu, energy, do_no_harm, scaling_efficiency,
-            component_throughput, component_memory, gain_share, steps.
-        arm, against: of which loops; "" where there is no other. tier: "S", "F" or "".
+            component_throughput, component_memory, component_quality, gain_share.
+        arm, against: of which loops; "" where there is no other, of a component "alone" or "in the plan".
+        tier: "S", "F" or "".
         value, baseline: the figure itself of each, in its unit: seconds, bytes, terms per second.
         figure: what is judged: the ratio ours over theirs (below 1 is better for time and memory), a difference of the
             final metric (points or percent, positive is better), or a share; None: not known.

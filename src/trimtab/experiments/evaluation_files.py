@@ -15,8 +15,9 @@ from typing import Any
 from trimtab.core.codec import from_jsonable
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
+from trimtab.experiments.ablation import Ablation
 from trimtab.experiments.evaluation import Run
-from trimtab.experiments.evaluation_findings import of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation_findings import of_ablation, of_comparison, of_record, of_scaling
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.scaling import Scaling
 
@@ -42,6 +43,7 @@ class Kind:
 
 KINDS = (
     Kind("comparison", "report.json", "target_rows", Comparison, of_comparison),
+    Kind("ablation", "report.json", "effects", Ablation, of_ablation),
     Kind("scaling table", "scaling.json", "links", Scaling, of_scaling),
 )
 _EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"

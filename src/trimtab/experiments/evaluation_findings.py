@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
+from trimtab.experiments.ablation import ALONE, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
 from trimtab.experiments.evaluation import Finding, Run
 from trimtab.experiments.ratio_rows import difference
 from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, TargetRow, Verdict
@@ -203,3 +204,39 @@ def of_record(name: str, found: RunRecord) -> Run:
         labels={"run": "one run"},
         data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",
     )
+
+
+def of_ablation(name: str, found: Ablation) -> Run:
+    """Return what an ablation shows: each change alone, over the loop that the plan's engine runs unchanged."""
+    return Run(
+        name,
+        "ablation",
+        found.task,
+        found.environment,
+        found.headline,
+        tuple(_components(found)),
+        found.metric,
+        found.unit,
+        labels={"plan": "a change of trimtab's plan"} | {change.name: change.says for change in found.changes},
+        created=found.created,
+        command=found.command,
+        data_sha256=found.data_source.get("sha256", ""),
+    )
+
+
+def _components(found: Ablation) -> Iterator[Finding]:
+    names = {THROUGHPUT: "component_throughput", MEMORY: "component_memory", QUALITY: "component_quality"}
+    for effect in found.effects:
+        if effect.setting not in (ALONE, WITHIN) or not effect.change or effect.other:
+            continue
+        is_open = effect.verdict.kind == NO_VERDICT
+        yield Finding(
+            names[effect.metric],
+            "plan",
+            effect.setting,
+            effect.tier,
+            figure=effect.ratio,
+            said=effect.verdict.sentence if is_open else "",
+            has_verdict=not is_open,
+            part=effect.change,
+        )

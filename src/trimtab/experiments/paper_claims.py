@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.evaluation import Finding, Run
 from trimtab.experiments.paper_figures import CLAIMS, LEAST, MOST, Claim
-from trimtab.experiments.result import Ratio
+from trimtab.experiments.result import Ratio, Verdict
 
 PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
+# What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
+_AGAINST = ("reference", "", "alone")
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,20 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
         if run.task not in (*claim.workload.tasks, *claim.workload.smaller):
             continue
         for finding in _of(claim, run):
-            why = _elsewhere(claim, run, finding)
-            here = met(claim.sense, claim.bar, finding)
-            yield Judged(claim, run, finding, NOT_COMPARABLE if why else here, here, why or finding.said)
+            elsewhere, here = _elsewhere(claim, run, finding), met(claim.sense, claim.bar, finding)
+            status = NOT_COMPARABLE if elsewhere else here
+            yield Judged(claim, run, finding, status, here, elsewhere or finding.said or _because(here, finding))
+
+
+def _because(here: str, finding: Finding) -> str:
+    figure = finding.figure
+    if here == NO_VERDICT:
+        few = figure is not None and figure.n < MIN_PAIRS_FOR_VERDICT
+        return (
+            f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}" if figure and few else "the interval holds it"
+        )
+    what = "the count is" if figure is not None and figure.counted else "the whole interval is"
+    return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
 
 
 def _of(claim: Claim, run: Run) -> Iterator[Finding]:
@@ -67,7 +80,7 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
         for finding in run.findings
         if finding.measure == claim.measure
         and finding.arm in (LITERAL, *OURS)
-        and finding.against in ("reference", "")
+        and finding.against in _AGAINST
         and finding.ranks == claim.ranks
         and (not claim.part or finding.part in claim.part)
         and not finding.charged
@@ -122,3 +135,22 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
     if figure.n < MIN_PAIRS_FOR_VERDICT or figure.low is None or figure.high is None:
         return None
     return figure.low, figure.high
+
+
+def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
+    """Return what is read first: how many claims the paper's own recipe shows, and how many our plans reach."""
+    literal = [status_of([each for each in found if each.is_literal]) for found in judged.values()]
+    ours = [status_of([each for each in found if not each.is_literal]) for found in judged.values()]
+    reached = sum(status == PASS for status in ours)
+    parts = [
+        f"{literal.count(PASS)} shown, {literal.count(FAIL)} missed, {literal.count(NO_VERDICT)} without a verdict",
+        f"{literal.count(NOT_COMPARABLE)} measured where they cannot be compared",
+        f"{literal.count(NOT_MEASURED)} not measured",
+    ]
+    said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
+    said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
+    return Verdict(f"{literal.count(PASS)} of {len(judged)} shown", said)
+
+
+def _left(statuses: Sequence[str]) -> int:
+    return sum(status in (NO_VERDICT, NOT_COMPARABLE, NOT_MEASURED) for status in statuses)
