@@ -11,7 +11,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_inte
 from trimtab.experiments.ablation import ALONE, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
 from trimtab.experiments.evaluation import Finding, Run
 from trimtab.experiments.ratio_rows import difference
-from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, TargetRow, Verdict
+from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.scaling import RECIPES, TIERS, Scaling
 from trimtab.experiments.stats import as_ratio, crossing
 
@@ -45,6 +45,16 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
         is_open = row.verdict.kind == NO_VERDICT
         said = row.verdict.sentence if is_open else ""
         yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, has_verdict=not is_open)
+        if measure == "do_no_harm":
+            yield from _peaks(found, row)
+
+
+def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
+    """Yield what a plan holds over the tuned loop that it was made for, of which a comparison has no row."""
+    ours, theirs = (_value("peak_memory", found.arm(name)) for name in (row.arm, row.against))
+    if ours and theirs:
+        figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
+        yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure)
 
 
 def _value(measure: str, arm: Arm | None) -> float | None:
@@ -61,7 +71,7 @@ def _targets(found: Comparison) -> Iterator[Finding]:
     for row in found.target_rows:
         ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
         said = row.bound or _unreached(row)
-        figure = None if row.ratio is None else _inverse(row.ratio)
+        figure = None if row.ratio is None else inverse(row.ratio)
         where = {"target": row.target, "charged": row.charged, "has_verdict": row.verdict.kind != NO_VERDICT}
         yield Finding("time_to_target", row.arm, row.against, row.tier, ours, theirs, figure, said, **where)
 
@@ -74,7 +84,7 @@ def _median(seconds: Sequence[float]) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def _inverse(ratio: Ratio) -> Ratio:
+def inverse(ratio: Ratio) -> Ratio:
     """Return ours over theirs of theirs over ours."""
     low, high = (None if end is None else 1 / end for end in (ratio.high, ratio.low))
     return Ratio(1 / ratio.mean, low, high, ratio.n, tuple(1 / pair for pair in ratio.pairs), ratio.counted)

@@ -28,9 +28,13 @@ class Workload:
 IMAGES = Workload(
     "CIFAR-10, ResNet-50",
     ("cifar10_resnet50", "cifar10_resnet50_7x7"),
-    ("cifar10_resnet", "cifar10_resnet_short"),
+    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half"),
 )
-TOKENS = Workload("WikiText-2, GPT-2 Small", ("wikitext2_gpt2",), ("wikitext2_gpt", "wikitext2_gpt_short"))
+TOKENS = Workload(
+    "WikiText-2, GPT-2 Small",
+    ("wikitext2_gpt2",),
+    ("wikitext2_gpt", "wikitext2_gpt_short", "wikitext2_gpt_half"),
+)
 
 
 @dataclass(frozen=True)
