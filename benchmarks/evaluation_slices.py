@@ -55,12 +55,12 @@ def _races(
     """Yield a comparison as plans first, then as so many races more at a time.
 
     Args:
-        whole: whether they run to their end, or time a few steps.
+        whole: whether they run to their end, or time a few steps. minutes: of plans, or of what a further slice runs.
     """
     report = f"{folder}/report.json"
     start = ("compare", *command, "--out", folder)
     plans = (*start, "--pairs", "1", "--whole", "0")
-    yield Slice(f"{folder}-plans", f"{says}: plans, memory and phases", plans, report, 4, needs)
+    yield Slice(f"{folder}-plans", f"{says}: plans, memory and phases", plans, report, minutes, needs)
     for number in pairs:
         ran = (*start, "--pairs", str(number), "--whole", str(number) if whole else "0")
         yield Slice(f"{folder}-{number}", f"{says}: to race {number}", ran, report, minutes, needs)
@@ -78,22 +78,22 @@ _FIVE = (1, 2, 3, 4, 5)
 
 
 def _cpu() -> Iterator[Slice]:
-    for kind, short, half, peers in (
-        ("cifar", "cifar10_short", "cifar10_half", "paper,strong"),
-        ("wikitext", "wikitext2_short", "wikitext2_half", "paper,strong,muon"),
+    for kind, short, half, ablated, peers in (
+        ("cifar", "cifar10_short", "cifar10_half", "cifar10_short", "paper,strong"),
+        ("wikitext", "wikitext2_short", "wikitext2_half", "wikitext2_ablate", "paper,strong,muon"),
     ):
         raced = (f"{TASKS}:{short}", "--adapt", "none", "--against", peers)
         yield from _races(f"{kind}-recipes", f"{short}, S, P1 to P3", raced, _FIVE, 7.5, whole=True)
         freed = (f"{TASKS}:{half}", "--no-peers", "--adapt", "learning-rate")
         yield from _races(f"{kind}-freed", f"{half}, S and F", freed, _FIVE, 8, whole=True)
-        task = f"{TASKS}:{short}"
+        task = f"{TASKS}:{ablated}"
         yield from _growing(
             f"{kind}-ablate",
-            f"{short}, races of each change",
+            f"{ablated}, races of each change",
             _FIVE,
             lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),  # type: ignore[misc]
             result=f"{kind}-ablate/report.json",
-            minutes=5,
+            minutes=7,
             needs=("command ablate",),
         )
     yield from _growing(

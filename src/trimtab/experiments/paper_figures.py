@@ -33,7 +33,7 @@ IMAGES = Workload(
 TOKENS = Workload(
     "WikiText-2, GPT-2 Small",
     ("wikitext2_gpt2",),
-    ("wikitext2_gpt", "wikitext2_gpt_short", "wikitext2_gpt_half"),
+    ("wikitext2_gpt", "wikitext2_gpt_short", "wikitext2_gpt_half", "wikitext2_gpt_ablate"),
 )
 
 
