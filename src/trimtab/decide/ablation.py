@@ -104,8 +104,9 @@ class Design:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """The changes that are told two by two; of two changes alone the plan is their pair."""
-        return tuple(itertools.combinations(self.changes, 2)) if self.pairwise and len(self.changes) > 2 else ()
+        """The changes that are told two by two; of two the plan is the pair, of three each pair is one left out."""
+        told = self.pairwise or len(self.changes) == 3
+        return tuple(itertools.combinations(self.changes, 2)) if told and len(self.changes) > 2 else ()
 
 
 def plans_of(plan: Plan, design: Design, reference: Reference) -> tuple[dict[str, Plan], dict[str, str]]:

@@ -102,26 +102,45 @@ def ablate(
     adapt = ("learning_rate",) if settings.adapt else ()
     how = {"adapt": adapt, "strong": False, "budget": budget, "progress": progress}
     plans = kept.plans(partial(make_plans, task, data, device, **how)) if plan is None else Plans({"S": plan})
-    chosen = plans.plans.get("F", plans.plans["S"])
+    chosen = _whole(plans)
     design = Design(changes_of(chosen, task.reference), settings.pairwise)
     if not design.changes:
         return nothing_to_ablate(task, data, chosen, command)
-    arms, refusals = plans_of(chosen, design, task.reference)
+    raced = _raced(task, kept, plans, design, settings, budget, begun)
+    where = placement_of(data, device)
+    lies = (f"training data in the races: {where.reason}",) if where.changed else ()
+    return summarise(task, data, raced, command, (*lies, *read_back(done, len(raced.races), out)))
+
+
+def _raced(
+    task: Task,
+    kept: RaceFolder,
+    plans: Plans,
+    design: Design,
+    settings: AblateSettings,
+    budget: Budget,
+    begun: float,
+) -> Raced:
+    """Run every arm that can be: its peak, then the races."""
+    plan = _whole(plans)
+    arms, refusals = plans_of(plan, design, task.reference)
     makes = _loops(arms, task.budget_rows)
     facts = kept.facts([Entry(name, make, task.budget_rows) for name, make in makes.items()], peaks_alone=arms)
     refusals |= {name: fact.error for name, fact in facts.items() if fact.error}
+    step_s = reference_s(plans, facts)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
         is_brief = settings.is_brief(seed)
-        rows = lengths(task, reference_s(plans, facts), quick=settings.quick, brief=is_brief)
+        rows = lengths(task, step_s, quick=settings.quick, brief=is_brief)
         entries = _entries(task, design, makes, rows.few if is_brief else task.budget_rows, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
-    where = placement_of(data, device)
-    lies = (f"training data in the races: {where.reason}",) if where.changed else ()
-    notes = (*lies, *read_back(done, len(races), out))
-    raced = Raced(chosen, design, races, facts, refusals, budget)
-    return summarise(task, data, raced, command, notes)
+    return Raced(plan, design, races, facts, refusals, budget)
+
+
+def _whole(plans: Plans) -> Plan:
+    """Return the plan that is taken apart: with all that it was let change."""
+    return plans.plans.get("F", plans.plans["S"])
 
 
 def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:

@@ -11,6 +11,7 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Mark, Plan
 from trimtab.core.units import format_bytes
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments import notes as noted
 from trimtab.experiments import stats
 from trimtab.experiments.ablation import ALONE, WITHIN, AblatedArm, Ablation, Change, Effect
@@ -20,8 +21,6 @@ from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.race_folder import environment_of
 from trimtab.tasks.task import Task, TaskData
-
-_CANNOT = {ALONE: "cannot stand alone", WITHIN: "cannot be taken out"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Seq
         data,
         plan,
         command,
-        headline=headline(changes, effects, whole),
+        headline=headline(changes, effects, whole, evidence.interaction_control),
         num_seeds=len(raced.races),
         changes=changes,
         arms=tuple(_arm(name, label, task, raced) for name, label in labels.items()),
@@ -140,13 +139,17 @@ def _tier(plan: Plan, name: str) -> str:
 
 def _refusals(raced: Raced, change: str) -> dict[str, str]:
     """Return why a change could not be tried in a setting, where one of that setting's two arms has no figures."""
-    failed, found = raced.failed, {}
-    settings = {ALONE: raced.design.alone(change)}
-    if len(raced.design.changes) > 1:
-        settings[WITHIN] = raced.design.within(change)
-    for setting, arms in settings.items():
-        if reason := next((failed[arm] for arm in arms if arm in failed), ""):
-            found[setting] = f"{_CANNOT[setting]}: {reason}"
+    failed, design, found = raced.failed, raced.design, {}
+    arm, loop = design.alone(change)
+    if loop in failed:
+        found[ALONE] = f"was not tried alone, as the engine with nothing changed failed: {failed[loop]}"
+    if arm in failed:
+        found[ALONE] = f"cannot stand alone: {failed[arm]}"
+    plan, without = design.within(change)
+    if len(design.changes) > 1 and plan in failed:
+        found[WITHIN] = f"was not tried in the plan, which failed: {failed[plan]}"
+    elif len(design.changes) > 1 and without in failed:
+        found[WITHIN] = f"cannot be taken out: {failed[without]}"
     return found
 
 
@@ -179,7 +182,7 @@ def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -
         found.append("One change: alone and in the plan are the same, and there is nothing to interact with.")
     if all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: quality was not measured.")
-    timed = sum(effect.ratio.n > 1 for effect in effects)
+    timed = sum(effect.ratio.n >= MIN_PAIRS_FOR_VERDICT for effect in effects)
     if timed > 1:
         found.append(
             f"{timed} effects with 95% intervals, each of its own: of those whose truth is nothing, about one in "

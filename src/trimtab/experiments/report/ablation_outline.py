@@ -24,7 +24,6 @@ from trimtab.experiments.report.document import (
 from trimtab.experiments.report.key_figures import tile_of
 from trimtab.experiments.report.outline import facts
 from trimtab.experiments.report.tables import tier_title
-from trimtab.experiments.result import Ratio
 
 if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
     from trimtab.experiments.report.drawing import Drawing
@@ -99,8 +98,8 @@ def _sections(ablation: Ablation) -> tuple[Section, ...]:
 
 def _measured(ablation: Ablation) -> Iterator[Section]:
     yield Section("The plan as a whole", tuple(_whole(ablation)), brief=True)
-    read = (Paragraph(READ), Paragraph(_resolution(ablation)))
-    yield Section("What each change is worth", (*read, *_effects(ablation)), brief=True)
+    read = (Paragraph(READ), *_effects(ablation), tables.control_table(ablation))
+    yield Section("What each change is worth", read, brief=True)
     if pairs := tuple(_pairs(ablation)):
         yield Section("Two by two", pairs, brief=True)
     yield Section("Every arm as it ran", tuple(_arms(ablation)), brief=True)
@@ -110,32 +109,6 @@ def _whole(ablation: Ablation) -> Iterator[Block]:
     for tier in tables.tiers_of(ablation.whole) or ("S",):
         yield Heading(tier_title(tier))
         yield tables.whole_table(ablation, tier)
-    if (whole := ablation.effect("", INTERACTION)) is not None:
-        value, interval = say.estimate(whole.ratio, say.ratio)
-        verdict = say.honest(whole.verdict, whole.ratio.n)
-        yield Paragraph(
-            f"All changes together, over the product of each alone: {value} (95% interval {interval}, n = "
-            f"{whole.ratio.n}); {verdict.kind}."
-        )
-
-
-def _resolution(ablation: Ablation) -> str:
-    """Say what can be told from nothing, in each setting."""
-    found = [(tables.named(ablation, row.against), row.ratio) for row in ablation.controls]
-    if ablation.interaction_control is not None:
-        found.append(("What two runs of the same loops are worth together over apart", ablation.interaction_control))
-    if not found:
-        return "Resolution: not measured (no A/A control ran), so small effects cannot be told from noise."
-    said = "; ".join(
-        f"{what}{'' if ' ' in what and 'over' in what else ' against itself'}: {_figures(ratio)}"
-        for what, ratio in found
-    )
-    return f"Resolution. {said}. An effect inside these intervals cannot be told from noise."
-
-
-def _figures(ratio: Ratio) -> str:
-    value, interval = say.estimate(ratio, say.ratio)
-    return f"{value} (95% interval {interval}, n = {ratio.n})"
 
 
 def _effects(ablation: Ablation) -> Iterator[Block]:

@@ -8,14 +8,16 @@ from trimtab.core.units import format_seconds
 from trimtab.experiments.ablation import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import RatioRow
+from trimtab.experiments.result import RatioRow, Verdict
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
+_ALL = ("all changes", "together, over each alone")
 _READ = {
     "throughput": "Above 1 is faster.",
     "peak_memory": "Below 1 is better. Counted, so that there is no interval.",
     "final_metric_difference": "Above 0 is better. After the same rows, paired by seed.",
 }
+_NOT_TRIED = Verdict("no verdict", "it could not be tried so")
 _COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
 
 
@@ -25,42 +27,62 @@ def whole_table(ablation: Ablation, tier: str) -> Table:
     return Table(
         title="",
         columns=("Measure", *_COLUMNS),
-        rows=tuple((say.measure_of(row.metric, ablation.metric).capitalize(), *_cells(row, ablation)) for row in rows),
+        rows=tuple((_capital(say.measure_of(row.metric, ablation.metric)), *_cells(row, ablation)) for row in rows),
         empty="The plan as a whole was not timed.",
         note="Throughput: above 1 is better. Peak memory: below 1 is better.",
         numeric=_COLUMNS[:3],
-        groups=tuple(f"{named(ablation, row.arm)} against {named(ablation, row.against)}" for row in rows),
+        groups=tuple(f"{_capital(_label(ablation, row.arm))} against {_label(ablation, row.against)}" for row in rows),
     )
 
 
-def named(ablation: Ablation, name: str) -> str:
-    """Return what an arm is called."""
-    label = next((arm.label for arm in ablation.arms if arm.name == name), name)
-    return say.one_line(label[:1].upper() + label[1:])
+def control_table(ablation: Ablation) -> Table:
+    """Return what each loop is against itself: what an effect has to be clear of."""
+    found = [(f"{_capital(_label(ablation, row.against))}, against itself", row.ratio) for row in ablation.controls]
+    if ablation.interaction_control is not None:
+        found.append(("Both of them together, over apart", ablation.interaction_control))
+    return Table(
+        title="What can be told from nothing",
+        columns=("A/A control", *_COLUMNS[:3]),
+        rows=tuple((what, *say.estimate(ratio, say.ratio), str(ratio.n)) for what, ratio in found),
+        empty="No A/A control ran, so small effects cannot be told from noise.",
+        note="Throughput. An effect inside its control's interval cannot be told from noise: of the loop for what is "
+        "alone, of the plan for what is in it, of both for what is over alone.",
+        numeric=_COLUMNS[:3],
+    )
+
+
+def _label(ablation: Ablation, name: str) -> str:
+    return say.one_line(next((arm.label for arm in ablation.arms if arm.name == name), name))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
     """Return what each change of a tier is worth by one measure: alone, in the plan, and the one over the other."""
-    changes = [change for change in ablation.changes if change.tier == tier]
-    lines = [(change, line) for change in changes for line in _lines(ablation, change, measured)]
+    lines = [line for change in ablation.changes if change.tier == tier for line in _lines(ablation, change, measured)]
+    whole = ablation.effect("", INTERACTION, measured)
+    if whole is not None and whole.tier == tier:
+        lines.append((*_ALL, *_cells(whole, ablation)))
+    before = ["", *(line[0] for line in lines)]
     return Table(
-        title=say.measure_of(measured, ablation.metric).capitalize(),
-        columns=("Change", *_COLUMNS),
-        rows=tuple(line for _, line in lines),
+        title=_capital(say.measure_of(measured, ablation.metric)),
+        columns=("Change", "Setting", *_COLUMNS),
+        rows=tuple(("" if line[0] == name else line[0], *line[1:]) for name, line in zip(before, lines, strict=False)),
         empty="Not measured.",
         note=_READ[measured],
         numeric=_COLUMNS[:3],
-        groups=tuple(say.one_line(change.says) for change, _ in lines),
     )
 
 
 def _lines(ablation: Ablation, change: Change, measured: str) -> Iterator[tuple[Cell, ...]]:
     for setting, words in _SETTINGS.items():
-        effect = ablation.effect(change.name, setting, measured)
+        effect, name = ablation.effect(change.name, setting, measured), say.one_line(change.says)
         if effect is not None:
-            yield (words, *_cells(effect, ablation))
+            yield (name, words, *_cells(effect, ablation))
         elif setting in change.refusals:
-            yield (words, say.one_line(change.refusals[setting]), "", "", "")
+            yield (name, words, "none", "see the notes", "0", _NOT_TRIED)
 
 
 def _cells(row: RatioRow | Effect, ablation: Ablation) -> tuple[Cell, ...]:
@@ -72,7 +94,7 @@ def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
     """Return what two changes are worth together, over the product of each alone."""
     found = [e for e in ablation.effects if e.other and (e.metric, e.tier) == (measured, tier)]
     return Table(
-        title=say.measure_of(measured, ablation.metric).capitalize(),
+        title=_capital(say.measure_of(measured, ablation.metric)),
         columns=("Changes", *_COLUMNS),
         rows=tuple((_pair(ablation, effect), *_cells(effect, ablation)) for effect in found),
         empty="No two changes were run together.",
@@ -95,7 +117,7 @@ def raw_table(ablation: Ablation, tier: str) -> Table:
         rows=tuple(
             (
                 say.measure_of(e.metric, ablation.metric),
-                _SETTINGS[e.setting],
+                _SETTINGS[e.setting] if e.change and not e.other else _ALL[1],
                 say.raw_pairs(e.ratio, say.words_of(e.metric, ablation.unit)),
             )
             for e in rows
@@ -107,7 +129,7 @@ def raw_table(ablation: Ablation, tier: str) -> Table:
 
 
 def _of(ablation: Ablation, effect: Effect) -> str:
-    return _pair(ablation, effect) if effect.change else "all changes, over each alone"
+    return _pair(ablation, effect) if effect.change else ", ".join(_ALL)
 
 
 def arm_table(ablation: Ablation) -> Table:
