@@ -1,6 +1,6 @@
 """The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
 
-`python benchmarks/evaluation.py --size cpu|gpu|tiny [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is not
+`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is not
 done yet, in order, and then says how the goals stand. `--dry-run` lists the slices and runs nothing, `--summary` says
 how the goals stand and runs nothing, `--json` prints it as one object.
 
@@ -32,7 +32,7 @@ from evaluation_slices import HALF, SIZES, TASKS, Slice, slices
 
 from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
-from trimtab.core.errors import FormatError, TrimtabError
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.experiments.evaluation import MACHINE, Run
 from trimtab.experiments.evaluation_files import KINDS, RECORD, read_runs
 from trimtab.experiments.report import write_evaluation
@@ -99,7 +99,7 @@ class Place:
 def main() -> None:
     """Run what is not done, and say how the goals stand."""
     parser = command.parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, required=True, help="of tasks: for two cores, for a GPU, or a trial")
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="of tasks: for two cores, for a GPU, or a trial")
     parser.add_argument("--slice-minutes", type=float, default=9.0, help="after which a slice is ended")
     parser.add_argument("--most", type=int, help="slices to run now; all by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these slices or their folders")
@@ -109,15 +109,15 @@ def main() -> None:
     options = parser.parse_args()
     try:
         number("--slice-minutes", options.slice_minutes, low=0, open_low=True)
-        wanted = chosen(slices("tiny" if options.quick else options.size), options.only)
-        place = here(options.folder)
+        size = "tiny" if options.quick else options.size
+        wanted, place = chosen(slices(size), options.only), here(size, options.folder)
         if options.dry_run:
             print("\n".join(listed(wanted, place)))
             return
         if not options.summary:
             for line in run_slices(wanted, place, 60 * options.slice_minutes, options.most):
                 print(line, file=sys.stderr, flush=True)
-        found = summary(options.size, wanted, place)
+        found = summary(size, wanted, place)
         print(json.dumps(found) if options.json else "\n".join(text(found)))
     except TrimtabError as error:
         sys.exit(f"evaluation: {error}")
@@ -136,11 +136,11 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
-def here(folder: Path | None = None) -> Place:
-    """Return this machine, with a folder that is its own.
+def here(size: str, folder: Path | None = None) -> Place:
+    """Return this machine, with a folder that is its own; a trial's is not among the results.
 
     Raises:
-        FormatError: the folder is of another machine.
+        FormatError: the folder is of another machine. ValueGivenError: its GPU would train what is for its processor.
     """
     import torch
 
@@ -148,11 +148,20 @@ def here(folder: Path | None = None) -> Place:
     from trimtab.measure.meters import find_meter
 
     found, gpus = environment(), torch.cuda.device_count()
+    refuse_gpu(size, gpus)
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
-    folder = folder or HERE / "results" / f"evaluation-{slug(found, gpus)}"
+    results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
+    folder = folder or results / f"evaluation-{slug(found, gpus)}"
     claim(folder, found)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
     return Place(folder, found, gpus, not meter.facts.is_absent, names)
+
+
+def refuse_gpu(size: str, num_gpus: int) -> None:
+    """Raise where loops would run on a GPU that are to be measured on the processor."""
+    if size == "cpu" and num_gpus:
+        way_out = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
+        raise ValueGivenError("--size", given="cpu on a machine with a GPU", expected="gpu", way_out=way_out)
 
 
 def slug(found: Mapping[str, str], gpus: int = 0) -> str:
@@ -251,8 +260,8 @@ def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None,
     """Return (exit status, output, errors); no status of what had to be ended, with all that it started."""
     paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    pipe, own = subprocess.PIPE, {"start_new_session": True}
-    with subprocess.Popen(argv, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, **own) as process:  # type: ignore[call-overload]
+    how = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, start_new_session=True, **how) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

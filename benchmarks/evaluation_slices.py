@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 TASKS = "{tasks}"  # stands for the file of `evaluation_tasks`
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
@@ -67,11 +68,11 @@ def _races(
 
 
 def _growing(
-    name: str, says: str, counts: tuple[int, ...], make: Callable[[int], tuple[str, ...]], **how: object
+    name: str, says: str, counts: tuple[int, ...], make: Callable[[int], tuple[str, ...]], **how: Any
 ) -> Iterator[Slice]:
     """Yield a command with more and more of something."""
     for count in counts:
-        yield Slice(f"{name}-{count}", f"{says}: {count}", (*make(count), "--out", name), **how)  # type: ignore[arg-type]
+        yield Slice(f"{name}-{count}", f"{says}: {count}", (*make(count), "--out", name), **how)
 
 
 _FIVE = (1, 2, 3, 4, 5)
@@ -91,7 +92,7 @@ def _cpu() -> Iterator[Slice]:
             f"{kind}-ablate",
             f"{ablated}, races of each change",
             _FIVE,
-            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),  # type: ignore[misc]
+            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),
             result=f"{kind}-ablate/report.json",
             minutes=7,
             needs=("command ablate",),
@@ -127,7 +128,7 @@ def _gpu() -> Iterator[Slice]:
             f"{kind}-ablate",
             f"{task}, races of each change",
             _FIVE,
-            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),  # type: ignore[misc]
+            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),
             result=f"{kind}-ablate/report.json",
             minutes=4,
             needs=("gpu", "command ablate"),
@@ -136,7 +137,7 @@ def _gpu() -> Iterator[Slice]:
             f"{kind}-scale",
             f"{task} on 1, 2 and 4 ranks, rounds",
             _FIVE,
-            lambda rounds, task=task: ("scale", task, "--ranks", "1,2,4", "--rounds", str(rounds), "--scaling", "weak"),  # type: ignore[misc]
+            lambda rounds, task=task: ("scale", task, "--ranks", "1,2,4", "--rounds", str(rounds), "--scaling", "weak"),
             result=f"{kind}-scale/scaling.json",
             minutes=6,
             needs=("gpu", "4 gpus"),

@@ -1,8 +1,8 @@
 """Tasks of the evaluation on two cores: the small tasks with fewer rows, so that a whole race ends within nine minutes.
 
 `_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too. `_half`: longer, so
-that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: of half the rows a step, for a race of a dozen arms. Which rungs are in reach of
-which recipe is not known beforehand.
+that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: of half the rows a
+step, for a race of a dozen arms. Which rungs are in reach of which recipe is not known beforehand.
 """
 
 from __future__ import annotations

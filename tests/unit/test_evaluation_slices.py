@@ -12,7 +12,7 @@ import typer
 
 from trimtab.cli.entry import app
 from trimtab.core.codec import read_json, to_json
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Measured, Plan
 from trimtab.experiments.evaluation_findings import of_comparison
 from trimtab.tasks import load_task
@@ -200,6 +200,13 @@ def test_a_machine_has_a_folder_of_its_own(evaluation, place):
         evaluation.claim(place.folder, HERE)
     assert evaluation.slug(HERE) == "epyc-avx2-2core"
     assert evaluation.slug({"cpu": "Intel(R) Xeon(R) CPU", "gpu": "NVIDIA H200"}, 1) == "h200-x1"
+
+
+def test_a_gpu_does_not_train_what_is_measured_on_the_processor(evaluation):
+    with pytest.raises(ValueGivenError, match="CUDA_VISIBLE_DEVICES="):
+        evaluation.refuse_gpu("cpu", 1)
+    evaluation.refuse_gpu("cpu", 0)
+    evaluation.refuse_gpu("gpu", 1)
 
 
 def test_a_command_is_made_where_it_runs(evaluation, place, listed):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Pat
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
     """
-    return _write(_document(found), to_json(found, indent=1), "report", directory)
+    return _write(partial(_document, found), partial(to_json, found, indent=1), "report", directory)
 
 
 def write_evaluation(runs: Sequence[Run], directory: Path, command: str) -> dict[str, Path]:
@@ -40,15 +41,20 @@ def write_evaluation(runs: Sequence[Run], directory: Path, command: str) -> dict
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
     """
-    values = json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
-    return _write(evaluation_outline.document(runs, command), values, "evaluation", directory)
+
+    def values() -> str:
+        return json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
+
+    return _write(partial(evaluation_outline.document, runs, command), values, "evaluation", directory)
 
 
-def _write(document: Document, values: str, stem: str, directory: Path) -> dict[str, Path]:
+def _write(make: Callable[[], Document], values: Callable[[], str], stem: str, directory: Path) -> dict[str, Path]:
+    # What draws is missing before anything is made, not after.
     from trimtab.experiments.report.html import html_page
     from trimtab.experiments.report.markdown import markdown_page
 
-    texts = {"html": html_page(document), "md": markdown_page(document), "json": values + "\n"}
+    document = make()
+    texts = {"html": html_page(document), "md": markdown_page(document), "json": values() + "\n"}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     paths = {kind: directory / f"{stem}.{kind}" for kind in texts}
