@@ -1,7 +1,7 @@
 """The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
 
-`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is not
-done yet, in order, and then says how the goals stand. `--dry-run` lists the slices and runs nothing, `--summary` says
+`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is
+not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices and runs nothing, `--summary` says
 how the goals stand and runs nothing, `--json` prints it as one object.
 
 Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice, written
