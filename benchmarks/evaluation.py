@@ -1,8 +1,8 @@
 """The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
 
 `python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is
-not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices and runs nothing, `--summary` says
-how the goals stand and runs nothing, `--json` prints it as one object.
+not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices, `--summary` says how the goals
+stand; neither runs anything. `--json` prints the summary as one object.
 
 Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice, written
 whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice that is done
