@@ -411,6 +411,18 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
 
+    trimtab("train", "tiny:task", "--steps", 2, "--record", "run.jsonl")
+    several = trimtab("report", "out", "run.jsonl")
+    assert (several.code, several.err) == (0, "")
+    assert several.out.rstrip().endswith("report: runs/report/evaluation.html")
+    rows = trimtab("report", "out", "run.jsonl", "--out", "page", "--json").json["rows"]
+    assert {row["status"] for row in rows if row["metric"] == "claim"} == {"not measured"}  # a task of our own
+    assert {row["run"] for row in rows if "run" in row} == {"out", "run.jsonl"}
+    assert {path.suffix for path in (tmp_path / "page").iterdir()} == {".html", ".md", ".json"}
+    assert trimtab("report", "out", "--paper", "--json").json["name"] == "report"
+    explained(trimtab("report", "out", "tiny.py"), "tiny.py: given text that is not JSON")
+    explained(trimtab("report", "out", "."), "a folder that holds no result")
+
 
 @pytest.mark.parametrize(
     ("given", "said"),

@@ -32,6 +32,19 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
     typer.echo(f"report: {paths['html']}")
 
 
+def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
+    """Write the page of several runs to a folder, and print it."""
+    from trimtab.experiments.evaluation_rows import evaluation_object
+    from trimtab.experiments.report import terminal_evaluation, write_evaluation
+
+    paths = write_evaluation(runs, folder, command)
+    if as_json:
+        print_json(evaluation_object(runs, command))
+        return
+    _print_rich(terminal_evaluation(runs, command))
+    typer.echo(f"report: {paths['html']}")
+
+
 def _print_rich(renderable: Any) -> None:
     from rich.console import Console
 

@@ -20,7 +20,7 @@ from trimtab.cli.options import (
     refuse_adapt,
     refuse_memory,
 )
-from trimtab.cli.printing import print_json, write_and_show
+from trimtab.cli.printing import print_json, write_and_show, write_and_show_evaluation
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -157,16 +157,27 @@ def scale(
 
 
 def report(
-    source: Annotated[
-        Path,
-        typer.Argument(help="a comparison's or ablation's folder or report.json, or a run's record (.jsonl)"),
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="folders or files of compare, ablate or scale, or runs' records (.jsonl)"),
     ],
-    out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder; default: where one run came from, runs/report of more")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="of one run too the page that several get: beside the paper's claims")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a comparison's or an ablation's report again (HTML, Markdown, JSON) and print it; of a record, its page."""
+    """Put several runs on one page, beside what the paper claims; write one run's own report again."""
+    from trimtab.experiments.evaluation_files import read_runs
     from trimtab.experiments.report import read_report
 
+    if paper or len(runs) > 1:
+        command = shlex.join(["trimtab", *sys.argv[1:]])
+        write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)
+        return
+    (source,) = runs
     if source.suffix == ".jsonl":
         _write_run_page(source, out or source.parent, as_json=as_json)
         return

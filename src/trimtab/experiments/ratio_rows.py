@@ -71,9 +71,9 @@ def quality_row(
         mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
         common = mine.keys() & yours.keys()
         if tier == "F" and mine and yours:
-            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
+            differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
         elif tier != "F" and common:
-            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
+            differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None
     interval = mean_interval(differences)
@@ -82,7 +82,8 @@ def quality_row(
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 
-def _difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+def difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+    """Return how much better ours is, in points of a share or a percentage, else in percent of theirs."""
     better = ours - theirs if higher_is_better else theirs - ours
     if unit == "relative":
         return 100.0 * better / abs(theirs) if theirs else math.nan

@@ -75,8 +75,8 @@ class Document:
     """A report.
 
     Args:
-        kind: "comparison" or "ablation", of the `task`. verdict: read first. byline: of what it is. draw: returns the
-            drawing of a picture.
+        kind: "comparison" or "ablation" of the `task`, or "evaluation" of several. verdict: read first.
+            byline: of what it is. draw: returns the drawing of a picture.
     """
 
     kind: str

@@ -25,6 +25,7 @@ from trimtab.experiments.result import Verdict
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_BADGES = {"gain": "gain", "pass": "gain", "harm": "harm", "fail": "harm"}
 _MAX_ASIDE = 12
 _TIGHT = 26  # characters of a cell that stays on one line
 _LONG_WORD = 22
@@ -67,8 +68,7 @@ def _header(document: Document) -> str:
 
 
 def _badge(kind: str) -> str:
-    known = kind if kind in ("gain", "harm") else "other"
-    return f'<span class="badge {known}">{escape(kind, 24)}</span>'
+    return f'<span class="badge {_BADGES.get(kind, "other")}">{escape(kind, 24)}</span>'
 
 
 def _tiles(tiles: tuple[Tile, ...]) -> str:

@@ -23,7 +23,7 @@ except ImportError as error:
         way_out="Run `pip install trimtab[cli]`.",
     ) from error
 
-_STYLES = {"gain": "bold green", "harm": "bold red"}
+_STYLES = {"gain": "bold green", "pass": "bold green", "harm": "bold red", "fail": "bold red"}
 
 
 def terminal_view(document: Document) -> RenderableType:
