@@ -15,6 +15,8 @@ from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.subject import Subject
+from trimtab.checkpoint.kept_run import kept
+from trimtab.checkpoint.settings import Checkpoints
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
@@ -31,7 +33,7 @@ from trimtab.distributed.exchange import has_peers
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
-from trimtab.measure.energy import Meter
+from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
@@ -192,6 +194,7 @@ def plan(
     blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     metering: Metering | None = None,
+    rehearse: bool = True,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
@@ -211,6 +214,7 @@ def plan(
         batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
             measures: `BatchRule("fixed")`.
         data: training batches, as in `profile`, and to train on a little; needed with "learning_rate" and "optimizer".
+        rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
         The rest as in `profile`.
 
     Raises:
@@ -268,7 +272,7 @@ def plan(
         return made(measured()).plan
     clips = None if reference is None else reference.clip_norm
     rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
-    return plan_together(of_rank, next(model.parameters()).device, rehearsal)
+    return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
 
 
 def default_rule(plan: Plan) -> BatchRule:
@@ -288,7 +292,8 @@ def start(
     out_of_memory: str | None = None,
     stop: Stop | None = None,
     record: RecordWriter | None = None,
-    meter: Meter | None = None,
+    energy: EnergyClock | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -303,7 +308,8 @@ def start(
             statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
-        meter: what counts joules for that record, about once in ten seconds; None: they are not in it.
+        energy: what counts joules for that record, a line about every ten seconds; None: they are not in it.
+        checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -312,8 +318,8 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    if meter is not None and record is None:
-        raise ValueGivenError("meter", given="a meter without a record", expected="record=..., which its joules go to")
+    if energy is not None and record is None:
+        raise ValueGivenError("energy", given="a clock without a record", expected="record=..., which its joules go to")
     backend = backend_of(
         model,
         plan,
@@ -329,18 +335,12 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
-    return Run(
-        model,
-        optimizer,
-        plan,
-        total_samples=total_samples,
-        total_tokens=total_tokens,
-        clip_norm=clip_norm,
-        nonfinite=nonfinite,
-        out_of_memory=out_of_memory,
-        stop=_typed("stop", stop, Stop, None),
-        backend=backend,
-        recorder=None if record is None else Recorder(record, meter),
+    options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
+    options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
+    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
+    settings: Checkpoints | None = _typed("checkpoints", checkpoints, Checkpoints, None)
+    return (
+        Run(model, optimizer, plan, **options) if settings is None else kept(settings, model, optimizer, plan, options)
     )
 
 

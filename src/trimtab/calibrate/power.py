@@ -66,15 +66,16 @@ class Power:
         with subject.start(arm.candidate) as run:
             _step(run, subject)
             synchronize(subject.device)
-            laps = EnergyClock(self.meter)
+            clock = EnergyClock(self.meter)
+            clock.start()
             steps = max(1, math.ceil(WINDOW_S / max(arm.first_s, 1e-6)))
-            while laps.seconds < WINDOW_S:
+            while clock.seconds < WINDOW_S:
                 for _ in range(steps):
                     _step(run, subject)
-                    laps.tick()
+                    clock.tick()
                 synchronize(subject.device)
                 steps = max(1, steps // 8)
-            return laps.lap().watts
+            return clock.read().watts
 
 
 def _step(run: Run, subject: Subject) -> None:

@@ -23,6 +23,9 @@ WithoutMeter = Annotated[
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
+Rehearse = Annotated[
+    bool, typer.Option(help="whether several ranks run plans before one is chosen; else by what is predicted")
+]
 Adapt = Annotated[
     str | None,
     typer.Option(help="what a plan may change beyond the same maths: learning-rate, optimizer, batch; a,b for several"),

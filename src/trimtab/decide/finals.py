@@ -38,11 +38,14 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
 
     Rivals come in the order in which they were predicted. The first that is clearly better than the reference leads,
     until another is clearly better than it; one that changes less takes its place unless it is clearly worse; and so
-    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead.
+    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead. It stays where
+    energy is weighed and its own was lost: nobody can be told from it, and that speaks for nobody.
     """
     reference, *rivals = [trial for trial in profile.stage(stage) if not trial.control]
     control = control_interval(profile, stage, objective)
-    must_leave = _refusal(profile, reference, budget, objective)
+    must_leave = _refusal(profile, reference, budget)
+    if must_leave is None and unknown_energy(reference.energy_j, budget, objective) is not None:
+        return Outcome(reference, reference, control)
     fitting = [trial for trial in rivals if _refusal(profile, trial, budget, objective) is None]
     if must_leave is not None and not fitting:
         return None
@@ -76,8 +79,12 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
     return Outcome(winner, reference, control, must_leave)
 
 
-def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective) -> str | None:
-    """Return why a trial cannot win: also where its settings failed before, or what is weighed is not known."""
+def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> str | None:
+    """Return why a trial cannot win: also where its settings failed before, or what is weighed is not known.
+
+    Args:
+        objective: what is weighed; None: a weight is no matter, a limit is.
+    """
     known = unfit(trial, budget) or unknown_energy(trial.energy_j, budget, objective)
     return profile.error_of(trial.candidate) or known
 

@@ -216,7 +216,8 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
 def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, ...]:
     """Return those that nobody beats in both time and memory, and energy where that counts; the fastest first.
 
-    Of those that can be chosen; and, with why they cannot, of all that ran or may run.
+    What is not known of a point cannot be weighed against others: it is on no front that it counts for. Of
+    those that can be chosen; and, with why they cannot, of all that ran or may run.
     """
     fitting = _unbeaten([point for point in found if point.refusal is None], with_energy)
     alive = [point for point in found if not point.has_failed]
@@ -230,6 +231,7 @@ def _by_time(point: Point) -> tuple[float, int, float]:
 
 def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
+    known = [point for point in known if not with_energy or point.cost.energy_j is not None]
     front: list[Point] = []
     for point in sorted(known, key=_by_time):  # whoever is after is no faster
         _, size, energy_j = _by_time(point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
@@ -65,7 +66,9 @@ def test_without_a_meter_no_joule_is_anywhere():
     assert all(trial.energy_j is None for trial in profile.trials)
     assert [cost.energy_j for cost in (plan.baseline, plan.predicted, plan.measured)] == [None] * 3
     assert all(point.energy_j is None for point in plan.front)
-    assert "J" not in str(plan).split("energy")[0].split("per step")[-1]
+    assert not re.search(r"\d m?J\b", str(plan))
+    metered = choose(measured(machine(), objective=BY_BOTH, can_retain=False), BY_BOTH, Budget())
+    assert re.search(r"\d m?J\b", str(metered))
 
 
 def test_a_weight_on_what_nothing_counted_is_refused():
@@ -160,3 +163,24 @@ def test_a_candidate_is_only_tried_against_the_loop_where_its_joules_promise_som
     finals = [stage for stage in by_energy.stages if stage.name.startswith("final")]
     assert all(candidate.precision == "fp32" for stage in finals for candidate in stage.candidates)
     assert candidate_of(planned(machine(), objective=BY_ENERGY, can_retain=False)).precision == "fp32"
+
+
+def test_a_reference_whose_joules_were_lost_stays():
+    """Nobody can be told from it by energy, and that speaks for nobody."""
+    thrifty = Machine(watts=lambda c: 60.0 if c.precision == "bf16" else 100.0, noise=0.002, speed={"bf16": 1.5})
+    found = measured(thrifty, objective=BY_ENERGY, can_retain=False)
+    assert choose(found, BY_ENERGY, Budget()).precision.value == "bf16"
+    reference = found.reference_candidate
+    lost = [replace(t, watts=()) if t.candidate == reference else t for t in found.trials]
+    plan = choose(replace(found, trials=tuple(lost)), BY_ENERGY, Budget())
+    assert plan.precision.value == "fp32"
+
+
+def test_what_is_not_known_is_on_no_front_that_it_counts_for():
+    found = space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
+    known = [point for point in found if point.refusal is None][:3]
+    cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
+    unknown = replace(known[0], cost=cost)
+    assert unknown not in space.front([*known, unknown], with_energy=True)
+    assert space.front(known, with_energy=True)
+    assert unknown in space.front([*known, unknown])

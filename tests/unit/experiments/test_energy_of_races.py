@@ -15,6 +15,7 @@ from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
 from trimtab.core.record import Event, RunRecord, read_record, write_record
 from trimtab.decide.statistics import ratio_interval
 from trimtab.distributed.alone import ALONE
+from trimtab.distributed.energy import RankMeter
 from trimtab.experiments import stats
 from trimtab.experiments.doctor import energy_finding
 from trimtab.experiments.energy_rows import METER, energy_row, energy_verdict, joules_to, meter_of, watts
@@ -22,7 +23,6 @@ from trimtab.experiments.race import Entry, race
 from trimtab.experiments.race_meter import RaceMeter
 from trimtab.experiments.target_rows import target_row
 from trimtab.measure.energy import GivenWatts
-from trimtab.measure.meters import Reads
 from trimtab.recipes.reference import ReferenceLoop
 
 CPU = torch.device("cpu")
@@ -117,8 +117,11 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     assert never.energy is None
 
 
+GIVEN = MeterFacts(Provenance.ESTIMATED, ("80 W, as given",))
+
+
 def test_a_race_counts_joules_of_each_block(tmp_path):
-    meter = RaceMeter(GivenWatts(80), Reads(True, False), ALONE)
+    meter = RaceMeter(RankMeter(GivenWatts(80), GIVEN, GIVEN), ALONE)
     entries = [Entry(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
     for found in race(entries, task, load_data(), 0, CPU, meter=meter):
         for event in found.events:

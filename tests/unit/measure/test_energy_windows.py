@@ -13,9 +13,10 @@ from meter_machine import Clock, Gpu, Library, Tree
 from trimtab.core.energy import Energy, Provenance, absent, summed
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
+from trimtab.distributed.energy import Seat, reads_of
 from trimtab.measure import meters
 from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
-from trimtab.measure.meters import Metering, Reads, Seat, find_meter, measurable, reads_of, with_idle
+from trimtab.measure.meters import Metering, Reads, find_meter, measurable, with_idle
 
 CPU = torch.device("cpu")
 
@@ -45,48 +46,68 @@ def counter():
     return Counter()
 
 
+def running(meter, clock) -> EnergyClock:
+    found = EnergyClock(meter, clock=clock)
+    found.start()
+    return found
+
+
+def lap(laps: EnergyClock) -> Energy:
+    """Return the lap until now: a clock's own ends at its last reading."""
+    laps.tick()
+    return laps.lap()
+
+
 def test_a_lap_is_joules_and_seconds_of_one_stretch(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = running(counter, clock)
     clock.now, counter.shows = clock.now + 2, 60.0
-    found = laps.lap()
+    found = lap(laps)
     assert (found.joules, found.seconds, found.watts) == (60.0, 2.0, 30.0)
     clock.now, counter.shows = clock.now + 1, 70.0
-    assert laps.lap().joules == 10.0
+    assert lap(laps).joules == 10.0
+    laps.pause()
     clock.now, counter.shows = clock.now + 5, 170.0
-    laps.restart()
+    laps.start()
     clock.now, counter.shows = clock.now + 1, 171.0
-    assert laps.lap().joules == 1.0
+    assert lap(laps).joules == 1.0
+    assert (laps.read().joules, laps.read().seconds) == (71.0, 4.0)
+
+
+def test_a_clock_that_was_not_started_knows_nothing(clock, counter):
+    laps = EnergyClock(counter, clock=clock)
+    assert (laps.lap().joules, laps.read().joules, laps.seconds) == (None, None, 0.0)
 
 
 def test_a_measured_window_below_a_second_says_nothing(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = running(counter, clock)
     clock.now, counter.shows = clock.now + 0.9, 60.0
-    found = laps.lap()
+    found = laps.read()
     assert (found.joules, found.provenance) == (None, Provenance.ABSENT)
-    assert "a window of 0.9 s" in found.reason
+    assert "0.9 s lie in windows of less than 1 s" in found.reason
 
 
 def test_a_counter_that_stands_still_is_no_zero(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = running(counter, clock)
     clock.now += 3
-    assert laps.lap().reason == "a counter stood still for 3 s"
+    assert laps.read().reason == "a counter stood still for 3 s"
 
 
 def test_a_lap_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = running(counter, clock)
     clock.now, counter.lost = clock.now + 1, "the GPU is lost"
     laps.tick()
     clock.now, counter.lost, counter.shows = clock.now + 1, "", 5.0
-    assert laps.lap().reason == "the GPU is lost"
+    assert lap(laps).reason == "the GPU is lost"
     clock.now, counter.shows = clock.now + 1, 9.0
-    assert laps.lap().joules == 4.0
+    assert lap(laps).joules == 4.0
     counter.lost = "gone for good"
     clock.now += 1
-    assert [laps.lap().reason for _ in range(2)] == ["gone for good"] * 2
+    assert lap(laps).reason == "gone for good"
+    assert laps.read().reason == "the GPU is lost; gone for good"  # of the whole
 
 
 def test_ticks_read_no_more_often_than_is_due(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = running(counter, clock)
     before = counter.reads
     for _ in range(100):
         clock.now += 0.05
@@ -95,9 +116,9 @@ def test_ticks_read_no_more_often_than_is_due(clock, counter):
 
 
 def test_watts_that_were_given_are_estimates_of_any_window(clock):
-    laps = EnergyClock(GivenWatts(250, clock), clock=clock)
+    laps = running(GivenWatts(250, clock), clock)
     clock.now += 0.5
-    found = laps.lap()
+    found = laps.read()
     assert (found.joules, found.provenance, found.sources) == (125.0, Provenance.ESTIMATED, ("250 W, as given",))
     assert "estimated" in found.describe()
 
@@ -110,11 +131,11 @@ def test_watts_that_are_none_are_refused(watts):
 
 def test_meters_of_several_devices_are_one_and_lost_together(clock):
     one, two = Counter(), Counter()
-    both = EnergyClock(SeveralMeters((one, two)), clock=clock)
+    both = running(SeveralMeters((one, two)), clock)
     clock.now, one.shows, two.shows = clock.now + 1, 3.0, 4.0
-    assert both.lap().joules == 7.0
+    assert lap(both).joules == 7.0
     clock.now, one.shows, two.lost = clock.now + 1, 8.0, "gone"
-    assert both.lap().reason == "gone"
+    assert lap(both).reason == "gone"
     assert SeveralMeters((one, GivenWatts(5))).provenance is Provenance.ESTIMATED
     assert SeveralMeters((one, NoMeter("none"))).provenance is Provenance.ABSENT
 
@@ -170,7 +191,7 @@ def on_gpu(tmp_path, monkeypatch):
     """Return what is found for a rank on a GPU of a machine with one package and two GPUs."""
     tree, library = Tree(tmp_path), Library([Gpu("GPU-a"), Gpu("GPU-b")])
     tree.add("intel-rapl:0", "package-0")
-    monkeypatch.setattr(meters, "_uuid", lambda index: "")
+    monkeypatch.setattr(meters, "uuid_of", lambda index: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def found(index=0, reads=None, root=tree.root, library=library):

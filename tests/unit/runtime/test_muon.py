@@ -168,6 +168,23 @@ def test_a_resumed_run_goes_on_to_the_bit(run_first):
     assert torch.equal(weights(resumed), weights(whole))
 
 
+def test_a_kept_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path):
+    whole, optimizer = loop()
+    with trimtab.start(whole, optimizer, MUON) as run:
+        train(run, batches(0, 6))
+    for steps in (3, 6):  # cut off after three; resumed, the loader's first three are passed over
+        model, optimizer = loop()
+        checkpoints = trimtab.Checkpoints(tmp_path / "run", every_steps=3)
+        with trimtab.start(model, optimizer, MUON, checkpoints=checkpoints) as run:
+            assert run.applied_steps == steps - 3
+            for window in run.windows(batches(0, 6)):
+                run.train_step(window, loss_fn)
+                if run.applied_steps == steps:
+                    run.checkpoint()
+                    break
+    assert torch.equal(weights(model), weights(whole))
+
+
 def test_a_checkpoint_outlives_the_plan():
     """Saved under Muon, gone on with under AdamW alone: it begins its moments of the matrices anew."""
     model, optimizer = loop()
