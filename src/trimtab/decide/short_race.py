@@ -98,7 +98,7 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
         told = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
         return Verdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
     effect = ratio_interval([pair.time for pair in pairs])
-    controls = [control for pair in pairs if (control := pair.control) is not None]
+    controls = [again for pair in pairs if (again := pair.control) is not None]
     control = ratio_interval(controls) if len(controls) == count > 1 else None
     told = f"{_in_words(ratio_interval([pair.samples for pair in pairs]))} fewer samples to the same loss, "
     told += f"{_in_words(effect)} less time"
