@@ -544,7 +544,10 @@ ERRORS = [
     (("ablate", "tiny:task", "--plan", "damaged.json", "--out", "out"), ("text that is not JSON",)),
     (("ablate", "tiny:task", "--plan", "other.json", "--out", "out"), ("64 rows per step", "the 32 of tiny")),
     (("ablate", "tiny:task", "--plan", "plan.json", "--memory", "1GiB"), ("--memory: given a limit with --plan",)),
-    (("ablate", "tiny:task", "--plan", "plan.json", "--adapt", "learning-rate"), ("--adapt", "a range test or a race trains")),
+    (
+        ("ablate", "tiny:task", "--plan", "plan.json", "--adapt", "learning-rate"),
+        ("--adapt", "a range test or a race trains"),
+    ),
     (("ablate", "tiny:task", "--adapt", "batch"), ("--adapt: given 'batch'",)),
     (("ablate", "tiny:task", "--quick", "--whole", "2"), ("quick: given whole races", "Leave out --quick")),
     (("ablate", "tiny:task", "--out", "plan.json"), ("which is a file", "plan.json")),
