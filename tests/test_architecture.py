@@ -24,6 +24,7 @@ LAYERS = (
     "runtime",
     "calibrate",
     "distributed",
+    "checkpoint",
     "api",
     "tasks",
     "recipes",
@@ -37,6 +38,7 @@ ONLY = {
         "trimtab.api",
         "trimtab.runtime",
         "trimtab.distributed",
+        "trimtab.checkpoint",
     },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
@@ -94,6 +96,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
+    "safetensors": {"trimtab.checkpoint.tensor_file"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}

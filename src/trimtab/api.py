@@ -16,6 +16,8 @@ from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.subject import Subject
+from trimtab.checkpoint.kept_run import kept
+from trimtab.checkpoint.settings import Checkpoints
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
@@ -306,6 +308,7 @@ def start(
     stop: Stop | None = None,
     record: RecordWriter | None = None,
     meter: Meter | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -321,6 +324,7 @@ def start(
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
         meter: what counts joules for that record, about once in ten seconds; None: they are not in it.
+        checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -346,19 +350,21 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
-    return Run(
-        model,
-        optimizer,
-        plan,
-        total_samples=total_samples,
-        total_tokens=total_tokens,
-        clip_norm=clip_norm,
-        nonfinite=nonfinite,
-        out_of_memory=out_of_memory,
-        stop=_typed("stop", stop, Stop, None),
-        backend=backend,
-        recorder=None if record is None else Recorder(record, meter),
-    )
+    options = {
+        "total_samples": total_samples,
+        "total_tokens": total_tokens,
+        "clip_norm": clip_norm,
+        "nonfinite": nonfinite,
+        "out_of_memory": out_of_memory,
+        "stop": _typed("stop", stop, Stop, None),
+        "backend": backend,
+        "recorder": None if record is None else Recorder(record, meter),
+    }
+    if _typed("checkpoints", checkpoints, Checkpoints, None) is None:
+        return Run(model, optimizer, plan, **options)
+    if exchange.num_ranks > 1 or exchange.has_peers:
+        raise ValueGivenError("checkpoints", given="one of several ranks", expected="a run of one process, for now")
+    return kept(checkpoints, model, optimizer, plan, options)
 
 
 def _adaptations(adapt: str | Collection[str] | None) -> frozenset[str]:

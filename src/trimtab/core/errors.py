@@ -9,6 +9,7 @@
     │   ├── LossError         the loss function's result is not a loss
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
+    │       └── DamagedError  a file is not as it was written
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
     ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
@@ -78,6 +79,10 @@ class LoopError(UsageError, RuntimeError):
 
 class FormatError(UsageError, ValueError):
     """A file or mapping is not what its schema says."""
+
+
+class DamagedError(FormatError):
+    """A file is not as it was written: cut short, changed, missing, or one too many."""
 
 
 class InfeasibleError(TrimtabError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.core.state_parts import loading_parts
+from trimtab.core.state_parts import Load, loading_parts
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -35,8 +35,17 @@ class Resumable:
         Raises:
             UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
         """
-        loading_parts(dict(self._parts()), state)()
-        self._note_precision("it was left before")
+        self.loading(state)()
+
+    def loading(self, state: Any) -> Load:
+        """Return what continues from `state_dict()`; errors as there."""
+        load_parts = loading_parts(dict(self._parts()), state)
+
+        def load() -> None:
+            load_parts()
+            self._note_precision("it was left before")
+
+        return load
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))

@@ -1,0 +1,235 @@
+"""A run that is kept: saved where it is due, gone on with where it was cut off, left where a signal asks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.checkpoint import envelope, journal
+from trimtab.checkpoint.background import Background
+from trimtab.checkpoint.journal import Journal
+from trimtab.checkpoint.run_lock import RunLock
+from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
+from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.signals import Signals
+from trimtab.checkpoint.steps import Found, committed, name_of, newest_good, put_aside, retain
+from trimtab.checkpoint.tensor_file import read_state, require_library, write_state
+from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
+from trimtab.core.codec import to_jsonable
+from trimtab.core.errors import FormatError, TrimtabError
+from trimtab.core.plan import Plan
+from trimtab.core.state_parts import Load, loading_parts
+from trimtab.core.stop import StopReason
+from trimtab.runtime.engine import Run
+from trimtab.runtime.keeping import Decided
+
+
+class KeptRun:
+    """The keeper of one run: `runtime.keeping.Keeper`.
+
+    Args:
+        plan: what is started.
+
+    Raises:
+        FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
+    """
+
+    keeps = True
+
+    def __init__(self, settings: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        require_library()
+        self._settings, self._plan = settings, plan
+        self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
+        self._also, self._model = Given(settings.also), model
+        self._saved_at, self._saved_s = 0, time.monotonic()
+        self._run: Run | None = None
+        self._signals, self._background = Signals(), Background()
+        self._lock = _opened(settings.path)
+        try:
+            self._found = self._looked_for()
+            where = settings.path if settings.follows is None else Path(settings.follows)
+            self._journal = Journal(where / journal.NAME, follows=settings.follows is not None)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _looked_for(self) -> Found | None:
+        settings = self._settings
+        envelope.clean(settings.path)
+        if settings.resume == "never":
+            if there := committed(settings.path):
+                given, way_out = f"{there[0].name} in {settings.path}", 'resume="auto" goes on from it.'
+                raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
+            (settings.path / journal.NAME).unlink(missing_ok=True)
+            return None
+        found = newest_good(settings.path)
+        if found.folder is None and (found.refused or settings.resume == "always"):
+            damaged = "; ".join(str(error) for error in found.refused) or "no checkpoint"
+            raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
+        return found
+
+    def attach(self, run: Run) -> None:
+        """Begin to keep a run, or go on with it; what was not whole is put aside, and told.
+
+        Raises:
+            UsageError: it cannot go on with what was saved; neither run nor model was changed.
+        """
+        self._run, found = run, self._found
+        world = world_of(self._model, self._plan, 1)
+        if found is not None and found.folder is not None and found.manifest is not None:
+            about = found.manifest.about
+            apart = changes(about["world"], world)
+            require_accepted(apart, self._settings.accepts)
+            state = read_state(found.folder)
+            load = self._loading(state)
+            for error in found.refused:
+                put_aside(error.folder)
+                warnings.warn(f"{error} It was put aside, and {found.folder.name} is gone on from.", stacklevel=3)
+            self._also.loading(state["also"])()  # the user's own, which may yet refuse
+            load()
+            detail = {"from": found.folder.name, "changed": in_words(apart), "damaged": [*map(str, found.refused)]}
+            run.note("resumed", detail)
+        self._world = world
+        self._signals.install()
+
+    def _loading(self, state: Mapping[str, Any]) -> Load:
+        run = self._run
+        assert run is not None
+        parts = self._parts | {"run": run, "data": run.position}
+        load_parts = loading_parts(parts, {name: each for name, each in state.items() if name != "also"})
+
+        def load() -> None:
+            load_parts()
+            self._saved_at = run.num_windows
+
+        return load
+
+    # What the run tells.
+
+    def between(self) -> None:
+        """Save where it is due; leave where a signal came.
+
+        Raises:
+            OSError, TrimtabError: a save failed, and the run is to stop at that. KeyboardInterrupt, SystemExit: a
+                signal came, and the run is saved.
+        """
+        assert self._run is not None
+        if self._signals.came is not None:
+            self._run.interrupt()
+        leaves = self._run.stop_reason is StopReason.INTERRUPTED
+        if leaves or self._is_due():
+            self.save()
+        if leaves:
+            self._background.wait()
+            self._signals.leave()
+
+    def _is_due(self) -> bool:
+        assert self._run is not None
+        settings, since = self._settings, self._run.num_windows - self._saved_at
+        if since <= 0:
+            return False
+        by_steps = settings.every_steps is not None and since >= settings.every_steps
+        return by_steps or (settings.every_s is not None and time.monotonic() - self._saved_s >= settings.every_s)
+
+    def save(self) -> None:
+        """Save the run as it is, unless that was done already.
+
+        Raises:
+            OSError, TrimtabError: as of `between`.
+        """
+        assert self._run is not None
+        windows = self._run.num_windows
+        if windows == self._saved_at and committed(self._settings.path):
+            return
+        try:
+            self._background.wait()
+            state = {name: part.state_dict() for name, part in self._parts.items()}
+            state |= {"run": self._run.state_dict(), "data": self._run.position.state_dict()}
+            state |= {"also": self._also.state_dict()}
+            write = self._writing(state, windows)
+            self._background.begin(write) if self._settings.background else write()
+        except (OSError, TrimtabError) as error:
+            if self._settings.on_failure == "stop":
+                raise
+            self._run.note("checkpoint", {"failed": str(error)})
+            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=4)
+        self._saved_at, self._saved_s = windows, time.monotonic()
+
+    def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
+        """Return what writes a state; it may be called while the run goes on, where it is of copies."""
+        settings, run = self._settings, self._run
+        assert run is not None
+        about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
+        taken = self._background.copied(state) if settings.background else state
+
+        def write() -> None:
+            def fill(folder: Path) -> None:
+                write_state(folder, taken)
+
+            envelope.commit(settings.path, name_of(windows), fill, lambda: about)
+            retain(settings.path, settings.keep_last)
+
+        return write
+
+    def decided(self, index: int, window: Decided) -> None:
+        """Write what a window is made by."""
+        self._journal.add(index, window)
+
+    def decided_before(self, index: int) -> Decided | None:
+        """Return what a window was made by."""
+        return self._journal.before(index)
+
+    def close(self) -> None:
+        """Save nothing more: what is under way is waited for, and its failure raised."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._lock.release)
+            last.callback(self._signals.restore)
+            last.callback(self._journal.close)
+            self._background.wait()
+
+
+def kept(
+    settings: Checkpoints,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    options: Mapping[str, Any],
+) -> Run:
+    """Return a run that is kept, or gone on with.
+
+    Args:
+        options: of `Run`.
+
+    Raises:
+        UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
+    """
+    keeper = KeptRun(settings, model, optimizer, plan)
+    try:
+        run = Run(model, optimizer, plan, keeper=keeper, **options)
+    except BaseException:
+        keeper.close()
+        raise
+    try:
+        keeper.attach(run)
+    except BaseException as error:
+        run.close(error)
+        raise
+    return run
+
+
+def _opened(folder: Path) -> RunLock:
+    """Return the lock of a run's folder, made where it is not there."""
+    try:
+        if not folder.exists():
+            folder.mkdir()
+        return RunLock(folder)
+    except OSError as error:
+        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
+        raise FormatError("checkpoints.folder", given=given, expected=expected) from None
