@@ -17,7 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
+from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
 from trimtab.decide.accounts import Account
+from trimtab.runtime import data_position
+from trimtab.runtime.consumed import Consumed
+from trimtab.runtime.data_position import DataPosition
 
 ROWS, WINDOWS = 8, 60
 
@@ -56,6 +60,33 @@ def loss_fn(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
+def nothing(*_, **__):
+    """Load nothing."""
+    return lambda: None
+
+
+def without_hidden(self, state):
+    """Load a model's state_dict alone."""
+    return lambda: self._model.load_state_dict(state["own"])
+
+
+def from_the_start(self, state, loading=Consumed.loading):
+    """Load counters whose schedule begins anew."""
+    return loading(self, dict(state) | {"scheduled": 0.0})
+
+
+# Parts of what defines a run, and what leaves each out of what is put back.
+FORGOTTEN = {
+    "weights": [(ModelState, "loading", nothing)],
+    "hidden buffers": [(ModelState, "loading", without_hidden)],
+    "optimizer": [(OptimizerState, "loading", nothing)],
+    "scheduler": [(Given, "loading", nothing)],
+    "progress": [(Consumed, "loading", from_the_start)],
+    "place in the data": [(DataPosition, "_continued", lambda self, loader, saved: iter(loader))],
+    "random numbers": [(data_position, "loading_random_state", nothing)],
+}
+
+
 def train(folder: Path, losses: Path, options: dict) -> None:
     """Train to the end, from wherever the folder says."""
     torch.set_num_threads(1)
@@ -64,10 +95,13 @@ def train(folder: Path, losses: Path, options: dict) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
     rule = options.get("rule")
+    for owner, name, instead in FORGOTTEN.get(options.get("forgets"), ()):
+        setattr(owner, name, instead)
     plan = trimtab.Plan.fixed(
         ROWS,
         options.get("micro_batch", ROWS),
         precision=options.get("precision", "fp32"),
+        schedule="user" if rule else "warmup_cosine",
         batch_rule=trimtab.BatchRule(**rule) if rule else None,
         **({"recompute": "every_block"} if options.get("recompute") else {}),
     )
@@ -77,7 +111,14 @@ def train(folder: Path, losses: Path, options: dict) -> None:
     loader = DataLoader(Noisy(), batch_size=ROWS, shuffle=True)
     with (
         losses.open("a", buffering=1) as out,
-        trimtab.start(model, optimizer, plan, checkpoints=trimtab.Checkpoints(folder, **keep)) as run,
+        trimtab.start(
+            model,
+            optimizer,
+            plan,
+            total_samples=WINDOWS * ROWS,
+            clip_norm=1.0,
+            checkpoints=trimtab.Checkpoints(folder, **keep),
+        ) as run,
     ):
         done = run.applied_steps
         while done < WINDOWS:
@@ -86,6 +127,8 @@ def train(folder: Path, losses: Path, options: dict) -> None:
                 scheduler.step()
                 out.write(f"{done} {float(run.loss).hex()}\n")
                 done += 1
+                if done == options.get("dies_after"):
+                    os._exit(9)
                 if done == WINDOWS:
                     break
             torch.rand(1)  # an evaluation

@@ -43,12 +43,14 @@ ONLY = {
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.experiments.ablation": {"trimtab.core", "trimtab.experiments.result"},
     "trimtab.experiments.result": {"trimtab.core"},
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
     "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
     "trimtab.experiments.report": {
         "trimtab.core",
+        "trimtab.experiments.ablation",
         "trimtab.experiments.result",
         "trimtab.experiments.scaling",
         "trimtab.experiments.scaling_table",
@@ -60,6 +62,10 @@ ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
+    "ablation",
+    "ablation_effects",
+    "ablation_headline",
+    "ablation_rows",
     "arm_facts",
     "energy_rows",
     "headline",
@@ -78,6 +84,7 @@ REQUIRED = {"torch", "numpy"}
 OPTIONAL = {
     "typer": {
         "trimtab.cli",
+        "trimtab.cli.checkpoint",
         "trimtab.cli.entry",
         "trimtab.cli.observe",
         "trimtab.cli.options",

@@ -350,21 +350,13 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
-    options = {
-        "total_samples": total_samples,
-        "total_tokens": total_tokens,
-        "clip_norm": clip_norm,
-        "nonfinite": nonfinite,
-        "out_of_memory": out_of_memory,
-        "stop": _typed("stop", stop, Stop, None),
-        "backend": backend,
-        "recorder": None if record is None else Recorder(record, meter),
-    }
-    if _typed("checkpoints", checkpoints, Checkpoints, None) is None:
-        return Run(model, optimizer, plan, **options)
-    if exchange.num_ranks > 1 or exchange.has_peers:
-        raise ValueGivenError("checkpoints", given="one of several ranks", expected="a run of one process, for now")
-    return kept(checkpoints, model, optimizer, plan, options)
+    options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
+    options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
+    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, meter)}
+    settings: Checkpoints | None = _typed("checkpoints", checkpoints, Checkpoints, None)
+    return (
+        Run(model, optimizer, plan, **options) if settings is None else kept(settings, model, optimizer, plan, options)
+    )
 
 
 def _adaptations(adapt: str | Collection[str] | None) -> frozenset[str]:

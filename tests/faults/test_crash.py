@@ -20,18 +20,29 @@ CELLS = {
 }
 
 
-def run(folder: Path, losses: Path, options: dict, kill_after_s: float | None = None) -> bool:
-    """Run the program, until its end or for so long; returns whether it ended by itself."""
+def started_once(folder: Path, losses: Path, options: dict, kill: tuple[int, float] | None = None) -> int:
+    """Run the program; returns the status it ended with.
+
+    Args:
+        kill: it once it has said so many lines more, so many seconds later.
+    """
     arguments = [(folder, losses, json.dumps(options))]
     with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM)) as (process,):
-        if kill_after_s is None:
-            assert process.wait(120) == 0, process.said()[-3000:]
-            return True
-        end = time.monotonic() + kill_after_s
-        while time.monotonic() < end:
-            time.sleep(0.002)
-        process.kill()
-        return process.wait(5) == 0
+        if kill is not None:
+            lines, later_s = kill
+            until = time.monotonic() + 60
+            while num_lines(losses) < lines and process.status() is None and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(later_s)
+            process.kill()
+        status = process.wait(120)
+        assert status in (0, 9, -9), process.said()[-3000:]
+        return status
+
+
+def num_lines(losses: Path) -> int:
+    """Return the lines that were said."""
+    return losses.read_bytes().count(b"\n") if losses.exists() else 0
 
 
 def said(losses: Path) -> dict[str, set[str]]:
@@ -49,15 +60,16 @@ def crashed(folder: Path, options: dict, kills: int, seed: int = 0) -> tuple[dic
     losses.touch()
     lived = 0
     for _ in range(kills):
-        lived += not run(folder / "run", losses, options, kill_after_s=chance.uniform(0.05, 0.9))
-    run(folder / "run", losses, options)
+        kill = num_lines(losses) + chance.randrange(14), chance.uniform(0, 0.02)
+        lived += started_once(folder / "run", losses, options, kill) != 0
+    assert started_once(folder / "run", losses, options) == 0
     return said(losses), lived
 
 
 def whole(folder: Path, options: dict) -> dict[str, set[str]]:
     """Return what a run says that nobody kills; it repeats the other's decisions."""
     keep = {"every_steps": None} | ({"follows": str(folder / "run")} if "rule" in options else {})
-    run(folder / "whole", folder / "whole.txt", options | {"keep": keep})
+    assert started_once(folder / "whole", folder / "whole.txt", options | {"keep": keep}) == 0
     return said(folder / "whole.txt")
 
 

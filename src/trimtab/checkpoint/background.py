@@ -28,13 +28,11 @@ class Background:
         if under_way is not None:
             under_way.result()
 
-    def close(self) -> None:
-        """Wait, and end the thread; raises as `wait` does."""
-        try:
-            self.wait()
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown()
+    def end(self) -> None:
+        """End the thread, once nothing is under way."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     def copied(self, state: Any) -> Any:
         """Return a state whose tensors the training does not change, on the host."""

@@ -99,7 +99,7 @@ def verify(folder: Path) -> Manifest:
     Raises:
         DamagedError: a file is missing, is one too many, has another size or other bytes, or is none; or the manifest.
     """
-    manifest = _manifest(folder)
+    manifest = manifest_of(folder)
     try:
         found = set(_files(folder)) - {MANIFEST}
         for path in sorted(manifest.files.keys() | found):
@@ -118,7 +118,12 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest(folder: Path) -> Manifest:
+def manifest_of(folder: Path) -> Manifest:
+    """Return a folder's manifest, which is as it was written; its files are not looked at.
+
+    Raises:
+        DamagedError: it is not, or there is none.
+    """
     path = folder / MANIFEST
     try:
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _LONGEST_MANIFEST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trimtab.checkpoint.steps import Found, committed, name_of, newest_good, put
 from trimtab.checkpoint.tensor_file import read_state, require_library, write_state
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
@@ -48,7 +48,8 @@ class KeptRun:
         self._settings, self._plan = settings, plan
         self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
         self._also, self._model = Given(settings.also), model
-        self._saved_at, self._saved_s = 0, time.monotonic()
+        self._saved_at = self._last_begun = 0
+        self._saved_s = time.monotonic()
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._lock = _opened(settings.path)
@@ -83,6 +84,7 @@ class KeptRun:
         """
         self._run, found = run, self._found
         world = world_of(self._model, self._plan, 1)
+        run.position.may_differ = "data" in self._settings.accepts
         if found is not None and found.folder is not None and found.manifest is not None:
             about = found.manifest.about
             apart = changes(about["world"], world)
@@ -103,9 +105,15 @@ class KeptRun:
         run = self._run
         assert run is not None
         parts = self._parts | {"run": run, "data": run.position}
-        load_parts = loading_parts(parts, {name: each for name, each in state.items() if name != "also"})
+        recorder = run.recorder if state.get("record") is not None else None
+        load_record = None if recorder is None else recorder.loading(state["record"])
+        load_parts = loading_parts(
+            parts, {name: each for name, each in state.items() if name not in ("also", "record")}
+        )
 
         def load() -> None:
+            if load_record is not None:
+                load_record()  # first, as it may yet refuse
             load_parts()
             self._saved_at = run.num_windows
 
@@ -148,19 +156,32 @@ class KeptRun:
         windows = self._run.num_windows
         if windows == self._saved_at and committed(self._settings.path):
             return
-        try:
+        with self._told(self._last_begun):
             self._background.wait()
-            state = {name: part.state_dict() for name, part in self._parts.items()}
-            state |= {"run": self._run.state_dict(), "data": self._run.position.state_dict()}
-            state |= {"also": self._also.state_dict()}
-            write = self._writing(state, windows)
+        with self._told(windows):
+            write = self._writing(self._state(), windows)
+            self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
+        self._saved_at, self._saved_s = windows, time.monotonic()
+
+    @contextlib.contextmanager
+    def _told(self, windows: int) -> Iterator[None]:
+        """Let a failure end the run, or be told."""
+        try:
+            yield
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
                 raise
-            self._run.note("checkpoint", {"failed": str(error)})
-            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=4)
-        self._saved_at, self._saved_s = windows, time.monotonic()
+            if self._run is not None:
+                self._run.note("checkpoint", {"windows": windows, "failed": str(error)})
+            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=5)
+
+    def _state(self) -> dict[str, Any]:
+        run = self._run
+        assert run is not None
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
+        return state | {"record": None if run.recorder is None else run.recorder.state_dict()}
 
     def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
         """Return what writes a state; it may be called while the run goes on, where it is of copies."""
@@ -192,7 +213,9 @@ class KeptRun:
             last.callback(self._lock.release)
             last.callback(self._signals.restore)
             last.callback(self._journal.close)
-            self._background.wait()
+            last.callback(self._background.end)
+            with self._told(self._last_begun):
+                self._background.wait()
 
 
 def kept(
@@ -210,6 +233,10 @@ def kept(
     Raises:
         UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
     """
+    exchange = options["backend"].exchange
+    if exchange.num_ranks > 1 or exchange.has_peers:
+        given, expected = "one of several ranks", "a run of one process: those of several are not kept yet"
+        raise ValueGivenError("checkpoints", given=given, expected=expected)
     keeper = KeptRun(settings, model, optimizer, plan)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)

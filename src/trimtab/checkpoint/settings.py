@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.envelope import manifest_of
 from trimtab.checkpoint.run_state import Given
+from trimtab.checkpoint.steps import committed
 from trimtab.checkpoint.world import accepted
 from trimtab.core import checks
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.codec import from_jsonable
+from trimtab.core.errors import DamagedError, ValueGivenError
+from trimtab.core.plan import Plan
 
 RESUMES = ("auto", "never", "always")
 FAILURES = ("stop", "warn")
@@ -62,6 +67,19 @@ class Checkpoints:
         checks.one_of("checkpoints.on_failure", self.on_failure, FAILURES)
         object.__setattr__(self, "accepts", accepted(self.accepts))
         Given(self.also)
+
+    def saved_plan(self) -> Plan | None:
+        """Return the plan that the run was last saved with; None where it was not saved yet.
+
+        Raises:
+            FormatError: it is of another version of trimtab.
+        """
+        if self.resume == "never":
+            return None
+        for folder in committed(self.path):
+            with contextlib.suppress(DamagedError):
+                return from_jsonable(Plan, manifest_of(folder).about["plan"])
+        return None
 
     @property
     def path(self) -> Path:

@@ -57,11 +57,19 @@ def newest_good(parent: Path) -> Found:
     """Return the furthest checkpoint of which every byte is as it was written."""
     refused: list[Refused] = []
     for folder in committed(parent):
-        try:
-            return Found(folder, verify(folder), tuple(refused))
-        except DamagedError as error:
-            refused.append(Refused(folder, error))
+        found = verified(folder)
+        if isinstance(found, Manifest):
+            return Found(folder, found, tuple(refused))
+        refused.append(Refused(folder, found))
     return Found(refused=tuple(refused))
+
+
+def verified(folder: Path) -> Manifest | DamagedError:
+    """Return a checkpoint's manifest, or what is not whole of it."""
+    try:
+        return verify(folder)
+    except DamagedError as error:
+        return error
 
 
 def put_aside(folder: Path) -> None:

@@ -40,14 +40,6 @@ def world_of(model: nn.Module, plan: Plan, num_ranks: int) -> dict[str, str]:
     }
 
 
-def data_of(loader: object) -> dict[str, str]:
-    """Return a loader's own length, where it has one."""
-    try:
-        return {"data": f"{len(loader)} batches"}  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a generator, or an iterable that does not know
-        return {}
-
-
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return what differs, of what both know: name -> (then, now)."""
     return {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}

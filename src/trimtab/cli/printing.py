@@ -18,13 +18,15 @@ def print_json(value: Any) -> None:
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
-    """Write a comparison's report to a folder, and print it."""
+    """Write the report of a comparison or an ablation to a folder, and print it."""
+    from trimtab.experiments.ablation import Ablation
+    from trimtab.experiments.ablation_rows import ablation_object
     from trimtab.experiments.report import terminal_report, write_report
     from trimtab.experiments.rows import benchmark_object
 
     paths = write_report(found, folder)
     if as_json:
-        print_json(benchmark_object(found))
+        print_json(ablation_object(found) if isinstance(found, Ablation) else benchmark_object(found))
         return
     _print_rich(terminal_report(found))
     typer.echo(f"report: {paths['html']}")

@@ -24,6 +24,19 @@ _OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks"}
 MACHINE = ("cpu", "threads", "gpu")
 
 
+def folder_of(command: str, task: str, out: Path | None) -> Path:
+    """Return where a command writes what it finds of a task: where it was told to, or a folder below `runs`.
+
+    Raises:
+        FormatError: that is a file.
+    """
+    folder = out or Path("runs") / f"{command}-{task.replace(':', '-').replace('/', '-')}"
+    if folder.exists() and not folder.is_dir():
+        expected = "a folder, or a name to make one of"
+        raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
+    return folder
+
+
 def claim(
     out: Path,
     task: Task,

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from trimtab.api import Metering
 from trimtab.core.codec import read_json
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
+from trimtab.experiments.claim import folder_of
 from trimtab.experiments.compare import USUAL_PEERS, Settings, compare
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import refuse_on_ranks
@@ -54,11 +55,7 @@ class Asked:
         Raises:
             FormatError: that is a file.
         """
-        folder = self.out or Path("runs") / f"compare-{self.task.replace(':', '-').replace('/', '-')}"
-        if folder.exists() and not folder.is_dir():
-            expected = "a folder, or a name to make one of"
-            raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
-        return folder
+        return folder_of("compare", self.task, self.out)
 
     def given(self) -> Plan | None:
         """Return the plan that is raced, where one was given.

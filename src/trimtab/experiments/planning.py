@@ -48,13 +48,7 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
     Raises:
         ValueGivenError: it is not for this task's batch or so many ranks, or may change more than the maths allow.
     """
-    if plan.num_ranks != num_ranks:
-        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
-        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
-    if plan.batch_rows != task.batch_rows:
-        given = f"a plan for {plan.batch_rows} rows per step"
-        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
-        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
+    require_fits(task, plan, num_ranks)
     if plan.tier != "S":
         raise ValueGivenError(
             "plan",
@@ -63,6 +57,24 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
             way_out="Leave --plan out, with --adapt for tier F.",
         )
     return Plans({"S": plan})
+
+
+def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
+    """Raise where a plan that was made before is not for this.
+
+    Args:
+        task: as one of so many ranks sees it.
+
+    Raises:
+        ValueGivenError: it is not for this task's batch or so many ranks.
+    """
+    if plan.num_ranks != num_ranks:
+        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
+        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
+    if plan.batch_rows != task.batch_rows:
+        given = f"a plan for {plan.batch_rows} rows per step"
+        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
+        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
 
 
 def make_plans(

@@ -24,7 +24,7 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
-    verdict = _unless_failed(verdict, races, arm, against)
+    verdict = unless_failed(verdict, races, arm, against)
     cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
     return RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends)
 
@@ -35,13 +35,13 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
     if not ratios:
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
-    verdict = _unless_failed(non_inferiority(ratio), races, arm, against)
+    verdict = unless_failed(non_inferiority(ratio), races, arm, against)
     return RatioRow("do_no_harm", arm, against, tier, ratio, verdict, whole=len(to_the_end(races, arm, against)))
 
 
-def _unless_failed(verdict: Verdict, races: Races, arm: str, against: str) -> Verdict:
-    """Return the verdict, or none where one of the two failed in some race."""
-    said = failures(races, arm, against)
+def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
+    """Return the verdict, or none where one of the arms failed in some race."""
+    said = failures(races, *arms)
     return Verdict("no verdict", f"{said}: the figure is of what ran") if said else verdict
 
 
@@ -78,7 +78,7 @@ def quality_row(
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    verdict = _unless_failed(quality_verdict(ratio, tier), races, arm, against)
+    verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 
@@ -99,8 +99,19 @@ def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
 
 def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
-    value = ours / theirs
+    ratio = counted(ours / theirs)
+    return RatioRow(
+        "peak_memory", arm, against, tier, ratio, unless_failed(memory_verdict(ratio, against), races, arm, against)
+    )
+
+
+def counted(value: float) -> Ratio:
+    """Return a ratio of counts."""
+    return Ratio(value, None, None, 1, (value,), counted=True)
+
+
+def memory_verdict(ratio: Ratio, against: str) -> Verdict:
+    """Return gain, harm or no gain of a ratio of two counted peaks."""
+    value = ratio.mean
     kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
-    ratio = Ratio(value, None, None, 1, (value,), counted=True)
-    verdict = _unless_failed(Verdict(kind, f"{value:.3f}x the peak of {against}"), races, arm, against)
-    return RatioRow("peak_memory", arm, against, tier, ratio, verdict)
+    return Verdict(kind, f"{value:.3f}x the peak of {against}")

@@ -29,10 +29,11 @@ class DataPosition(Part):
 
     Attributes:
         passes: over the loader that are over; one that the loop left early is once the next begins.
+        may_differ: whether what a run is gone on with may be of another length.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
-        self._is_kept = is_kept
+        self._is_kept, self.may_differ = is_kept, False
         self.passes = self._drawn = 0
         self._is_drawn = False  # to the end, though the last window may not be over
         self._loader: Any = None
@@ -49,6 +50,8 @@ class DataPosition(Part):
         if self._begun is not None and saved is None:
             self.over()
         self._loader = loader
+        if saved is not None and not self.may_differ:
+            _require_length(saved["length"], _length_of(loader))
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -98,6 +101,7 @@ class DataPosition(Part):
             "passes": self.passes,
             "drawn": self._drawn,
             "is_drawn": self._is_drawn,
+            "length": _length_of(self._loader),
             "begun": self._begun,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
@@ -106,7 +110,7 @@ class DataPosition(Part):
     def loading(self, state: Any) -> Load:
         """Return what continues from `state_dict()`; the loader itself is looked at once it is there."""
         where = "state.data"
-        require_keys(where, state, ("passes", "drawn", "is_drawn", "begun", "here", "loader"))
+        require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader"))
         passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         for name in ("begun", "here"):
             if name == "here" or state[name] is not None:
@@ -124,6 +128,24 @@ class DataPosition(Part):
 def is_stateful(loader: Any) -> bool:
     """Return whether a loader can be told where to go on."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _length_of(loader: Any) -> int | None:
+    """Return the batches of a pass, where a loader tells them."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a generator, or an iterable that does not know
+        return None
+
+
+def _require_length(then: int | None, now: int | None) -> None:
+    if None not in (then, now) and then != now:
+        raise FormatError(
+            "resume: data",
+            given=f"{now} batches",
+            expected=f"{then} batches, as the run was saved with",
+            way_out='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
+        )
 
 
 def _random_of(loader: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from trimtab.core.errors import ValueGivenError
+
 
 @dataclass(frozen=True)
 class Decided:
@@ -34,6 +36,9 @@ class Keeper(Protocol):
     def decided_before(self, index: int) -> Decided | None:
         """Return what that window was made by before the run was cut off; None where it had not come so far."""
 
+    def save(self) -> None:
+        """Save the run as it is."""
+
     def close(self) -> None:
         """The run is over, by an error or without one."""
 
@@ -51,6 +56,10 @@ class NotKept:
 
     def decided_before(self, index: int) -> None:
         """Return that nothing was."""
+
+    def save(self) -> None:
+        """Raise `ValueGivenError`: there is nowhere to save it."""
+        raise ValueGivenError("run.checkpoint", given="no checkpoints", expected="start(..., checkpoints=...)")
 
     def close(self) -> None:
         """Do nothing."""

@@ -16,6 +16,7 @@ from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.peers import Peers
+from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.window import Window
 
@@ -29,6 +30,7 @@ class Passes(RunView):
     _keeper: Keeper
     _order: LoopOrder
     _peers: Peers
+    _recorder: Recorder | None
     _position: DataPosition
 
     @property
@@ -40,6 +42,21 @@ class Passes(RunView):
     def position(self) -> DataPosition:
         """Where the run is in its data."""
         return self._position
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What writes the run's record, if it has one."""
+        return self._recorder
+
+    def checkpoint(self) -> None:
+        """Save the run as it is between two windows, whether that is due or not.
+
+        Raises:
+            ValueGivenError: it was started without checkpoints. LoopError: a window is open. OSError: it failed.
+        """
+        self._require_open()
+        self._order.require_idle("run.checkpoint")
+        self._keeper.save()
 
     def interrupt(self) -> None:
         """Have the run end where it can be gone on with: here, or of several ranks after their next window."""

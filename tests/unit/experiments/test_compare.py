@@ -23,7 +23,8 @@ from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
-from trimtab.experiments import inspect_arm
+from trimtab.experiments import inspect_arm, race_folder
+from trimtab.experiments import lengths as lengths_module
 from trimtab.experiments import planning as planning_module
 from trimtab.experiments import race as race_module
 from trimtab.experiments.arm_facts import ArmFacts
@@ -96,9 +97,9 @@ def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(fi
 
 def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     """Throughput from both pairs, targets and final metrics from the whole one; a longer second try keeps the first."""
-    monkeypatch.setattr(compare_module, "_FEW_STEPS", 6)
-    monkeypatch.setattr(compare_module, "_FEW_S", 0.0)
-    monkeypatch.setattr(compare_module, "_CONTROL_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_FEW_STEPS", 6)
+    monkeypatch.setattr(lengths_module, "_FEW_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_CONTROL_S", 0.0)
     its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
     folder = tmp_path / "out"
     found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
@@ -131,7 +132,7 @@ def test_whole_pairs_are_among_the_pairs(whole):
 
 
 def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_S", 0.0)
     found = run(tmp_path / "out", first_look())
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"brief-0", "brief-1"}
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
@@ -154,12 +155,12 @@ def test_quick_is_throughput_of_tier_s_alone(others):
 
 
 def test_a_quick_comparison_ends_when_its_time_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
-    monkeypatch.setattr(compare_module, "_QUICK_END_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_END_S", 0.0)
     found = run(tmp_path / "out", first_look())
     assert found.num_pairs == 1
     assert found.headline.kind == "no verdict"
-    monkeypatch.setattr(compare_module, "_QUICK_END_S", 1e9)
+    monkeypatch.setattr(lengths_module, "_QUICK_END_S", 1e9)
     assert run(tmp_path / "out", first_look()).num_pairs == 2
 
 
@@ -188,7 +189,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
     monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
-        monkeypatch.setattr(compare_module, "measure_arm", lambda *_: ArmFacts(100))
+        monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmFacts(100))
     found = run(tmp_path / "out")
     for name in ("plan_S", "plan_F"):
         arm = found.arm(name)
@@ -293,9 +294,9 @@ def test_every_stage_leaves_its_result(finished):
 
 
 def test_a_finished_comparison_is_read_back_without_running(finished, folder, monkeypatch):
-    monkeypatch.setattr(compare_module, "race", None)
+    monkeypatch.setattr(race_folder, "race", None)
     monkeypatch.setattr(compare_module, "make_plans", None)
-    monkeypatch.setattr(compare_module, "measure_arm", None)
+    monkeypatch.setattr(race_folder, "measure_arm", None)
     again = run(folder)
     said = f"2 of 2 races were read back from {folder}, where an earlier run of this comparison left them"
     assert again.notes == (*finished[1].notes, said)
@@ -304,7 +305,7 @@ def test_a_finished_comparison_is_read_back_without_running(finished, folder, mo
 
 def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
     today = finished[1].environment | {"python": "another"}
-    monkeypatch.setattr(compare_module, "environment", lambda: today)
+    monkeypatch.setattr(race_folder, "environment", lambda: today)
     assert run(folder).environment == finished[1].environment != today
 
 
