@@ -169,7 +169,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     library = _library()
     try:
-        library.save_file(dict(tensors), path)
+        library.torch.save_file(dict(tensors), path)
     except (library.SafetensorError, OSError) as error:
         given, expected = f"a file system that says: {error}", "room and leave to write"
         raise SaveError(str(path), given=given, expected=expected) from None
@@ -183,8 +183,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     library = _library()
     try:
-        return {name: tensor.clone() for name, tensor in library.load_file(path).items()}
-    except (library.SafetensorError, OSError, ValueError) as error:
+        return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
+    except (library.SafetensorError, OSError, ValueError, KeyError) as error:
         raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a file of tensors") from None
 
 
@@ -198,7 +198,7 @@ def _library() -> Any:
             expected="the library that tensors are written with",
             way_out="pip install 'trimtab[checkpoint]'",
         ) from None
-    return safetensors.torch
+    return safetensors
 
 
 def require_library() -> None:
