@@ -11,19 +11,18 @@ THREADS = 2  # two keep up with a disk, and leave a training its processors
 _READ_BYTES = 2**20  # stays in a processor's cache between being read and summed
 
 
-def num_chunks(size: int) -> int:
-    """Return the chunks of a file of so many bytes."""
-    return -(-size // CHUNK_BYTES)
-
-
 def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor) -> tuple[str, ...]:
     """Return the CRC-32 of each chunk of an open file, in hexadecimal.
 
     Raises:
         OSError: it cannot be read, or ends before `size` bytes.
     """
+
+    def of(start: int) -> str:
+        return _crc32(descriptor, start, min(start + CHUNK_BYTES, size))
+
     starts = range(0, size, CHUNK_BYTES)
-    return tuple(pool.map(lambda start: _crc32(descriptor, start, min(start + CHUNK_BYTES, size)), starts))
+    return tuple(map(of, starts) if len(starts) < 2 else pool.map(of, starts))
 
 
 def _crc32(descriptor: int, at: int, end: int) -> str:

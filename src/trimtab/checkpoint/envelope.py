@@ -66,10 +66,10 @@ def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[
 @contextlib.contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
     """Make a folder beside, which a lock shows to be in use; what becomes of it, no trace of it is left there."""
-    beside = _set_apart(final)
+    beside, descriptor = _set_apart(final), None
     beside.mkdir()
-    descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a file system without locks: `clean` leaves it alone there
             try_lock(descriptor)
         yield beside
@@ -77,7 +77,8 @@ def _temporary(final: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
