@@ -185,7 +185,10 @@ def test_a_size_is_compared_before_anything_is_read(parent, size):
 
 def test_another_schema_is_refused_by_name(parent):
     forge(parent / "step-2", lambda said: said.update(schema=2, files="of another kind"))
-    assert f"step-2/{NAME}: schema: given 2; expected 1" in refusal(parent)
+    for read in (verify, lambda folder: newest_good(folder.parent)):
+        with pytest.raises(FormatError, match=rf"step-2/{NAME}: schema: given 2; expected 1") as refused:
+            read(parent / "step-2")
+        assert not isinstance(refused.value, DamagedError)  # what a newer version wrote is not to be put aside
 
 
 def test_a_manifest_without_end_is_not_read(parent):
@@ -248,6 +251,28 @@ def test_the_newest_is_told_by_steps_and_by_nothing_else(parent):
     (parent / "journal").write_text("")
     (parent / "step-12").symlink_to(parent / "step-1")
     assert [each.name for each in found(parent)][:2] == ["kept-by-hand", "step-10"]
+
+
+def test_a_link_in_place_of_the_hint_is_not_written_through(parent):
+    (parent / "mine").write_text("kept")
+    (parent / "latest").unlink()
+    for name in ("latest", "latest.partial"):
+        (parent / name).symlink_to(parent / "mine")
+    save(parent, 3)
+    assert (parent / "mine").read_text() == "kept"
+    assert (parent / "latest").read_text() == "step-3\n"
+
+
+def test_a_folder_that_its_file_system_does_not_sync_is_committed_all_the_same(parent, monkeypatch):
+    fsync = os.fsync
+
+    def none_of_folders(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", none_of_folders)
+    assert loaded(save(parent, 3)) == 3
 
 
 def test_nothing_is_written_into_or_over_what_is_there(parent):

@@ -7,7 +7,8 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 CHUNK_BYTES = 2**26  # of the format: a manifest's checksums are of chunks of this size
-THREADS = 2  # two keep up with a disk, and leave a training its processors
+THREADS = 2  # two keep up with a disk that is written, and leave a training its processors
+MOST_THREADS = 8  # of who reads: nothing else is to be done then
 _READ_BYTES = 2**20  # stays in a processor's cache between being read and summed
 
 

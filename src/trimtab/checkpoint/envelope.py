@@ -9,6 +9,7 @@ folder that is there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -19,12 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.checkpoint.checksums import THREADS, crc32_of_chunks
+from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, crc32_of_chunks
 from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
 from trimtab.core import checks
-from trimtab.core.codec import write_whole
-from trimtab.core.errors import FormatError, SaveError, ValueGivenError
+from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
 LATEST = "latest"
 TEMPORARY, DAMAGED = ".tmp-", ".damaged-"
@@ -59,8 +59,19 @@ def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[
     except OSError as error:
         raise _not_saved(final, error) from error
     with contextlib.suppress(OSError):  # a hint that nobody relies upon
-        write_whole(parent / LATEST, name + "\n")
+        _hint(parent / LATEST, name)
     return final
+
+
+def _hint(path: Path, name: str) -> None:
+    beside = _set_apart(path)
+    try:
+        with beside.open("x", encoding="utf-8") as file:  # never through a link that somebody laid
+            file.write(f"{name}\n")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -126,7 +137,7 @@ def verify(folder: Path) -> Manifest:
         raise damaged(folder, "", f"nothing that can be read ({error})", "a folder") from None
     if extra := sorted(there - manifest.files.keys()):
         raise damaged(folder, extra[0], "a file that the manifest does not know")
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         for name, said in manifest.files.items():
             if name not in there:
                 raise damaged(folder, name, "nothing", "a file")
@@ -152,7 +163,7 @@ class Refused(NamedTuple):
     """A folder that is not whole, and why."""
 
     folder: Path
-    error: FormatError
+    error: DamagedError
 
     def __str__(self) -> str:
         return str(self.error)
@@ -173,12 +184,16 @@ def found(parent: Path) -> list[Path]:
 
 
 def newest_good(parent: Path) -> Found:
-    """Return the newest folder of which every byte is as it was written."""
+    """Return the newest folder of which every byte is as it was written.
+
+    Raises:
+        FormatError: one that may be newer has another schema: whoever wrote it can read it.
+    """
     refused: list[Refused] = []
     for folder in sorted(_candidates(parent), key=_place, reverse=True):
         try:
             return Found(folder, verify(folder), refused)
-        except FormatError as error:
+        except DamagedError as error:
             refused.append(Refused(folder, error))
     return Found(None, None, refused)
 
@@ -232,6 +247,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders, and say so
+            raise
     finally:
         os.close(descriptor)
 
@@ -252,15 +270,18 @@ def clean(parent: Path) -> list[Path]:
     """Delete what writers left that were ended, and return it; those that live hold a lock, however old theirs is."""
     left = [Path(entry.path) for entry in os.scandir(parent) if _is_left(entry)]
     for path in left:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return left
 
 
 def _is_left(entry: os.DirEntry[str]) -> bool:
-    if TEMPORARY not in entry.name or not entry.is_dir(follow_symlinks=False):
+    if TEMPORARY not in entry.name or entry.is_symlink():
         return False
     try:
-        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -27,8 +27,10 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
     """
     packer = Packer()
     packed = pack(state, packer.leaf)
-    write_tensors(folder / f"{prefix}{TENSORS}", packer.tensors)
-    (folder / f"{prefix}{TREE}").write_text(json.dumps(packed, allow_nan=False), encoding="utf-8")
+    tensors, tree = folder / f"{prefix}{TENSORS}", folder / f"{prefix}{TREE}"
+    write_tensors(tensors, packer.tensors)
+    tree.write_text(json.dumps(packed, allow_nan=False), encoding="utf-8")
+    tensors.chmod(tree.stat().st_mode)  # the library's files are their owner's alone, whatever the process was told
 
 
 def read_state(folder: Path, prefix: str = "") -> Any:

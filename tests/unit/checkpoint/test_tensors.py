@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from copy import deepcopy
@@ -99,6 +100,15 @@ def test_halves_of_one_memory_stay_two(tmp_path):
     flat = torch.arange(8.0)
     found = back(tmp_path, [flat[:4], flat[4:], flat.view(2, 4)])
     assert [each.flatten().tolist() for each in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [*range(8)]]
+
+
+def test_who_may_read_one_file_may_read_the_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_state(tmp_path, {"a": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
 def test_nothing_but_numbers(tmp_path):
