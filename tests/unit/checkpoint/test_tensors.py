@@ -96,6 +96,14 @@ def test_what_is_one_memory_is_written_once_and_comes_back_as_one(tmp_path):
     assert read_state(tmp_path)["model"]["0.weight"].any()
 
 
+def test_what_becomes_of_the_file_is_nothing_to_what_was_read(tmp_path):
+    found = back(tmp_path, [torch.ones(10_000)])[0]
+    with (tmp_path / TENSORS).open("r+b") as file:
+        file.write(bytes(50_000))
+    os.truncate(tmp_path / TENSORS, 0)
+    assert torch.equal(found, torch.ones(10_000))
+
+
 def test_halves_of_one_memory_stay_two(tmp_path):
     flat = torch.arange(8.0)
     found = back(tmp_path, [flat[:4], flat[4:], flat.view(2, 4)])
