@@ -22,9 +22,9 @@ LAYERS = (
     "measure",
     "decide",
     "runtime",
+    "checkpoint",
     "calibrate",
     "distributed",
-    "checkpoint",
     "api",
     "tasks",
     "recipes",
@@ -119,7 +119,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
-    "safetensors": {"trimtab.checkpoint.tensor_file"},
+    "safetensors": {"trimtab.checkpoint.tensors"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}

@@ -14,13 +14,15 @@ from torch import nn
 
 from trimtab.checkpoint import envelope, journal
 from trimtab.checkpoint.background import Background
+from trimtab.checkpoint.envelope import Found, newest_good, retain
 from trimtab.checkpoint.journal import Journal
-from trimtab.checkpoint.run_lock import RunLock
+from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.steps import Found, committed, name_of, newest_good, put_aside, retain
-from trimtab.checkpoint.tensor_file import read_state, require_library, write_state
+from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.steps import committed, name_of, put_aside
+from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
@@ -188,13 +190,13 @@ class KeptRun:
         settings, run = self._settings, self._run
         assert run is not None
         about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
-        taken = self._background.copied(state) if settings.background else state
+        taken = snapshot(state) if settings.background else state
 
         def write() -> None:
             def fill(folder: Path) -> None:
                 write_state(folder, taken)
 
-            envelope.commit(settings.path, name_of(windows), fill, lambda: about)
+            envelope.write(settings.path, name_of(windows), fill, about)
             retain(settings.path, settings.keep_last)
 
         return write
@@ -251,12 +253,12 @@ def kept(
     return run
 
 
-def _opened(folder: Path) -> RunLock:
+def _opened(folder: Path) -> Lock:
     """Return the lock of a run's folder, made where it is not there."""
     try:
         if not folder.exists():
             folder.mkdir()
-        return RunLock(folder)
+        return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
         raise FormatError("checkpoints.folder", given=given, expected=expected) from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.envelope import manifest_of
+from trimtab.checkpoint.manifest import manifest_of
 from trimtab.checkpoint.run_state import Given
 from trimtab.checkpoint.steps import committed
 from trimtab.checkpoint.world import accepted

@@ -40,7 +40,7 @@ def verify(
 
 
 def _row(folder: Path, found: Any) -> dict[str, Any]:
-    from trimtab.checkpoint.envelope import Manifest
+    from trimtab.checkpoint.manifest import Manifest
     from trimtab.core.units import format_bytes
 
     row = {"folder": folder.name, "is_whole": isinstance(found, Manifest)}

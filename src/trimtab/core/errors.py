@@ -14,6 +14,7 @@
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
     ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
     ├── RankError             another rank of the job ended, or does not answer (also a RuntimeError)
+    ├── SaveError             a checkpoint could not be written; what was there still is (also an OSError)
     ├── DataMissingError      a public data set is not on this machine; says how to get it
     └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
@@ -106,6 +107,10 @@ class RankError(TrimtabError, RuntimeError):
         """Return the error as one that another rank says."""
         self.is_echo = True
         return self
+
+
+class SaveError(TrimtabError, OSError):
+    """A checkpoint could not be written or deleted; those that were there still are."""
 
 
 class DataMissingError(TrimtabError):
