@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ from torch import nn
 
 from trimtab.checkpoint import envelope, journal
 from trimtab.checkpoint.background import Background
-from trimtab.checkpoint.envelope import Found, newest_good, retain
+from trimtab.checkpoint.envelope import Found, Refused, newest_good, retain
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
+from trimtab.checkpoint.pace import Pace
+from trimtab.checkpoint.ranks import KeptRanks, found_of, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.checkpoint.steps import committed, name_of, put_aside
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.core.errors import FormatError, TrimtabError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
@@ -37,7 +38,7 @@ class KeptRun:
     """The keeper of one run: `runtime.keeping.Keeper`.
 
     Args:
-        plan: what is started.
+        plan: what is started. ranks: that start it, each calling this and all that follows.
 
     Raises:
         FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
@@ -45,26 +46,37 @@ class KeptRun:
 
     keeps = True
 
-    def __init__(self, settings: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def __init__(
+        self,
+        settings: Checkpoints,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        ranks: KeptRanks,
+    ) -> None:
         require_library()
-        self._settings, self._plan = settings, plan
+        self._settings, self._plan, self._ranks = settings, plan, ranks
         self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
         self._also, self._model = Given(settings.also), model
-        self._saved_at = self._last_begun = 0
-        self._saved_s = time.monotonic()
+        self._last_begun = 0
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
-        self._lock = _opened(settings.path)
+        self._pace = Pace(settings, ranks)
+        self._lock: Lock | None = None
+        self._refused: Sequence[Refused] = ()
         try:
-            self._found = self._looked_for()
+            said = json.loads(ranks.first(lambda: found_of(self._looked_for())))
+            self._found: Mapping[str, Any] | None = said
             where = settings.path if settings.follows is None else Path(settings.follows)
-            self._journal = Journal(where / journal.NAME, follows=settings.follows is not None)
+            follows = settings.follows is not None or not ranks.is_first
+            self._journal = Journal(where / journal.NAME, follows=follows)
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
     def _looked_for(self) -> Found | None:
         settings = self._settings
+        self._lock = _opened(settings.path)
         envelope.clean(settings.path)
         if settings.resume == "never":
             if there := committed(settings.path):
@@ -76,7 +88,12 @@ class KeptRun:
         if found.folder is None and (found.refused or settings.resume == "always"):
             damaged = "; ".join(str(error) for error in found.refused) or "no checkpoint"
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
+        self._refused = found.refused
         return found
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def attach(self, run: Run) -> None:
         """Begin to keep a run, or go on with it; what was not whole is put aside, and told.
@@ -84,24 +101,32 @@ class KeptRun:
         Raises:
             UsageError: it cannot go on with what was saved; neither run nor model was changed.
         """
-        self._run, found = run, self._found
-        world = world_of(self._model, self._plan, 1)
+        self._run, self._world = run, world_of(self._model, self._plan, self._ranks.num)
         run.position.may_differ = "data" in self._settings.accepts
-        if found is not None and found.folder is not None and found.manifest is not None:
-            about = found.manifest.about
-            apart = changes(about["world"], world)
-            require_accepted(apart, self._settings.accepts)
-            state = read_state(found.folder)
-            load = self._loading(state)
-            for error in found.refused:
-                put_aside(error.folder)
-                warnings.warn(f"{error} It was put aside, and {found.folder.name} is gone on from.", stacklevel=3)
-            self._also.loading(state["also"])()  # the user's own, which may yet refuse
-            load()
-            detail = {"from": found.folder.name, "changed": in_words(apart), "damaged": [*map(str, found.refused)]}
-            run.note("resumed", detail)
-        self._world = world
+        if self._found is not None:
+            self._go_on(run, Path(self._found["folder"]), self._found["about"])
+        self._pace.saved(run.num_windows)
         self._signals.install()
+
+    def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
+        apart = changes(about["world"], self._world)
+        load, error = _tried(lambda: self._read(folder, about, apart))
+        self._ranks.agree(error)
+        assert load is not None
+        for refused in self._refused:
+            put_aside(refused.folder)
+            warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
+        load()
+        detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
+        run.note("resumed", detail)
+
+    def _read(self, folder: Path, about: Mapping[str, Any], apart: Mapping[str, tuple[str, str]]) -> Load:
+        """Return what puts all back; the user's own were, as they may yet refuse."""
+        require_accepted(apart, self._settings.accepts)
+        state = self._ranks.read(folder, int(about["world"]["ranks"]))
+        load = self._loading(state)
+        self._also.loading(state["also"])()
+        return load
 
     def _loading(self, state: Mapping[str, Any]) -> Load:
         run = self._run
@@ -117,7 +142,6 @@ class KeptRun:
             if load_record is not None:
                 load_record()  # first, as it may yet refuse
             load_parts()
-            self._saved_at = run.num_windows
 
         return load
 
@@ -134,19 +158,11 @@ class KeptRun:
         if self._signals.came is not None:
             self._run.interrupt()
         leaves = self._run.stop_reason is StopReason.INTERRUPTED
-        if leaves or self._is_due():
+        if leaves or self._pace.is_due(self._run.num_windows):
             self.save()
         if leaves:
             self._background.wait()
             self._signals.leave()
-
-    def _is_due(self) -> bool:
-        assert self._run is not None
-        settings, since = self._settings, self._run.num_windows - self._saved_at
-        if since <= 0:
-            return False
-        by_steps = settings.every_steps is not None and since >= settings.every_steps
-        return by_steps or (settings.every_s is not None and time.monotonic() - self._saved_s >= settings.every_s)
 
     def save(self) -> None:
         """Save the run as it is, unless that was done already.
@@ -156,7 +172,7 @@ class KeptRun:
         """
         assert self._run is not None
         windows = self._run.num_windows
-        if windows == self._saved_at and committed(self._settings.path):
+        if self._pace.is_saved(windows):
             return
         with self._told(self._last_begun):
             self._background.wait()
@@ -164,7 +180,7 @@ class KeptRun:
             write = self._writing(self._state(), windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
-        self._saved_at, self._saved_s = windows, time.monotonic()
+        self._pace.saved(windows)
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:
@@ -183,7 +199,8 @@ class KeptRun:
         assert run is not None
         state = {name: part.state_dict() for name, part in self._parts.items()}
         state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
-        return state | {"record": None if run.recorder is None else run.recorder.state_dict()}
+        state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
+        return self._ranks.own(state, self._parts["model"].buffers)
 
     def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
         """Return what writes a state; it may be called while the run goes on, where it is of copies."""
@@ -193,11 +210,9 @@ class KeptRun:
         taken = snapshot(state) if settings.background else state
 
         def write() -> None:
-            def fill(folder: Path) -> None:
-                write_state(folder, taken)
-
-            envelope.write(settings.path, name_of(windows), fill, about)
-            retain(settings.path, settings.keep_last)
+            self._ranks.write(settings.path, name_of(windows), taken, about)
+            if self._ranks.is_first:
+                retain(settings.path, settings.keep_last)
 
         return write
 
@@ -212,7 +227,7 @@ class KeptRun:
     def close(self) -> None:
         """Save nothing more: what is under way is waited for, and its failure raised."""
         with contextlib.ExitStack() as last:
-            last.callback(self._lock.release)
+            last.callback(self._release)
             last.callback(self._signals.restore)
             last.callback(self._journal.close)
             last.callback(self._background.end)
@@ -236,10 +251,8 @@ def kept(
         UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
     """
     exchange = options["backend"].exchange
-    if exchange.num_ranks > 1 or exchange.has_peers:
-        given, expected = "one of several ranks", "a run of one process: those of several are not kept yet"
-        raise ValueGivenError("checkpoints", given=given, expected=expected)
-    keeper = KeptRun(settings, model, optimizer, plan)
+    require_kept(model, plan, exchange, background=settings.background)
+    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange))
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
     except BaseException:
@@ -251,6 +264,14 @@ def kept(
         run.close(error)
         raise
     return run
+
+
+def _tried(make: Callable[[], Load]) -> tuple[Load | None, Exception | None]:
+    """Return what is made, or why it was not: all ranks have to know before one of them changes anything."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
 
 
 def _opened(folder: Path) -> Lock:

@@ -30,6 +30,12 @@ class ModelState(Part):
         own = {name: _detached(value) for name, value in self._model.state_dict().items()}
         return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
 
+    def buffers(self) -> dict[str, Any]:
+        """Return the buffers alone, which of replicas each has its own."""
+        named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
+        own = {name: value.detach() for name, value in named.items() if name in known}
+        return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
+
     def _hidden(self) -> dict[str, Tensor]:
         known = self._model.state_dict().keys()
         return {name: value for name, value in self._model.named_buffers() if name not in known}

@@ -1,0 +1,148 @@
+"""What the ranks of a kept run do together: rank 0 looks and commits, each writes and reads what is its own.
+
+All of them reach the folder: it lies on a disk that they share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint import envelope
+from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.core.errors import FormatError, SaveError, TrimtabError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
+from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+from trimtab.runtime.exchange import Exchange
+
+_WRITES, _FAILED = "at ", "no "
+
+
+class KeptRanks:
+    """The ranks of a run; one process is a job of one.
+
+    Attributes:
+        rank: this one. num: of them.
+    """
+
+    _topics = 0
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.num = exchange.num_ranks
+        self.rank = torch.distributed.get_rank() if self.num > 1 else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that looks and commits."""
+        return self.rank == 0
+
+    def first(self, make: Callable[[], str]) -> str:
+        """Return what rank 0 makes; raises on all where it fails there."""
+        return make() if self.num == 1 else from_first(make)
+
+    def agree(self, own: BaseException | None) -> None:
+        """Raise where any rank has an error: its own, or that of another."""
+        if self.num == 1:
+            said = [""]
+        else:
+            KeptRanks._topics += 1
+            word = "" if own is None else f"{type(own).__name__}: {own}"
+            said = words_of_all(f"kept/{KeptRanks._topics}", word, time_limit_s())
+        if own is not None:
+            raise own
+        for rank, word in enumerate(said):
+            if word:
+                raise FormatError(f"rank {rank}", given=word, expected="every rank to go on with the run")
+
+    def write(self, parent: Path, name: str, state: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """Commit a checkpoint of what every rank has.
+
+        Raises:
+            SaveError, FormatError: on all ranks, where one of them could not write.
+        """
+        if self.num == 1:
+            envelope.write(parent, name, lambda folder: write_state(folder, state), about)
+            return
+        error = self._committed(parent, name, state, about) if self.is_first else self._added(state)
+        self.agree(error)
+
+    def _committed(
+        self, parent: Path, name: str, state: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> Exception | None:
+        said: list[str] = []
+
+        def fill(folder: Path) -> None:
+            said.append(self.first(lambda: _WRITES + str(folder)))
+            error = _failure_of(lambda: write_state(folder, state))
+            self.agree(error)
+
+        error = _failure_of(lambda: envelope.write(parent, name, fill, about))
+        if not said:  # the others still wait to be told where
+            self.first(lambda: _FAILED)
+        return error
+
+    def _added(self, state: Mapping[str, Any]) -> Exception | None:
+        where = self.first(str)
+        if where == _FAILED:
+            return None  # rank 0 says why
+        own = _failure_of(lambda: write_state(Path(where.removeprefix(_WRITES)), state, _prefix(self.rank)))
+        return _failure_of(lambda: self.agree(own))
+
+    def read(self, folder: Path, saved: int) -> dict[str, Any]:
+        """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
+
+        A rank beyond those that were saved takes what is its own from one that was, with random numbers of its own.
+        """
+        state: dict[str, Any] = read_state(folder)
+        of = self.rank % saved
+        if of:
+            own = read_state(folder, _prefix(of))
+            state |= {"data": own["data"], "record": None}
+            for kind, values in own["buffers"].items():
+                state["model"][kind] |= values
+        if self.rank >= saved:
+            state["data"]["here"]["random"]["cpu"] = torch.Generator().manual_seed(self.rank).get_state()
+        return state
+
+    def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what this rank writes of its state: rank 0 all, another its place, random numbers and buffers."""
+        return state if self.is_first else {"data": state["data"], "buffers": buffers()}
+
+
+def found_of(found: envelope.Found | None) -> str:
+    """Return what rank 0 found, for the others."""
+    if found is None or found.folder is None or found.manifest is None:
+        return json.dumps(None)
+    return json.dumps({"folder": str(found.folder), "about": dict(found.manifest.about)})
+
+
+def require_kept(model: torch.nn.Module, plan: Plan, exchange: Exchange, *, background: bool) -> None:
+    """Raise `ValueGivenError` for ranks whose run cannot be kept."""
+    expected = "one process, or ranks that each hold the whole model (zero_stage=0, or DistributedDataParallel)"
+    if exchange.num_ranks == 1 and exchange.has_peers:
+        raise ValueGivenError("checkpoints", given="one of several ranks that nothing joins", expected=expected)
+    if exchange.num_ranks > 1 and (plan.zero_stage.value or is_sharded(model) or is_flat_sharded(model)):
+        raise ValueGivenError("checkpoints", given="a model in shards", expected=expected)
+    if exchange.num_ranks > 1 and background:
+        raise ValueGivenError("checkpoints.background", given="True, on several ranks", expected="False there")
+
+
+def _prefix(rank: int) -> str:
+    return f"rank-{rank}-" if rank else ""
+
+
+def _failure_of(does: Callable[[], object]) -> Exception | None:
+    try:
+        does()
+    except (OSError, TrimtabError) as error:
+        return error if isinstance(error, TrimtabError) else _not_saved(error)
+    return None
+
+
+def _not_saved(error: Exception) -> SaveError:
+    return SaveError("checkpoint", given=str(error), expected="a disk that takes it")
