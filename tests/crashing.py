@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,8 +30,11 @@ ROWS, WINDOWS = 8, 60
 class Noisy(Dataset):
     """Rows by index, with chance of their own: 10 batches an epoch, the last one short."""
 
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
     def __len__(self):
-        return 78
+        return 78 * self.ranks
 
     def __getitem__(self, index):
         x = torch.sin(torch.arange(12) * (index + 1.0)) + 0.1 * torch.randn(12)
@@ -90,7 +94,10 @@ FORGOTTEN = {
 def train(folder: Path, losses: Path, options: dict) -> None:
     """Train to the end, from wherever the folder says."""
     torch.set_num_threads(1)
-    torch.manual_seed(options.get("seed", 0))
+    rank, ranks = options.get("rank", 0), options.get("ranks", 1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{options['meet']}", rank=rank, world_size=ranks)
+    torch.manual_seed(options.get("seed", 0) + rank)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
@@ -103,19 +110,22 @@ def train(folder: Path, losses: Path, options: dict) -> None:
         precision=options.get("precision", "fp32"),
         schedule="user" if rule else "warmup_cosine",
         batch_rule=trimtab.BatchRule(**rule) if rule else None,
+        num_ranks=ranks,
         **({"recompute": "every_block"} if options.get("recompute") else {}),
+        **({"zero_stage": 0} if ranks > 1 else {}),
     )
     if rule:  # such short windows would be measured once in a hundred
         Account.is_due = lambda self, sparse=0: not self.is_paused and self.windows % 3 == 0
     keep = {"every_steps": 4, "every_s": None, "also": {"scheduler": scheduler}} | options.get("keep", {})
-    loader = DataLoader(Noisy(), batch_size=ROWS, shuffle=True)
+    order = torch.Generator().manual_seed(7) if ranks > 1 else None  # the same on all
+    loader = trimtab.shard(DataLoader(Noisy(ranks), batch_size=ROWS * ranks, shuffle=True, generator=order))
     with (
         losses.open("a", buffering=1) as out,
         trimtab.start(
             model,
             optimizer,
             plan,
-            total_samples=WINDOWS * ROWS,
+            total_samples=WINDOWS * ROWS * ranks,
             clip_norm=1.0,
             checkpoints=trimtab.Checkpoints(folder, **keep),
         ) as run,

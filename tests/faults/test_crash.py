@@ -26,18 +26,28 @@ def started_once(folder: Path, losses: Path, options: dict, kill: tuple[int, flo
     Args:
         kill: it once it has said so many lines more, so many seconds later.
     """
-    arguments = [(folder, losses, json.dumps(options))]
-    with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM)) as (process,):
+    ranks = options.get("ranks", 1)
+    meet = losses.with_name(f"meet-{time.monotonic_ns()}")
+    each = [options | {"rank": rank, "meet": str(meet)} for rank in range(ranks)]
+    arguments = [(folder, losses_of(losses, rank), json.dumps(each[rank])) for rank in range(ranks)]
+    with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM)) as processes:
+        process = processes[-1]
         if kill is not None:
             lines, later_s = kill
             until = time.monotonic() + 60
             while num_lines(losses) < lines and process.status() is None and time.monotonic() < until:
                 time.sleep(0.001)
             time.sleep(later_s)
-            process.kill()
-        status = process.wait(120)
-        assert status in (0, 9, -9), process.said()[-3000:]
-        return status
+            for each_process in reversed(processes):
+                each_process.kill()
+        ended = [each_process.wait(120) for each_process in processes]
+        assert set(ended) <= {0, 9, -9}, [each_process.said()[-3000:] for each_process in processes]
+        return max(ended, key=abs)
+
+
+def losses_of(losses: Path, rank: int) -> Path:
+    """Return where a rank says its losses."""
+    return losses.with_name(f"{losses.stem}-{rank}.txt") if rank else losses
 
 
 def num_lines(losses: Path) -> int:
@@ -48,9 +58,10 @@ def num_lines(losses: Path) -> int:
 def said(losses: Path) -> dict[str, set[str]]:
     """Return what was said of each window, whole lines alone."""
     found: dict[str, set[str]] = {}
-    for line in losses.read_text().split("\n")[:-1]:
-        window, _, loss = line.partition(" ")
-        found.setdefault(window, set()).add(loss)
+    for path in sorted(losses.parent.glob(f"{losses.stem}*.txt")):
+        for line in path.read_text().split("\n")[:-1]:
+            window, _, loss = line.partition(" ")
+            found.setdefault(path.stem.removeprefix(losses.stem) + window, set()).add(loss)
     return found
 
 
