@@ -530,6 +530,22 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
     return f"{1 - costs[best] / costs[1]:.0%} (k={best})"
 
 
+def _faults(rows: list[Row]) -> Iterator[str]:
+    yield "| fault | kills | tried | came through |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        yield f"| {row['kind']} | {row['kills'] or ''} | {row['tried']} | {row['survived']} |"
+
+
+def _checkpoint_cost(rows: list[Row]) -> Iterator[str]:
+    yield "| what | way | seconds (median) | of the plain way | A/A tells |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        ratio = f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
+        what = row["metric"].removesuffix("_ratio").replace("_", ", ")
+        yield f"| {what} | {row['way']} | {row['median_s']:.2f} | {ratio} | {row['resolution']:.0%} |"
+
+
 KINDS = {
     "compare": _comparison,
     "overhead": _overhead,
@@ -547,6 +563,8 @@ KINDS = {
     "rank_memory": _rank_memory,
     "scaling": scaling,
     "sending": sending,
+    "faults": _faults,
+    "checkpoint_cost": _checkpoint_cost,
     "probing": _probing,
     "frontier": _frontier,
     "frontier_compiled": _compiled,

@@ -1,0 +1,97 @@
+"""Faults that a kept run is put through, and how often it came through them: kills, and damage to its checkpoints.
+
+`python benchmarks/faults.py [--quick] [--json] [--kills 6]` prints rows of `fault`: `kind`, `tried`, `survived`.
+
+- `SIGKILL, ...`: a run killed so often at random moments, saves among them; `tried` are the losses that it and its ranks
+  said, before a kill and after it, `survived` those that are bit for bit what a run says that nobody killed.
+- `truncated`, `one bit`, `zeroed block`: a file of the newest checkpoint damaged; survived where it is refused by that
+  file's name and the checkpoint before it is used.
+
+The programs are those of the tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import command
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "faults"), str(TESTS / "soak")]
+
+DAMAGED, QUICK_DAMAGED = 400, 60
+
+
+def killed(kills: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row of each cell of the matrix."""
+    from test_crash import crashed, whole
+    from test_killed_runs import WINDOWS
+
+    cells = list(itertools.product(("fp32", "bf16"), WINDOWS, (False, True), (1, 2)))
+    for precision, windows, recompute, ranks in cells[::5] if quick else cells:
+        options = {"precision": precision, "recompute": recompute, "ranks": ranks} | WINDOWS[windows]
+        with tempfile.TemporaryDirectory() as folder:
+            found, lived = crashed(Path(folder), options, kills, seed=len(windows) + ranks)
+            expected = whole(Path(folder), options)
+        alike = [window for window, said in found.items() if said == expected.get(window)]
+        recomputed = "recomputed" if recompute else "kept"
+        kind = f"SIGKILL, {precision}, {windows}, {recomputed}, {ranks} rank{'s' if ranks > 1 else ''}"
+        yield {"metric": "fault", "kind": kind, "kills": lived, "tried": len(expected), "survived": len(alike)}
+
+
+def damaged(count: int) -> Iterator[dict[str, Any]]:
+    """Yield a row of each kind of damage, over all files of a checkpoint alike."""
+    from saving import loaded, save
+    from test_checkpoint_files import FILES, blanked, flipped, truncated
+
+    from trimtab.checkpoint.envelope import newest_good
+
+    kinds: dict[str, Callable[..., bytes]] = {"truncated": truncated, "one bit": flipped, "zeroed block": blanked}
+    for kind, damage in kinds.items():
+        chance, tried, survived = random.Random(kind), 0, 0
+        with tempfile.TemporaryDirectory() as folder:
+            parent = Path(folder)
+            save(parent, 1)
+            newest = save(parent, 2)
+            for name in itertools.cycle(FILES):
+                if tried == count:
+                    break
+                content = (newest / name).read_bytes()
+                changed = damage(content, chance)
+                if changed == content:
+                    continue
+                (newest / name).write_bytes(changed)
+                good = newest_good(parent)
+                named = [f"step-2/{name}" in str(error) for _, error in good.refused]
+                survived += named == [True] and good.folder is not None and loaded(good.folder) == 1
+                tried += 1
+                (newest / name).write_bytes(content)
+        yield {"metric": "fault", "kind": kind, "kills": None, "tried": tried, "survived": survived}
+
+
+def _line(row: dict[str, Any]) -> str:
+    kills = "" if row["kills"] is None else f", killed {row['kills']} times"
+    return f"{row['kind']:<48} {row['survived']} of {row['tried']}{kills}"
+
+
+def main() -> None:
+    """Print the rows."""
+    parser = command.parser(__doc__)
+    parser.add_argument("--kills", type=int, default=None, help="of each run: 6, or 2 when quick")
+    options = parser.parse_args()
+    rows = []
+    every = damaged(QUICK_DAMAGED if options.quick else DAMAGED)
+    for row in itertools.chain(every, killed(options.kills or (2 if options.quick else 6), quick=options.quick)):
+        rows.append(row)
+        print(_line(row), file=sys.stderr, flush=True)
+    command.show("faults", rows, _line, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
