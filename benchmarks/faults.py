@@ -2,7 +2,7 @@
 
 `python benchmarks/faults.py [--quick] [--json] [--kills 6]` prints rows of `fault`: `kind`, `tried`, `survived`.
 
-- `SIGKILL, ...`: a run killed so often at random moments, saves among them; `tried` are the losses that it and its ranks
+- `SIGKILL, ...`: a run killed so often at random moments, saves among them; `tried` are losses that it and its ranks
   said, before a kill and after it, `survived` those that are bit for bit what a run says that nobody killed.
 - `truncated`, `one bit`, `zeroed block`: a file of the newest checkpoint damaged; survived where it is refused by that
   file's name and the checkpoint before it is used.
