@@ -45,8 +45,17 @@ ONLY = {
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
     "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
+    "trimtab.experiments.thirds": {
+        "trimtab.core",
+        "trimtab.decide.statistics",
+        "trimtab.experiments.result",
+        "trimtab.experiments.stats",
+    },
     "trimtab.experiments.report": {
         "trimtab.core",
+        "trimtab.decide.attribution",
+        "trimtab.decide.projection",
+        "trimtab.decide.statistics",
         "trimtab.experiments.result",
         "trimtab.experiments.scaling",
         "trimtab.experiments.scaling_table",
@@ -68,6 +77,7 @@ READERS = (
     "scaling_table",
     "stats",
     "target_rows",
+    "thirds",
     "verdicts",
 )
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))

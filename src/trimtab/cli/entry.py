@@ -24,6 +24,7 @@ for command in (
     observe.plan,
     train.train,
     prove.compare,
+    prove.phases,
     prove.scale,
     prove.report,
 ):

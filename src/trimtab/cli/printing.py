@@ -30,6 +30,13 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
     typer.echo(f"report: {paths['html']}")
 
 
+def show_gains(found: Any) -> None:
+    """Print where gains come from."""
+    from trimtab.experiments.report import gains_report
+
+    _print_rich(gains_report(found.gains, found.thirds))
+
+
 def _print_rich(renderable: Any) -> None:
     from rich.console import Console
 

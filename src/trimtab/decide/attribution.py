@@ -68,15 +68,20 @@ def attribute(gain: Gain) -> Attribution:
         reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
         return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_clear else None)
 
-    present = [phase for phase in PHASES if phase in gain.reference.has or phase in gain.plan.has]
+    def of_phase(name: str) -> Saved:
+        return saved(name, lambda lap: lap.seconds.get(name, 0.0))
+
+    def of_part(name: str) -> Saved:
+        return saved(name, lambda lap: lap.parts.get(name, 0.0))
+
     parts = dict.fromkeys(name for lap in (*theirs, *ours) for name in lap.parts)
     return Attribution(
-        tuple(saved(phase, lambda lap, phase=phase: lap.seconds.get(phase, 0.0)) for phase in present),
+        tuple(of_phase(phase) for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)),
         saved(UNATTRIBUTED, lambda lap: lap.plain_s - lap.clocked_s),
         saved(WHOLE, lambda lap: lap.plain_s),
         _clock_cost(gain.reference),
         _clock_cost(gain.plan),
-        tuple(saved(name, lambda lap, name=name: lap.parts.get(name, 0.0)) for name in parts),
+        tuple(map(of_part, parts)),
     )
 
 

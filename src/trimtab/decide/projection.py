@@ -76,7 +76,7 @@ def efficiency_after(months: float, speedup: float, cycle_months: float = CYCLE_
     """
     speedup = number("speedup", speedup, low=0, open_low=True)
     cycles = number("months", months, low=0) / number("cycle_months", cycle_months, low=0, open_low=True)
-    return speedup**cycles
+    return float(speedup**cycles)
 
 
 def doubling_months(speedup: float, cycle_months: float = CYCLE_MONTHS) -> float:

@@ -1,6 +1,7 @@
 """`trimtab compare`: plan, race the arms for several seeds, and say what the figures allow.
 
-    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> Comparison
+    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> steps by phase
+    -> Comparison
 
 Every stage leaves its result in the output folder; a comparison started again with the same folder goes on where it
 was cut off. Several ranks run the same one in step; rank 0 alone reads and writes there.
@@ -34,6 +35,7 @@ from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.energy_rows import METER
 from trimtab.experiments.failures import end_with
+from trimtab.experiments.gain import gain_in
 from trimtab.experiments.inspect_arm import measure_arm
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
@@ -173,13 +175,16 @@ def compare(
         races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together, metered[0])
         race_s = time.perf_counter() - race_begun
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
+    told = {"progress": progress, "together": together}
+    is_left_out = settings.quick or bool(facts["plan_S"].error)
+    gain = None if is_left_out else gain_in(out, task, data, device, plans.plans["S"], **told)
 
     def found() -> Comparison:
         seen, on = _environment(races), Ranks(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
         where = placement_of(data, device)
         lies = (f"training data in the races: {where.reason}",) if where.changed else ()
-        return replace(said, memory=memory, notes=(*said.notes, *lies, *_read_back(done, len(races), out)))
+        return replace(said, memory=memory, gain=gain, notes=(*said.notes, *lies, *_read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
 

@@ -5,16 +5,18 @@ Reads values of `Comparison` only. matplotlib (figures) and rich (terminal) are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.core.codec import to_json, write_whole
-from trimtab.experiments.result import Comparison
+from trimtab.core.phases import Gain
+from trimtab.experiments.result import Comparison, ThirdRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["terminal_report", "write_report"]
+__all__ = ["gains_report", "terminal_report", "write_report"]
 
 
 def write_report(comparison: Comparison, directory: Path) -> dict[str, Path]:
@@ -48,3 +50,15 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     from trimtab.experiments.report.terminal import terminal_view
 
     return terminal_view(comparison)
+
+
+def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> RenderableType:
+    """Return where the gain of each comes from, for `rich.print`; several side by side at the end.
+
+    Raises:
+        DependencyError: rich is not installed.
+    """
+    from trimtab.experiments.report.outline import gain_sections
+    from trimtab.experiments.report.terminal import sections_view
+
+    return sections_view(gain_sections(gains, thirds))

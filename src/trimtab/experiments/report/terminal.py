@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trimtab.core.errors import DependencyError
 from trimtab.experiments.report import outline
 from trimtab.experiments.report import wording as say
@@ -32,6 +34,11 @@ def terminal_view(comparison: Comparison) -> RenderableType:
     """Return the report for `rich.print`."""
     parts = [part for part in outline.sections(comparison) if part.brief]
     return Group(_headline(comparison), _tiles(key_figures(comparison)), *(_section(part) for part in parts))
+
+
+def sections_view(parts: Iterable[Section]) -> RenderableType:
+    """Return some sections alone for `rich.print`."""
+    return Group(*map(_section, parts))
 
 
 def _text(words: object, style: str = "") -> Text:
