@@ -38,7 +38,7 @@ from trimtab.tasks.task import Task, TaskData
 
 ROUNDS = 8
 _FEWEST = 2
-_LAP_S, _MOST_STEPS = 0.3, 50  # of each of a lap's two halves
+_LAP_S, _MOST_STEPS = 0.3, 20  # of each of a lap's two halves
 _PASS_S = 120.0  # that a pass takes about, at the most, where rounds were not asked for
 _WARM_STEPS = 3
 _COMPILED = "compiled: its modules run as one, and what its fused operators move is not known"

@@ -44,11 +44,13 @@ def phase_gain_table(gain: Gain) -> Table:
 
 
 def _clock(found: Attribution) -> str:
-    ours, theirs = found.plan_clock, found.reference_clock
-    return (
-        f"The clock itself: a step of the reference takes {say.percent(theirs.mean - 1)} with it, one of the plan "
-        f"{say.percent(ours.mean - 1)}."
-    )
+    arms = (("reference", found.reference_clock), ("plan", found.plan_clock))
+    costs = (f"{say.percent(each.mean - 1)} ({_between(each, _longer)}) of the {name}'s" for name, each in arms)
+    return f"What the clock adds to a step: {', '.join(costs)}."
+
+
+def _longer(ratio: float) -> str:
+    return say.percent(ratio - 1)
 
 
 def _saved(row: Saved) -> tuple[str, ...]:
@@ -63,14 +65,14 @@ def _between(interval: Interval, words: Callable[[float], str]) -> str:
     return f"{words(interval.low)} to {words(interval.high)}"
 
 
-def part_table(gain: Gain) -> Table:
+def part_table(gain: Gain, *, folded: bool) -> Table:
     """Return what the forward and the backward save by class of module."""
     rows = tuple((_part(row.phase), *_saved(row)) for row in attribute(gain).parts)
     note = (
         "What a module does itself, without the modules in it. A backward begins where the gradient of what a module "
         "made arrives: what stands between two modules is with the later one."
     )
-    return Table("By class of module", ("Module", *_SAVED), rows, "Not told apart.", note, _SAVED, folded=True)
+    return Table("By class of module", ("Module", *_SAVED), rows, "Not told apart.", note, _SAVED, folded=folded)
 
 
 def _part(name: str) -> str:
@@ -153,9 +155,9 @@ def projection_sentences(gain: Gain) -> tuple[str, ...]:
     return (
         f"Net speed-up [21]: {say.ratio(net.gain)} if nothing were computed again, over 1 and the "
         f"{say.share(net.overhead)} that computing it again takes: {say.ratio(net.net)}, of steps under the clock.",
-        f"Doubling [22, 23]: a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months would "
-        f"double efficiency after {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much "
-        "as this one is an assumption, and so is how long it takes; neither was measured.",
+        f"Doubling [22, 23]: by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
+        f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much as "
+        "this one is an assumption, and so is how long it takes; neither was measured.",
     )
 
 
@@ -167,7 +169,7 @@ def _by_its_interval(speedup: Interval) -> str:
 
 def _months(speedup: float) -> str:
     months = doubling_months(speedup)
-    return f"{months:.1f} months" if math.isfinite(months) else say.NEVER
+    return f"after {months:.1f} months" if math.isfinite(months) else say.NEVER
 
 
 def side_by_side(gains: Sequence[Gain]) -> Table:

@@ -110,13 +110,21 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
     )
 
 
-def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow] = (), title: str = GAIN) -> Section:
-    """Return where a gain comes from: by phase and bound as measured in turns, by third of training as recorded."""
+def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAIN, *, folded: bool = True) -> Section:
+    """Return where a gain comes from: by phase and bound as measured in turns, by third of training as recorded.
+
+    Args:
+        folded: whether classes of modules are shown on demand alone.
+    """
     blocks: list[Block] = [Paragraph("No steps of the plan were clocked against the reference's.")]
     if gain is not None:
         changes = say.one_line(gain.changes) or "nothing"
         blocks = [Paragraph(f"The plan changes: {changes}."), gain_tables.phase_gain_table(gain)]
-        blocks += [gain_tables.part_table(gain), gain_tables.bound_table(gain), Bullets(gain_tables.gain_notes(gain))]
+        blocks += [
+            gain_tables.part_table(gain, folded=folded),
+            gain_tables.bound_table(gain),
+            Bullets(gain_tables.gain_notes(gain)),
+        ]
     blocks += [gain_tables.thirds_table(thirds, tier) for tier in tables.tiers(row.tier for row in thirds)]
     if gain is not None:
         blocks += [Heading("What it would come to"), Bullets(gain_tables.projection_sentences(gain))]
@@ -125,7 +133,10 @@ def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow] = (), title: str 
 
 def gain_sections(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> tuple[Section, ...]:
     """Return where the gain of each task comes from, and several of them side by side."""
-    each = [gain_section(g, t, f"{GAIN}: {say.one_line(g.task)}") for g, t in zip(gains, thirds, strict=True)]
+    each = [
+        gain_section(gain, rows, f"{GAIN}: {say.one_line(gain.task)}", folded=False)
+        for gain, rows in zip(gains, thirds, strict=True)
+    ]
     beside = Section("Side by side", (gain_tables.side_by_side(gains),), brief=True)
     return (*each, beside) if len(gains) > 1 else tuple(each)
 
