@@ -48,10 +48,19 @@ ONLY = {
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
     "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
+    "trimtab.experiments.thirds": {
+        "trimtab.core",
+        "trimtab.decide.statistics",
+        "trimtab.experiments.result",
+        "trimtab.experiments.stats",
+    },
     "trimtab.experiments.evaluation": {"trimtab.core", "trimtab.experiments.result"},
     "trimtab.experiments.paper_figures": {"trimtab.core"},
     "trimtab.experiments.report": {
         "trimtab.core",
+        "trimtab.decide.attribution",
+        "trimtab.decide.projection",
+        "trimtab.decide.statistics",
         "trimtab.experiments.ablation",
         "trimtab.experiments.evaluation",
         "trimtab.experiments.evaluation_machines",
@@ -92,6 +101,7 @@ READERS = (
     "scaling_table",
     "stats",
     "target_rows",
+    "thirds",
     "verdicts",
 )
 TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))

@@ -23,7 +23,8 @@ from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.rank_trace import WAYS
 from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.experiments import progress_bar, race
+from trimtab.experiments import gain, progress_bar, race
+from trimtab.experiments.phases_command import PhasePage
 from trimtab.experiments.result import Comparison
 from trimtab.measure import machine, meters
 from trimtab.measure.energy import NoMeter
@@ -55,6 +56,7 @@ def trimtab(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     monkeypatch.setattr(race, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(gain, "_LAP_S", 0.005)
     monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
     for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "6")  # which the command would set for good
@@ -457,6 +459,51 @@ def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):
     explained(
         trimtab("compare", "tiny.py:task", "--plan", "mine.json", "--adapt", "learning-rate", "--out", "no"), "--adapt"
     )
+
+
+def test_phases_of_a_plan_and_of_what_was_measured(trimtab, tmp_path):
+    """Measured once; then read back beside a comparison's, without running anything."""
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
+    done = trimtab("phases", "tiny.py:task", "--plan", "mine.json", "--rounds", 2, "--out", "found.json")
+    assert (done.code, done.err) == (0, "")
+    assert "Where the gain comes from: tiny" in done.out
+    assert "forward: Linear" in done.out
+    found = read_json(PhasePage, tmp_path / "found.json")
+    assert len(found.gains[0].plan.laps) == 2
+
+    compared = trimtab(
+        "compare",
+        "tiny.py:task",
+        "--pairs",
+        1,
+        "--no-peers",
+        "--adapt",
+        "none",
+        "--plan",
+        "mine.json",
+        "--out",
+        "out",
+        "--json",
+    )
+    assert (compared.code, compared.err) == (0, "")
+    metrics = {row["metric"] for row in compared.json["rows"]}
+    assert metrics >= {"phase_saved_s", "third_speed_ratio"}
+    assert "Early, middle and late" in (tmp_path / "out" / "report.md").read_text()
+    beside = trimtab("phases", "found.json", "out", "--json").json
+    assert (beside["schema"], beside["name"]) == (1, "phases")
+    assert len([row for row in beside["rows"] if row["metric"] == "step_speedup"]) == 2
+    assert "Side by side" in trimtab("phases", "found.json", "out").out
+
+
+def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
+    explained(trimtab("phases", "tiny:task", "tiny.py:task", "--plan", "mine.json"), "--plan", "2 tasks")
+    explained(trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "--memory")
+    explained(trimtab("phases", "mine.json"), "PhasePage")
+    explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "--out")
+    quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
+    assert trimtab("compare", "tiny.py:task", *quick).code == 0
+    explained(trimtab("phases", "out"), "clocked no steps", "--quick")
 
 
 @pytest.mark.parametrize("flags", [("--adapt", "learning-rate"), ("--peers",), ("--whole", 2)])

@@ -1,4 +1,4 @@
-"""The command: doctor, profile, plan, train, compare, ablate, scale, report.
+"""The command: doctor, profile, plan, train, compare, ablate, phases, scale, report.
 
 Figures go to standard output, progress to error.
 

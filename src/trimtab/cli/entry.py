@@ -25,6 +25,7 @@ for command in (
     train.train,
     prove.compare,
     prove.ablate,
+    prove.phases,
     prove.scale,
     prove.report,
 ):

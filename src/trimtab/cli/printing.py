@@ -45,6 +45,13 @@ def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json:
     typer.echo(f"report: {paths['html']}")
 
 
+def show_gains(found: Any) -> None:
+    """Print where gains come from."""
+    from trimtab.experiments.report import gains_report
+
+    _print_rich(gains_report(found.gains, found.thirds))
+
+
 def _print_rich(renderable: Any) -> None:
     from rich.console import Console
 

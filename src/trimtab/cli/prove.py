@@ -1,4 +1,4 @@
-"""Commands that prove what a plan is worth: compare, ablate, scale, and report, which shows what they found again."""
+"""Commands that prove what a plan is worth: compare, ablate, phases, scale, and report, which shows them again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from trimtab.cli.options import (
     adaptation,
     refuse_adapt,
     refuse_memory,
+    require_folder,
 )
-from trimtab.cli.printing import print_json, write_and_show, write_and_show_evaluation
+from trimtab.cli.printing import print_json, show_gains, write_and_show, write_and_show_evaluation
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -155,6 +156,32 @@ def scale(
         found = run_scale(task, folder, settings, job, progress, which)
     if found is not None:
         print_json(found.as_benchmark()) if as_json else typer.echo(f"{found.text}\n\nreport: {found.path}")
+
+
+def phases(
+    sources: Annotated[
+        list[str],
+        typer.Argument(help="tasks to measure; or folders of comparisons, or files of --out, which were: side by side"),
+    ],
+    rounds: Annotated[int | None, typer.Option(min=2, help="laps of each loop: 8, or what two minutes hold")] = None,
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write what was found as JSON")] = None,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+) -> None:
+    """Say where the gain comes from: which phases of a step a plan shortens, and what bounds those that are left."""
+    from trimtab.core.codec import to_json
+    from trimtab.experiments.gain_rows import phase_object
+    from trimtab.experiments.phases_command import Asked, phases_of
+
+    require_folder(out)
+    found = phases_of(Asked(tuple(sources), memory, plan_file, rounds, ranks))
+    if found is None:
+        return
+    if out is not None:
+        out.write_text(to_json(found, indent=1), encoding="utf-8")
+    print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
 
 
 def report(

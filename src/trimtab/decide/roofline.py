@@ -1,7 +1,8 @@
-"""Seconds of a step on a device that is not here: each operator by what it computes or what it moves.
+"""Rooflines (Williams et al. 2009): an operator takes as long as the slower of what it computes and what it moves.
 
-An operator takes as long as the slower of the two (Williams et al. 2009), at a stated share of the device's peaks, and
-no less than it takes to start one. It is a guess from a data sheet, and says so wherever it is shown.
+Of a step on a device that is not here its seconds, at a stated share of the device's peaks, and no less than it takes
+to start an operator: a guess from a data sheet, which says so wherever it is shown. Of one that was measured here, the
+least that its operators can take by the whole peaks, and which of the two bounds them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trimtab.core.hardware import DeviceSpec
-from trimtab.core.work import Line, Operation, StepWork
+from trimtab.core.phases import Roof
+from trimtab.core.work import Line, Operation, Seen, StepWork
 
 # Shares of the peaks that large operators reach, and seconds below which none is run.
 COMPUTE, BANDWIDTH = 0.7, 0.8
@@ -35,13 +37,41 @@ def seconds_of(operations: Iterable[Operation], device: DeviceSpec, precision: s
     total = 0.0
     for operation in operations:
         flops, moved = _at(operation.flops, rows), _at(operation.moved_bytes, rows)
-        peak = device.peak("tf32" if (precision, operation.precision) == ("tf32", "fp32") else operation.precision)
-        if flops > 0 and not peak:
+        computing_s = _computing_s(flops, operation.precision, device, precision)
+        if computing_s is None:
             return None
-        computing_s = flops / (COMPUTE * peak) if peak else 0.0
         moving_s = moved / (BANDWIDTH * device.bandwidth_bytes_s)
-        total += operation.count * max(computing_s, moving_s, STARTING_S.get(device.kind, 0.0))
+        total += operation.count * max(computing_s / COMPUTE, moving_s, STARTING_S.get(device.kind, 0.0))
     return total
+
+
+def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | None:
+    """Return what bounds some operators as they ran, or None where a peak of the device is not known.
+
+    Args:
+        precision: of the step's matrix products, as of `step_seconds`.
+    """
+    if not device.bandwidth_bytes_s:
+        return None
+    compute_s = memory_s = all_flops = all_moved = 0.0
+    for kind, flops, moved in seen:
+        computing_s, moving_s = _computing_s(flops, kind, device, precision), moved / device.bandwidth_bytes_s
+        if computing_s is None:
+            return None
+        if computing_s > moving_s:
+            compute_s += computing_s
+        else:
+            memory_s += moving_s
+        all_flops, all_moved = all_flops + flops, all_moved + moved
+    return Roof(compute_s, memory_s, all_flops, all_moved)
+
+
+def _computing_s(flops: float, kind: str, device: DeviceSpec, precision: str) -> float | None:
+    """Return seconds of an operator's FLOP at the whole peak of its kind, or None where there are some and no peak."""
+    peak = device.peak("tf32" if (precision, kind) == ("tf32", "fp32") else kind)
+    if not peak:
+        return None if flops > 0 else 0.0
+    return flops / peak
 
 
 def _at(line: Line, rows: int) -> float:

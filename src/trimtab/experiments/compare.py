@@ -1,6 +1,7 @@
 """`trimtab compare`: plan, race the arms for several seeds, and say what the figures allow.
 
-    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> Comparison
+    plans (tiers S and F, one for the strong peer) -> memory and phases, apart -> races, one per seed -> steps by phase
+    -> Comparison
 
 Every stage leaves its result in the output folder; a comparison started again with the same folder goes on where it
 was cut off. Several ranks run the same one in step; rank 0 alone reads and writes there.
@@ -31,6 +32,7 @@ from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.experiments.claim import claim
 from trimtab.experiments.energy_rows import METER
+from trimtab.experiments.gain import gain_in
 from trimtab.experiments.lengths import lengths, seeds_in_time
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
@@ -158,13 +160,16 @@ def compare(
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         races[seed] = kept.race(entries, seed, settings.num_pairs, cap_s=settings.cap_s, meter=metered[0], **how)
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
+    told = {"progress": progress, "together": together}
+    is_left_out = settings.quick or bool(facts["plan_S"].error)
+    gain = None if is_left_out else gain_in(out, task, data, device, plans.plans["S"], **told)
 
     def found() -> Comparison:
         seen, on = environment_of(races), Ranks(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
         where = kept.held[1]
         lies = (f"training data in the races: {where.reason}",) if where.changed else ()
-        return replace(said, memory=memory, notes=(*said.notes, *lies, *read_back(done, len(races), out)))
+        return replace(said, memory=memory, gain=gain, notes=(*said.notes, *lies, *read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
 

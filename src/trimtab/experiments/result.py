@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.core.energy import NO_METER, MeterFacts
+from trimtab.core.phases import Gain
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
-RESULT_SCHEMA = 5
+RESULT_SCHEMA = 6
 # Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
 PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
 # Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
@@ -144,6 +145,25 @@ class TargetRow:
 
 
 @dataclass(frozen=True)
+class ThirdRow:
+    """A third of training, by the rows of each run: "early", "middle" or "late".
+
+    Args:
+        speed: rows per second, ours over theirs. progress: of the held-out metric over that third, ours over theirs;
+            progress_per_s: the same per second. None: not known, and `why` not.
+    """
+
+    third: str
+    arm: str
+    against: str
+    tier: str
+    speed: Ratio | None
+    progress: Ratio | None
+    progress_per_s: Ratio | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Everything a report shows.
 
@@ -157,6 +177,7 @@ class Comparison:
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
         num_ranks: processes that each arm was trained by together.
         meter: what counted joules, or why nothing did.
+        gain: seconds of the reference and of the plan by phase, in turns; None: not measured. thirds: of training.
     """
 
     task: str
@@ -184,6 +205,8 @@ class Comparison:
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
     meter: MeterFacts = NO_METER
+    gain: Gain | None = None
+    thirds: tuple[ThirdRow, ...] = ()
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

@@ -10,6 +10,7 @@ from trimtab.core.codec import to_jsonable
 from trimtab.core.energy import NO_METER
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.gain_rows import gain_rows, third_rows_flat
 from trimtab.experiments.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
 
 ROWS_SCHEMA = 1
@@ -29,6 +30,8 @@ def benchmark_object(comparison: Comparison) -> dict[str, Any]:
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
     rows += [_target_row(comparison, row) for row in comparison.target_rows]
     rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
+    rows += [] if comparison.gain is None else gain_rows(comparison.gain)
+    rows += third_rows_flat(comparison.task, comparison.thirds)
     found = {
         "schema": ROWS_SCHEMA,
         "name": "compare",

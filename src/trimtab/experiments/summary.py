@@ -16,8 +16,9 @@ from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
 from trimtab.experiments.rank_notes import ONE_RANK, Ranks, rank_notes
 from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, ArmCurve, Comparison, RatioRow, TargetRow
+from trimtab.experiments.result import PLAN_ARMS, PLAN_LOOPS, Arm, ArmCurve, Comparison, RatioRow, TargetRow, ThirdRow
 from trimtab.experiments.target_rows import target_row
+from trimtab.experiments.thirds import third_rows
 from trimtab.tasks.task import Task, TaskData
 
 _LABELS = {
@@ -93,6 +94,7 @@ def summarise(
         notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
         meter=meter_of(races),
+        thirds=tuple(_thirds(task, races, present)),
     )
 
 
@@ -209,6 +211,12 @@ def _memory(races: stats.Races, facts: Mapping[str, ArmFacts], arm: str, against
     if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:
         return None
     return memory_row(races, arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
+
+
+def _thirds(task: Task, races: stats.Races, present: list[str]) -> list[ThirdRow]:
+    metric = (task.metric.name, task.metric.higher_is_better, task.metric.unit)
+    tiers = [(name, _LABELS[name][1]) for name in ("plan_S", "plan_F") if name in present]
+    return [row for name, tier in tiers for row in third_rows(races, name, "reference", tier, *metric)]
 
 
 def _target_rows(

@@ -29,6 +29,23 @@ def find_blocks(model: nn.Module, named: Iterable[str] = ()) -> tuple[str, ...]:
     return tuple(_composite("", model)) or tuple(_layers(model))
 
 
+def find_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that seconds are told apart by: blocks, their members, and what lies outside of blocks."""
+    yield from _parts(model, "", frozenset(find_blocks(model)))
+
+
+def _parts(module: nn.Module, prefix: str, blocks: frozenset[str]) -> Iterator[nn.Module]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in blocks:
+            yield child
+            yield from _parts(child, f"{path}.", frozenset())
+        elif isinstance(child, _CONTAINERS) or any(block.startswith(f"{path}.") for block in blocks):
+            yield from _parts(child, f"{path}.", blocks)
+        else:
+            yield child
+
+
 def _check(model: nn.Module, names: tuple[str, ...]) -> None:
     known = {name for name, _ in model.named_modules()}
     for name in names:

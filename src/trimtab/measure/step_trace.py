@@ -18,7 +18,7 @@ from trimtab.core.alignment import aligned_peaks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.peak_model import PeakModel
 from trimtab.core.step_memory import StepMemory
-from trimtab.core.work import StepWork, operations
+from trimtab.core.work import Seen, StepWork, operations
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.storages import Storages
 from trimtab.measure.traced_step import Autocast, LossFn, Marks, TracedStep, cannot_trace, make_state
@@ -95,6 +95,25 @@ def trace_peaks(
         _sizes(few, many, rows, counts_scratch=counts_scratch)
         for few, many in zip(steps[::2], steps[1::2], strict=True)
     ]
+
+
+def trace_work(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+) -> dict[str, list[Seen]]:
+    """Return the operators of a step of one micro-batch by phase: "forward", "backward" and "optimizer".
+
+    The model as it stands: what its blocks compute again is in its backward.
+
+    Raises:
+        ModelError: the step cannot be traced.
+    """
+    (step,), _ = _traced(model, optimizer, loss_fn, [(batch, autocast)], (), None, counts_work=True, prepare=as_it_is)
+    return step.phase_work
 
 
 def _sizes(few: TracedStep, many: TracedStep, rows: tuple[int, int], *, counts_scratch: bool) -> SizeTrace:

@@ -197,6 +197,13 @@ class TracedStep:
         """Operators of the optimizer's step."""
         return self._seen.work[self._work_before[-1] :] if self._first is None else self._first.step_work
 
+    @property
+    def phase_work(self) -> dict[str, list[Seen]]:
+        """Operators of the first micro-batch's forward and backward, and of the optimizer's step, in order."""
+        _, backward, end, *_ = self._work_before
+        work = self._seen.work
+        return {"forward": work[:backward], "backward": work[backward:end], "optimizer": self.step_work}
+
     def memory(self, blocks: tuple[BlockMemory, ...], scratch: Mapping[Call, Taken]) -> StepMemory:
         """Return what was seen."""
         moments = list(self._moments(scratch))

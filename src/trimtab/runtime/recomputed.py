@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trimtab.measure.recomputing import recomputing
+
 _Context = contextlib.AbstractContextManager[Any]
 
 
@@ -79,20 +81,20 @@ def _contexts(modules: Sequence[nn.Module], in_part: bool) -> tuple[_Context, _C
     if in_part:
         first, again = create_selective_checkpoint_contexts(_policy)
     buffers = _Buffers(modules)
-    return _Both(buffers.noting, first), _Both(buffers.as_they_were, again)
+    return _All(buffers.noting, lambda: first), _All(recomputing, buffers.as_they_were, lambda: again)
 
 
-class _Both:
-    """Two contexts in one, that may be entered again."""
+class _All:
+    """Contexts in one, the outermost first, that may be entered again."""
 
-    def __init__(self, outer: Callable[[], _Context], inner: _Context) -> None:
-        self._outer, self._inner = outer, inner
+    def __init__(self, *make: Callable[[], _Context]) -> None:
+        self._make = make
         self._stacks: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._outer())
-            stack.enter_context(self._inner)
+            for make in self._make:
+                stack.enter_context(make())
             self._stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:

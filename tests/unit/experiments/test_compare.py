@@ -20,10 +20,12 @@ from trimtab.calibrate import trials
 from trimtab.core.codec import read_json, to_json, to_jsonable
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
+from trimtab.core.phases import Gain
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
+from trimtab.experiments import gain as gain_module
 from trimtab.experiments import inspect_arm, race_folder
 from trimtab.experiments import lengths as lengths_module
 from trimtab.experiments import planning as planning_module
@@ -52,6 +54,7 @@ def short(monkeypatch):
     monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
     monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+    monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
 
 
 def run(out: Path, settings: Settings = PAIRS, task=None, **options) -> Comparison:
@@ -283,8 +286,8 @@ def test_every_stage_leaves_its_result(finished):
     folder, found, lines = finished
     arms = ["reference", "self", "plan_S", "plan_F"]
     races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in arms}
-    traced = {"memory-reference.json", "memory-plan_S.json"}
-    assert set(files(folder)) == {"settings.json", "plans.json", *(f"arm-{arm}.json" for arm in arms)} | races | traced
+    others = {"settings.json", "plans.json", "gain.json", "memory-reference.json", "memory-plan_S.json"}
+    assert set(files(folder)) == others | {f"arm-{arm}.json" for arm in arms} | races
     assert lines[0] == "reading tiny"
     assert any(line.startswith("race 2 of 2: reference") for line in lines)
     plans = read_json(Plans, folder / "plans.json")
@@ -293,6 +296,10 @@ def test_every_stage_leaves_its_result(finished):
     record = read_record(folder / "race-1" / "plan_F.jsonl")
     assert (record.header.name, record.header.seed) == ("plan_F", 1)
     assert found.arm("plan_F").final_metric[1] == record.evaluations[-1].metrics["accuracy"]
+    assert read_json(Gain, folder / "gain.json") == found.gain
+    assert [(row.arm, row.third, row.speed.n) for row in found.thirds] == [
+        (arm, third, 2) for arm in ("plan_S", "plan_F") for third in ("early", "middle", "late")
+    ]
 
 
 def test_a_finished_comparison_is_read_back_without_running(finished, folder, monkeypatch):
@@ -540,7 +547,8 @@ task = replace(tiny, name="own_step", step=step)
 """
 
 
-def test_a_users_own_step_is_what_is_compared_against(tmp_path):
+def test_a_users_own_step_is_what_is_compared_against(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_module, "gain_in", lambda *arguments, **how: None)  # it steps for a time, not a number
     (tmp_path / "mine.py").write_text(OWN_STEP)
     task = load_task(f"{tmp_path / 'mine.py'}:task")
     calls = task.step.__globals__["calls"]
@@ -606,7 +614,7 @@ def test_an_arm_is_measured_apart(changes):
     peak, phases = facts.peak_bytes, facts.phases_s
     parameters = sum(p.numel() * p.element_size() for p in tiny.make_model().parameters())
     assert 4 * parameters < peak < 40 * parameters  # weights, gradients, two moments, activations
-    assert list(phases) == ["data", "forward", "backward and rest", "optimizer"]
+    assert list(phases) == ["data", "forward", "backward", "optimizer", "rest"]
     assert min(phases.values()) > 0
     weights = sum(p.numel() for p in tiny.make_model().parameters() if p.dim() == 2)
     first = next(tiny.make_model().parameters()).numel()  # whose input needs no gradient

@@ -18,11 +18,21 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.codec import read_json
+from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
+from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
-from trimtab.experiments.report import plan_tables, tables, terminal_report, wording, write_report
+from trimtab.experiments.report import (
+    gain_tables,
+    gains_report,
+    plan_tables,
+    tables,
+    terminal_report,
+    wording,
+    write_report,
+)
 from trimtab.experiments.report.document import Picture
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_page
@@ -30,7 +40,17 @@ from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
 from trimtab.experiments.report.outline import document, sections
 from trimtab.experiments.report.planning_figures import memory_time
-from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.result import (
+    PLAN_ARMS,
+    Arm,
+    ArmCurve,
+    Comparison,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    ThirdRow,
+    Verdict,
+)
 from trimtab.experiments.rows import benchmark_object
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
@@ -200,6 +220,32 @@ def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[floa
     return tuple(rows)
 
 
+def gain(task: str = "source_gpt", laps: int = 6) -> Gain:
+    """Return a gain of 1.5x that comes from forward and backward, some of which is computed again."""
+    theirs = {"data": 0.02, "forward": 0.4, "backward": 0.8, "optimizer": 0.16, "rest": 0.02}
+    ours = {"data": 0.02, "forward": 0.2, "recompute": 0.1, "backward": 0.5, "optimizer": 0.08, "rest": 0.02}
+    roofs = {"forward": Roof(0.1, 0.05, 1e9, 1e8), "backward": Roof(0.2, 0.1, 2e9, 2e8)}
+
+    def arm_of(seconds: dict[str, float], wobble: float) -> ArmPhases:
+        found = []
+        for index in range(laps):
+            lap = {name: each * (1 + wobble * (index % 3 - 1)) for name, each in seconds.items()}
+            parts = {"forward Linear": 0.9 * lap["forward"], "forward": 0.1 * lap["forward"]}
+            found.append(Lap(lap, parts, math.fsum(lap.values()) / 1.02))
+        return ArmPhases(tuple(found), roofs, ("one process: nothing is communicated",))
+
+    device = DeviceSpec("a processor", "cpu", None, {"fp32": 1e11}, 1e10, "timed here", 1)
+    return Gain(task, arm_of(theirs, 0.01), arm_of(ours, 0.02), "precision bf16, recompute (0) 1", device)
+
+
+def thirds(n: int = 8) -> tuple[ThirdRow, ...]:
+    """Return tier S as fast all along, tier F ahead in the first third and with no ratio of progress in the last."""
+    even, ahead = (interval([mean * (1 + 0.01 * (i % 3)) for i in range(n)]) for mean in (1.4, 3.0))
+    found = [ThirdRow(name, "plan_S", "reference", "S", even, even, even) for name in ("early", "middle", "late")]
+    found += [ThirdRow(name, "plan_F", "reference", "F", even, ahead, ahead) for name in ("early", "middle")]
+    return (*found, ThirdRow("late", "plan_F", "reference", "F", even, None, None, "its metric did not get better"))
+
+
 def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
     """Return a GPT-like (perplexity) or ResNet-like (accuracy) comparison of seven arms."""
     plans = {"S": plan_s(64, 32), "F": plan_f(64, 32), "strong": plan_strong(64, 16)}
@@ -253,6 +299,8 @@ def comparison(*, accuracy: bool = False, n: int = 8) -> Comparison:
         created="2026-05-04T10:11:12Z",
         peak_source="not known for this processor",
         notes=("Target 200 was crossed at the first evaluation in one pair.", "Energy: no meter on this machine."),
+        gain=gain(),
+        thirds=thirds(n),
     )
 
 
@@ -275,6 +323,8 @@ def bare() -> Comparison:
         data_source={},
         command="",
         num_pairs=0,
+        gain=None,
+        thirds=(),
     )
 
 
@@ -303,7 +353,18 @@ def hostile() -> Comparison:
         created=HOSTILE,
         peak_source=HOSTILE,
         notes=(HOSTILE, long),
+        gain=replace(
+            gain(HOSTILE),
+            changes=HOSTILE,
+            device=DeviceSpec(HOSTILE, "cpu", source=HOSTILE),
+            plan=replace(gain().plan, notes=(HOSTILE, long), laps=tuple(map(_odd, gain().plan.laps))),
+        ),
+        thirds=tuple(replace(row, progress=None, third=HOSTILE, why=HOSTILE) for row in full.thirds),
     )
+
+
+def _odd(lap: Lap) -> Lap:
+    return replace(lap, parts={f"forward {HOSTILE}": 0.1})
 
 
 CASES = {
@@ -712,3 +773,83 @@ def test_the_results_page_shows_every_row_of_a_comparison_with_peers(monkeypatch
     assert len(shown) == len(rows) + 2
     planning = [line for line in shown if line.startswith("| planning")]
     assert [line.split(" | ")[1] for line in planning] == ["trimtab S", "trimtab F", "plan made for P2"]
+
+
+# Where the gain comes from.
+
+
+def test_phases_and_what_is_not_attributed_add_up_in_the_table() -> None:
+    table = gain_tables.phase_gain_table(gain())
+    assert columns(table, "Phase")[:3] == ["data", "forward", "recompute"]
+    assert columns(table, "Phase")[-2:] == ["the clock itself (not attributed)", "whole step, without the clock"]
+    recompute = table.rows[2]
+    assert recompute[1:4] == ("0 s", "100 ms", "-100 ms")
+    assert table.rows[-1][-1] == "100.0%"
+    shares = [float(cell.rstrip("%")) for cell in columns(table, "Share of the gain")[:-1]]
+    assert sum(shares) == pytest.approx(100.0, abs=0.3)
+    assert "of the reference's" in table.note
+    assert "+2.00%" in table.note
+
+
+def test_what_bounds_each_arm_adds_up_to_its_step() -> None:
+    table = gain_tables.bound_table(gain())
+    assert columns(table, "Bound by")[:2] == ["compute-bound", "memory-bound"]
+    for name in ("Reference", "Plan"):
+        shares = [float(cell.split("(")[1].rstrip("%)")) for cell in columns(table, name)]
+        assert sum(shares) == pytest.approx(100.0, abs=0.3)
+    assert "forward 37.5%" in table.note  # 0.15 s of 0.4 s
+
+
+def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> None:
+    net, doubling = gain_tables.projection_sentences(gain())
+    assert "1.707x if nothing were computed again" in net  # 1.4 s over 0.82 s
+    assert "12.2%" in net
+    assert "1.52" in doubling
+    assert re.search(r"after 8\.[23] months", doubling)
+    assert "assumption" in doubling
+    none = replace(gain(), plan=gain().reference)
+    assert "doubles: never" in gain_tables.projection_sentences(none)[1]
+
+
+def test_thirds_say_why_a_ratio_is_not_known() -> None:
+    early, _, late = gain_tables.thirds_table(thirds(), "F").rows
+    assert early[0] == "early"
+    assert early[2].startswith("3.0")
+    assert late[2] == "not known: its metric did not get better"
+    assert all(len(row) == 5 for row in (early, late))
+    assert gain_tables.thirds_table(thirds(3), "S").rows[0][1].count(",") == 2  # too few for an interval: raw pairs
+
+
+def test_tasks_stand_side_by_side() -> None:
+    from rich.console import Console
+
+    both = (gain("a_cnn"), gain("a_gpt"))
+    table = gain_tables.side_by_side(both)
+    assert table.columns[1:4] == ("a_cnn: reference", "a_cnn: plan", "a_cnn: of the gain")
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert [row[0] for row in table.rows][-1] == "speed-up"
+    console = Console(width=200, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    with console.file:
+        console.print(gains_report(both, ((), thirds())))
+    text = console.export_text()
+    assert text.count("Where the gain comes from") == 2
+    assert "forward: Linear" in text
+    assert "Early, middle and late" in text
+    assert "Side by side" in text
+
+
+def test_a_gain_is_flat_rows_too() -> None:
+    rows = benchmark_object(comparison())["rows"]
+    metrics = {row["metric"] for row in rows}
+    assert metrics >= {
+        "phase_saved_s",
+        "part_saved_s",
+        "bound_share",
+        "clock_ratio",
+        "step_speedup",
+        "third_speed_ratio",
+    }
+    phases = [row for row in rows if row["metric"] == "phase_saved_s"]
+    whole = next(row for row in phases if row["phase"] == "step")
+    assert sum(row["mean"] for row in phases if row["phase"] != "step") == pytest.approx(whole["mean"])
+    assert all(not isinstance(value, dict) for row in rows for value in row.values())

@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.phases import Gain
 from trimtab.experiments.ablation import Ablation
 from trimtab.experiments.evaluation import Run
 from trimtab.experiments.evaluation_rows import evaluation_object
 from trimtab.experiments.report import ablation_outline, evaluation_outline, outline
 from trimtab.experiments.report.document import Document
-from trimtab.experiments.result import Comparison
+from trimtab.experiments.result import Comparison, ThirdRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["read_report", "terminal_evaluation", "terminal_report", "write_evaluation", "write_report"]
+__all__ = [
+    "gains_report",
+    "read_report",
+    "terminal_evaluation",
+    "terminal_report",
+    "write_evaluation",
+    "write_report",
+]
 
 
 def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Path]:
@@ -84,6 +92,18 @@ def terminal_report(found: Comparison | Ablation) -> RenderableType:
     from trimtab.experiments.report.terminal import terminal_view
 
     return terminal_view(_document(found))
+
+
+def gains_report(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> RenderableType:
+    """Return where the gain of each comes from, for `rich.print`; several side by side at the end.
+
+    Raises:
+        DependencyError: rich is not installed.
+    """
+    from trimtab.experiments.report.outline import gain_sections
+    from trimtab.experiments.report.terminal import sections_view
+
+    return sections_view(gain_sections(gains, thirds))
 
 
 def terminal_evaluation(runs: Sequence[Run], command: str) -> RenderableType:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trimtab.experiments.report import energy_tables, plan_tables, tables
+from trimtab.core.phases import Gain
+from trimtab.experiments.report import energy_tables, gain_tables, plan_tables, tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import (
     Block,
@@ -20,7 +21,7 @@ from trimtab.experiments.report.document import (
 )
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.tables import Table
-from trimtab.experiments.result import Comparison
+from trimtab.experiments.result import Comparison, ThirdRow
 
 if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
     from trimtab.experiments.report.drawing import Drawing
@@ -33,6 +34,8 @@ CURVE_NOTE = (
     "Held-out metric against seconds of training; evaluation, planning and search are not in the seconds. "
     "Tier S stands beside the reference alone: the other recipes train otherwise."
 )
+
+GAIN = "Where the gain comes from"
 
 
 def document(comparison: Comparison) -> Document:
@@ -79,6 +82,7 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Memory against time", (Picture("memory_time"), plan_tables.trial_table(comparison))),
         Section("What a step holds", (Picture("timeline"), plan_tables.memory_table(comparison))),
         Section("Where the time goes", (Picture("phases"), tables.phase_table(comparison))),
+        gain_section(comparison.gain, comparison.thirds),
         Section("What was rejected, and why", _rejected(comparison)),
         Section("Predicted against measured", (Picture("predictions"), plan_tables.prediction_table(comparison))),
         Section("What planning cost", _cost(comparison), brief=True),
@@ -86,6 +90,37 @@ def sections(comparison: Comparison) -> tuple[Section, ...]:
         Section("Reproduce", (Code(comparison.command or "not recorded"),)),
         Section("Notes", (Bullets(comparison.notes or ("None.",)),), brief=True),
     )
+
+
+def gain_section(gain: Gain | None, thirds: Sequence[ThirdRow], title: str = GAIN, *, folded: bool = True) -> Section:
+    """Return where a gain comes from: by phase and bound as measured in turns, by third of training as recorded.
+
+    Args:
+        folded: whether classes of modules are shown on demand alone.
+    """
+    blocks: list[Block] = [Paragraph("No steps of the plan were clocked against the reference's.")]
+    if gain is not None:
+        changes = say.one_line(gain.changes) or "nothing"
+        blocks = [Paragraph(f"The plan changes: {changes}."), gain_tables.phase_gain_table(gain)]
+        blocks += [
+            gain_tables.part_table(gain, folded=folded),
+            gain_tables.bound_table(gain),
+            Bullets(gain_tables.gain_notes(gain)),
+        ]
+    blocks += [gain_tables.thirds_table(thirds, tier) for tier in tables.tiers(row.tier for row in thirds)]
+    if gain is not None:
+        blocks += [Heading("What it would come to"), Bullets(gain_tables.projection_sentences(gain))]
+    return Section(title, tuple(blocks), brief=gain is not None)
+
+
+def gain_sections(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> tuple[Section, ...]:
+    """Return where the gain of each task comes from, and several of them side by side."""
+    each = [
+        gain_section(gain, rows, f"{GAIN}: {say.one_line(gain.task)}", folded=False)
+        for gain, rows in zip(gains, thirds, strict=True)
+    ]
+    beside = Section("Side by side", (gain_tables.side_by_side(gains),), brief=True)
+    return (*each, beside) if len(gains) > 1 else tuple(each)
 
 
 def _plans(comparison: Comparison) -> tuple[Block, ...]:

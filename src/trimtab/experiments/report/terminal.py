@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trimtab.core.errors import DependencyError
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Section, Tile
@@ -30,6 +32,11 @@ def terminal_view(document: Document) -> RenderableType:
     """Return the report for `rich.print`."""
     parts = [part for part in document.sections if part.brief]
     return Group(_headline(document), _tiles(document.tiles), *(_section(part) for part in parts))
+
+
+def sections_view(parts: Iterable[Section]) -> RenderableType:
+    """Return some sections alone for `rich.print`."""
+    return Group(*map(_section, parts))
 
 
 def _text(words: object, style: str = "") -> Text:

@@ -27,6 +27,11 @@ def seconds(value: float | None) -> str:
     return format_seconds(value) if value else "0 s"
 
 
+def signed_seconds(value: float) -> str:
+    """Return a duration that may be below zero, as one that was lost where it might have been saved."""
+    return f"-{seconds(-value)}" if value < 0 else seconds(value)
+
+
 def size(value: float | None) -> str:
     """Return a size in binary units."""
     return UNMEASURED if value is None else format_bytes(value)

@@ -1,0 +1,123 @@
+"""Whose seconds shrank: what a plan saves, split over the phases of a step, and what bounds those that are left.
+
+Means of paired laps, because means add up: what the phases save, with what is unattributed, is what a step saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+
+WHOLE, UNATTRIBUTED = "step", "unattributed"
+# Phases that a roof is known of, and which phases' seconds are under it.
+_UNDER = {"forward": ("forward",), "backward": ("backward", "recompute"), "optimizer": ("optimizer",)}
+COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "not known"
+_OTHERS = {"communication": "communication-bound", "data": "waiting for data", "rest": "the loop itself"}
+BOUNDS = (COMPUTE, MEMORY, *_OTHERS.values(), UNBOUND)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one phase saves.
+
+    Args:
+        reference_s, plan_s: mean seconds of a step. saved: the one less the other, paired by lap, with its 95% t
+            interval. share: of what the whole step saves; None where that is not clear of nothing.
+    """
+
+    phase: str
+    reference_s: float
+    plan_s: float
+    saved: Interval
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Where a plan's gain comes from.
+
+    Args:
+        phases: those that either arm has, in order, clocked. unattributed: the difference of what the clock itself
+            costs the two. whole: steps without the clock; phases and unattributed add up to it.
+        reference_clock, plan_clock: what a step takes with the clock over one without, paired by lap.
+        parts: by class of module, of the forward and the backward; they add up to those two.
+    """
+
+    phases: tuple[Saved, ...]
+    unattributed: Saved
+    whole: Saved
+    reference_clock: Interval
+    plan_clock: Interval
+    parts: tuple[Saved, ...]
+
+
+def attribute(gain: Gain) -> Attribution:
+    """Return what each phase saves; phases and what is unattributed add up to the whole."""
+    theirs, ours = gain.reference.laps, gain.plan.laps
+    whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
+    interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
+    is_clear = interval.low > 0 or interval.high < 0
+
+    def saved(name: str, of: Callable[[Lap], float]) -> Saved:
+        pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
+        found = mean_interval([t - o for t, o in pairs])
+        reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
+        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_clear else None)
+
+    def of_phase(name: str) -> Saved:
+        return saved(name, lambda lap: lap.seconds.get(name, 0.0))
+
+    def of_part(name: str) -> Saved:
+        return saved(name, lambda lap: lap.parts.get(name, 0.0))
+
+    parts = dict.fromkeys(name for lap in (*theirs, *ours) for name in lap.parts)
+    return Attribution(
+        tuple(of_phase(phase) for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)),
+        saved(UNATTRIBUTED, lambda lap: lap.plain_s - lap.clocked_s),
+        saved(WHOLE, lambda lap: lap.plain_s),
+        _clock_cost(gain.reference),
+        _clock_cost(gain.plan),
+        tuple(map(of_part, parts)),
+    )
+
+
+def _clock_cost(arm: ArmPhases) -> Interval:
+    return ratio_interval([lap.clocked_s / lap.plain_s for lap in arm.laps])
+
+
+def bound_seconds(arm: ArmPhases) -> dict[str, float]:
+    """Return the mean seconds of a clocked step by what bounds them (`BOUNDS`); together they are that step.
+
+    A phase's seconds are split as its roof is, between operators that compute at length and those that move: what they
+    take beyond their roof is shared alike. Seconds of a phase without a roof are not known.
+    """
+    found = dict.fromkeys(BOUNDS, 0.0)
+    for phase in arm.has:
+        seconds, roof = arm.mean_s(phase), _roof_over(phase, arm)
+        if phase in _OTHERS:
+            found[_OTHERS[phase]] += seconds
+        elif roof is None or roof.seconds <= 0:
+            found[UNBOUND] += seconds
+        else:
+            found[COMPUTE] += seconds * roof.compute_s / roof.seconds
+            found[MEMORY] += seconds * roof.memory_s / roof.seconds
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def _roof_over(phase: str, arm: ArmPhases) -> Roof | None:
+    return next((roof for key, roof in arm.roofs.items() if phase in _UNDER.get(key, ())), None)
+
+
+def of_the_roof(arm: ArmPhases) -> Mapping[str, float]:
+    """Return by phase how much of its seconds its operators need at the least; above 1 where caches hold tensors."""
+    taken_s = {key: math.fsum(map(arm.mean_s, _UNDER.get(key, ()))) for key in arm.roofs}
+    return {key: arm.roofs[key].seconds / seconds for key, seconds in taken_s.items() if seconds > 0}
+
+
+def speedup(gain: Gain) -> Interval:
+    """Return the reference's seconds over the plan's, without the clock, paired by lap."""
+    return ratio_interval([t.plain_s / o.plain_s for t, o in zip(gain.reference.laps, gain.plan.laps, strict=True)])

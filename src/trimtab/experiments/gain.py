@@ -1,0 +1,206 @@
+"""A short measured pass: the plain loop and the plan in turns, with the clock of phases and without.
+
+Both are held at once, each with a model of its own. Several ranks run it in step; seconds are rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.core.errors import ModelError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
+from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress, silent
+from trimtab.decide.roofline import roof_of
+from trimtab.decide.turns import turns
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.distributed.dealing import rows_of_rank, shard
+from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.watch import Watch, by_part, by_phase
+from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.step_trace import trace_work
+from trimtab.measure.timing import time_call
+from trimtab.recipes.loop import MakeLoop, autocast, move
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.recipes.replica import ReplicaLoop
+from trimtab.runtime.batches import slices
+from trimtab.runtime.compiled import is_compiled
+from trimtab.tasks.placement import placed
+from trimtab.tasks.task import Task, TaskData
+
+ROUNDS = 8
+_FEWEST = 2
+_LAP_S, _MOST_STEPS = 0.3, 20  # of each of a lap's two halves
+_PASS_S = 120.0  # that a pass takes about, at the most, where rounds were not asked for
+_WARM_STEPS = 3
+_COMPILED = "compiled: its modules run as one, and what its fused operators move is not known"
+_HIDDEN = "a step function of the task's own: forward and backward are in the rest"
+_ALONE = "one process: nothing is communicated"
+_SHARED = "parameters are shared out: what is sent amid the forward and the backward is in these, and no roof is known"
+
+
+class _Arm:
+    """A loop that is stepped in turns with another, under global modes and random numbers of its own.
+
+    Args:
+        micro_rows: of a micro-batch; None: of a rank's whole share.
+    """
+
+    def __init__(
+        self,
+        make: MakeLoop,
+        task: Task,
+        data: TaskData,
+        device: torch.device,
+        together: Together,
+        micro_rows: int | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
+        self._task, self._device, self._rows = task, device, own.stop - own.start
+        self._micro_rows, self._notes = min(micro_rows or self._rows, self._rows), notes
+        self._watch = Watch(task, device, self._rows, waits=together.num_ranks > 1)
+        torch.manual_seed(0)
+        with together.entering():
+            self._loop = make(self._watch.watched_task(), device)
+        together.draw_apart(0)
+        self._batches = self._watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
+        self._is_compiled = is_compiled(self._loop.model)
+        self._laps: list[Lap] = []
+        self._step(_WARM_STEPS)
+        self.step_s = max(together.each(time_call(lambda: self._step(1), device)))
+        self._state = ProcessState.capture()
+
+    def lap(self, steps: int, *, clocked_first: bool) -> None:
+        """Take so many steps with the clock, and as many without."""
+        self._state.restore()
+        halves = [self._clocked, self._plain]
+        found = [half(steps) for half in (halves if clocked_first else halves[::-1])]
+        (seconds, parts), plain_s = found if clocked_first else found[::-1]
+        self._laps.append(Lap(seconds, parts, plain_s))
+        self._watch.counts.clear()
+        self._state = ProcessState.capture()
+
+    def _clocked(self, steps: int) -> Any:
+        before = self._watch.num_batches
+        with self._watch.clock.on(self._loop.model, parts=not self._is_compiled):
+            self._step(steps)
+        seconds, drawn = self._watch.clock.seconds(), self._watch.num_batches - before
+        return by_phase(seconds, drawn), by_part(seconds, drawn)
+
+    def _plain(self, steps: int) -> Any:
+        before = self._watch.num_batches
+        return time_call(partial(self._step, steps), self._device) / (self._watch.num_batches - before)
+
+    def _step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._loop.step(self._batches)
+
+    def found(self, spec: DeviceSpec) -> ArmPhases:
+        """Return what its laps took, under the roofs of its operators."""
+        notes = [*self._notes, *([_HIDDEN] if "forward" not in self._laps[0].seconds else [])]
+        roofs: dict[str, Roof] = {}
+        if self._is_compiled:
+            notes.append(_COMPILED)
+        elif _SHARED not in notes:
+            roofs, why = self._roofs(spec)
+            notes += [why] if why else []
+        return ArmPhases(tuple(self._laps), roofs, tuple(notes))
+
+    def _roofs(self, spec: DeviceSpec) -> tuple[dict[str, Roof], str]:
+        """Return the roof of each phase, per batch; or why none is known."""
+        self._state.restore()
+        loop, precision = self._loop, self._loop.precision
+        micro, _ = next(slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
+        cast = partial(autocast, precision, self._device)
+        try:
+            work = trace_work(loop.model, loop.optimizer, self._task.loss_fn, micro, autocast=cast)
+        except ModelError as error:
+            return {}, f"no roof is known: {error.given}"
+        times = {"optimizer": 1.0}
+        found = {phase: roof_of(seen, spec, precision) for phase, seen in work.items()}
+        several = self._rows / self._micro_rows
+        roofs = {phase: roof.times(times.get(phase, several)) for phase, roof in found.items() if roof is not None}
+        return (roofs, "") if len(roofs) == len(found) else ({}, f"no roof is known: of {spec.name} not all peaks are")
+
+    def close(self) -> None:
+        """Undo what the loop changed."""
+        self._state.restore()
+        self._loop.close()
+
+
+def measure_gain(
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    plan: Plan,
+    *,
+    rounds: int | None = None,
+    progress: Progress = silent,
+    together: Together = ALONE,
+) -> Gain:
+    """Return where the seconds of the task's plain loop go, and those of a plan; on every rank, by which it is called.
+
+    Args:
+        rounds: laps of each arm; None: `ROUNDS`, or what fits in about two minutes.
+    """
+    outside, data = ProcessState.capture(), placed(data, device)[0]
+    arms: list[_Arm] = []
+    is_over = False
+    try:
+        for make, micro_rows, notes in _makes(task, plan, together.num_ranks):
+            outside.restore()
+            arms.append(_Arm(make, task, data, device, together, micro_rows, notes))
+        step_s = max(arm.step_s for arm in arms)
+        steps = min(_MOST_STEPS, max(1, math.ceil(_LAP_S / step_s)))
+        fitting = int(_PASS_S / (2 * steps * sum(arm.step_s for arm in arms)))
+        number = rounds or max(_FEWEST, min(ROUNDS, fitting))
+        for index in range(number):
+            progress(f"phases of {task.name}: lap {index + 1} of {number}", index / number)
+            for arm in turns(arms, index, 0):
+                arm.lap(steps, clocked_first=index % 4 < 2)
+        spec = device_spec(device)
+        found, is_over = [arm.found(spec) for arm in arms], True
+    finally:
+        for arm in arms if is_over or together.num_ranks == 1 else ():  # else others would be waited for
+            arm.close()
+        outside.restore()
+    how: dict[str, Any] = {"num_ranks": together.num_ranks, "environment": environment()}
+    return together.made(Gain, lambda: Gain(task.name, *found, plan.changes_in_words, spec, **how))
+
+
+def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, int | None, tuple[str, ...]]]:
+    """Return the loops with the rows of their micro-batches, and what is not told of them."""
+    ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_rows)
+    rows = plan.micro_batch_of(rows_of_rank(task.batch_rows, 0, num_ranks).stop)
+    if num_ranks == 1:
+        return [(ReferenceLoop, None, (_ALONE,)), (ours, rows, (_ALONE,))]
+    return [(ReplicaLoop, None, ()), (ours, rows, (_SHARED,) if plan.zero_stage.value else ())]
+
+
+def gain_in(
+    folder: Path,
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    plan: Plan,
+    *,
+    progress: Progress = silent,
+    together: Together = ALONE,
+) -> Gain | None:
+    """Return the gain that a comparison's folder holds, or measure it; None where it cannot be: it is a table less."""
+    path = folder / "gain.json"
+    found = together.read(Gain, path)
+    if found is None:
+        found = together.attempt(lambda: measure_gain(task, data, device, plan, progress=progress, together=together))
+        if found is not None:
+            together.write(path, found, indent=1)
+    return found

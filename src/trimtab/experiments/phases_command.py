@@ -1,0 +1,135 @@
+"""`trimtab phases`: where a plan's gain comes from, of tasks that are measured now or were before, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.core.codec import read_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.phases import Gain
+from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress, silent
+from trimtab.decide.ranks import replicated
+from trimtab.distributed.alone import Together
+from trimtab.distributed.launch import launch
+from trimtab.distributed.process_group import joined, place
+from trimtab.experiments.gain import measure_gain
+from trimtab.experiments.planning import device_here, given_plan, make_plans
+from trimtab.experiments.progress_bar import ProgressBar
+from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
+from trimtab.experiments.result import Comparison, ThirdRow
+from trimtab.experiments.together import together
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task, TaskData
+
+PAGE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class PhasePage:
+    """What the command found: gains, and for each the thirds of training that its records tell; a JSON value."""
+
+    gains: tuple[Gain, ...]
+    thirds: tuple[tuple[ThirdRow, ...], ...]
+    schema: int = PAGE_SCHEMA
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options; `sources` are tasks, folders of comparisons, or files that `--out` wrote."""
+
+    sources: tuple[str, ...]
+    memory: str | None = None
+    plan: Path | None = None
+    rounds: int | None = None
+    ranks: int = 1
+
+    def given(self) -> Plan | None:
+        """Return the plan that is measured, where one was given.
+
+        Raises:
+            ValueGivenError: with a limit, or for several tasks.
+        """
+        if self.plan is None:
+            return None
+        if self.memory is not None:
+            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+        if len(self.sources) > 1:
+            raise ValueGivenError("--plan", given=f"with {len(self.sources)} tasks", expected="with the one it is for")
+        return read_json(Plan, self.plan)
+
+    def recorded(self) -> dict[str, PhasePage]:
+        """Return what was measured before, by source.
+
+        Raises:
+            FormatError: a file is none. ValueGivenError: a comparison clocked no steps.
+        """
+        paths = {source: Path(source) for source in self.sources}
+        return {source: _recorded(path) for source, path in paths.items() if path.is_dir() or path.suffix == ".json"}
+
+
+def _recorded(path: Path) -> PhasePage:
+    if not path.is_dir():
+        return read_json(PhasePage, path)
+    found = read_json(Comparison, path / "report.json")
+    if found.gain is None:
+        given, way_out = f"{path}, a comparison that clocked no steps", "Compare without --quick, or name the task."
+        raise ValueGivenError("source", given=given, expected="one with the seconds of its phases", way_out=way_out)
+    return PhasePage((found.gain,), (found.thirds,))
+
+
+def phases_of(asked: Asked) -> PhasePage | None:
+    """Return where the gain of each source comes from; None where another process tells it."""
+    given, here, recorded = asked.given(), place(), asked.recorded()
+    tasks = {source: load_task(source) for source in asked.sources if source not in recorded}
+    num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
+    if num_ranks > 1:
+        for task in tasks.values():
+            refuse_on_ranks(task, num_ranks)
+    if num_ranks > here.num_ranks and tasks:
+        launch(sys.argv[1:], num_ranks)
+        return None
+    with joined(), ProgressBar() as progress, together() as ranks:
+        told = progress if here.rank == 0 else silent
+        pages = [
+            recorded[source] if source in recorded else _measured(tasks[source], asked, given, told, ranks)
+            for source in asked.sources
+        ]
+    return merged(pages) if here.rank == 0 else None
+
+
+def merged(pages: Sequence[PhasePage]) -> PhasePage:
+    """Return several pages as one."""
+    return PhasePage(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))
+
+
+def _measured(task: Task, asked: Asked, given: Plan | None, progress: Progress, ranks: Together) -> PhasePage:
+    device, data = device_here(), ranks.in_turn(task.load_data)
+    plan = _plan(task, data, device, Budget(asked.memory), given, progress, ranks)
+    how: dict[str, Any] = {"rounds": asked.rounds, "progress": progress, "together": ranks}
+    return PhasePage((measure_gain(task, data, device, plan, **how),), ((),))
+
+
+def _plan(
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    budget: Budget,
+    given: Plan | None,
+    progress: Progress,
+    ranks: Together,
+) -> Plan:
+    """Return the plan of tier S that is measured, on all ranks."""
+    number = ranks.num_ranks
+    if given is not None:
+        return given_plan(task_of_rank(task, number), replicated(given, number), number).plans["S"]
+    if number > 1:
+        return job_plans(task, budget, Objective(), progress, ranks).plans["S"]
+    return make_plans(task, data, device, adapt=(), strong=False, budget=budget, progress=progress).plans["S"]

@@ -1,0 +1,205 @@
+"""Where the gain comes from, as tables: by phase, by what bounds it, by third of training; and its projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from trimtab.core.phases import MEANINGS, Gain
+from trimtab.decide.attribution import (
+    BOUNDS,
+    UNATTRIBUTED,
+    WHOLE,
+    Attribution,
+    Saved,
+    attribute,
+    bound_seconds,
+    of_the_roof,
+)
+from trimtab.decide.attribution import speedup as speedup_of
+from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of
+from trimtab.decide.statistics import Interval
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Table, tier_title
+from trimtab.experiments.result import Ratio, ThirdRow
+
+_NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}
+_SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
+_NO_INTERVAL = "none"
+
+
+def phase_gain_table(gain: Gain) -> Table:
+    """Return what each phase of a step saves."""
+    found = attribute(gain)
+    rows = (*found.phases, found.unattributed, found.whole)
+    return Table(
+        "Seconds per batch by phase",
+        ("Phase", *_SAVED),
+        tuple((_NAMES.get(row.phase, row.phase), *_saved(row)) for row in rows),
+        "No phases were measured.",
+        f"Mean of {len(gain.plan.laps)} paired laps, run in turns; the rows above the last add up to it. A share "
+        f"stands where what the step saves is clear of nothing. {_clock(found)}",
+        _SAVED,
+    )
+
+
+def _clock(found: Attribution) -> str:
+    arms = (("reference", found.reference_clock), ("plan", found.plan_clock))
+    costs = (f"{say.percent(each.mean - 1)} ({_between(each, _longer)}) of the {name}'s" for name, each in arms)
+    return f"What the clock adds to a step: {', '.join(costs)}."
+
+
+def _longer(ratio: float) -> str:
+    return say.percent(ratio - 1)
+
+
+def _saved(row: Saved) -> tuple[str, ...]:
+    share = "not clear" if row.share is None else say.share(row.share)
+    shown = (say.signed_seconds(each) for each in (row.reference_s, row.plan_s, row.saved.mean))
+    return *shown, _between(row.saved, say.signed_seconds), share
+
+
+def _between(interval: Interval, words: Callable[[float], str]) -> str:
+    if not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+        return _NO_INTERVAL
+    return f"{words(interval.low)} to {words(interval.high)}"
+
+
+def part_table(gain: Gain, *, folded: bool) -> Table:
+    """Return what the forward and the backward save by class of module."""
+    rows = tuple((_part(row.phase), *_saved(row)) for row in attribute(gain).parts)
+    note = (
+        "What a module does itself, without the modules in it. A backward begins where the gradient of what a module "
+        "made arrives: what stands between two modules is with the later one."
+    )
+    return Table("By class of module", ("Module", *_SAVED), rows, "Not told apart.", note, _SAVED, folded=folded)
+
+
+def _part(name: str) -> str:
+    phase, _, part = name.partition(" ")
+    return f"{phase}: {part or 'outside of them'}"
+
+
+def bound_table(gain: Gain) -> Table:
+    """Return the seconds of a step by what bounds them, of both arms."""
+    arms = [bound_seconds(gain.reference), bound_seconds(gain.plan)]
+    rows = tuple((name, *(_of_step(arm, name) for arm in arms)) for name in _in_any(arms))
+    columns = ("Bound by", "Reference", "Plan")
+    return Table("What bounds it", columns, rows, "No roof is known.", _roofs(gain), columns[1:])
+
+
+def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
+    """Return the bounds that occur, in their order."""
+    present = {name for each in found for name in each}
+    return tuple(name for name in BOUNDS if name in present)
+
+
+def _of_step(found: Mapping[str, float], name: str) -> str:
+    seconds = found.get(name, 0.0)
+    return f"{say.seconds(seconds)} ({say.share(seconds / math.fsum(found.values()))})"
+
+
+def _roofs(gain: Gain) -> str:
+    device = gain.device
+    said = (
+        "By roofline: each operator by its FLOP or by the bytes of its arguments and results, whichever take longer at "
+        f"the peaks of {say.one_line(device.name)} ({say.one_line(device.source)}); a phase's seconds are split as its "
+        "operators' are."
+    )
+    for name, arm in (("reference", gain.reference), ("plan", gain.plan)):
+        if found := of_the_roof(arm):
+            shares = ", ".join(f"{phase} {say.share(share)}" for phase, share in found.items())
+            said += f" Of the {name}'s seconds its operators need at the least: {shares}."
+    return said + " Above 100% caches hold what is moved."
+
+
+def gain_notes(gain: Gain) -> tuple[str, ...]:
+    """Return what is not told, and why; and what the phases are."""
+    theirs, ours = set(gain.reference.notes), set(gain.plan.notes)
+    told = (("both", theirs & ours), ("the reference", theirs - ours), ("the plan", ours - theirs))
+    notes = (f"of {whose}: {say.one_line(note)}" for whose, found in told for note in sorted(found))
+    seen = [phase for phase in MEANINGS if phase in gain.reference.has or phase in gain.plan.has]
+    return (*notes, "; ".join(f"{phase}: {MEANINGS[phase]}" for phase in seen))
+
+
+def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
+    """Return gain early, in the middle and late in training, of one tier."""
+    rows = [row for row in thirds if row.tier == tier]
+    columns = ("Third", "Rows per second", "Progress", "Progress per second", "n")
+    note = (
+        "Thirds of each run's own rows; ours over the reference's, above 1 is better, paired by seed, with the 95% "
+        "interval. Progress is what the held-out metric gains in that third: a difference, or of what is relative one "
+        "of logarithms."
+    )
+    shown = tuple(_third(row) for row in rows)
+    return Table(f"Early, middle and late: {tier_title(tier)}", columns, shown, "No run was whole.", note, columns[1:])
+
+
+def _third(row: ThirdRow) -> tuple[str, ...]:
+    ratios = (row.speed, row.progress, row.progress_per_s)
+    n = next((str(ratio.n) for ratio in ratios if ratio is not None), "0")
+    return (row.third, *(_with_interval(ratio, row.why) for ratio in ratios), n)
+
+
+def _with_interval(ratio: Ratio | None, why: str) -> str:
+    if ratio is None:
+        return f"not known: {say.one_line(why)}" if why else say.UNMEASURED
+    value, interval = say.estimate(ratio, say.ratio)
+    return value if interval == _NO_INTERVAL else f"{value} ({interval})"
+
+
+def projection_sentences(gain: Gain) -> tuple[str, ...]:
+    """Return eqs. 21 to 23 of what was measured."""
+    reference_s, plan_s = (math.fsum(map(arm.mean_s, arm.has)) for arm in (gain.reference, gain.plan))
+    net, speedup = net_of(reference_s, plan_s, gain.plan.mean_s("recompute")), speedup_of(gain)
+    return (
+        f"Net speed-up [21]: {say.ratio(net.gain)} if nothing were computed again, over 1 and the "
+        f"{say.share(net.overhead)} that computing it again takes: {say.ratio(net.net)}, of steps under the clock.",
+        f"Doubling [22, 23]: by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
+        f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much as "
+        "this one is an assumption, and so is how long it takes; neither was measured.",
+    )
+
+
+def _by_its_interval(speedup: Interval) -> str:
+    if not (speedup.low > 0 and speedup.high < math.inf):
+        return ""
+    return f" (by its 95% interval {_months(speedup.high)} to {_months(speedup.low)})"
+
+
+def _months(speedup: float) -> str:
+    months = doubling_months(speedup)
+    return f"after {months:.1f} months" if math.isfinite(months) else say.NEVER
+
+
+def side_by_side(gains: Sequence[Gain]) -> Table:
+    """Return tasks beside one another: of a step of each, the share of a phase and of a bound; and what it saves."""
+    founds = [attribute(gain) for gain in gains]
+    phases = [phase for phase in MEANINGS if any(row.phase == phase for found in founds for row in found.phases)]
+    rows = [(phase, *(cell for found in founds for cell in _phase_cells(found, phase))) for phase in phases]
+    bounds = [(bound_seconds(gain.reference), bound_seconds(gain.plan)) for gain in gains]
+    names = _in_any(each for pair in bounds for each in pair)
+    rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
+    rows.append(("speed-up", *(cell for gain in gains for cell in ("", *_speedup_cells(gain)))))
+    columns = [f"{say.one_line(gain.task)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
+    note = "Shares of a step; then what the phase has of the seconds saved, where these are clear of nothing."
+    return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
+
+
+def _speedup_cells(gain: Gain) -> tuple[str, str]:
+    found = speedup_of(gain)
+    return say.ratio(found.mean), _between(found, say.ratio)
+
+
+def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
+    row = next((row for row in found.phases if row.phase == phase), None)
+    if row is None:
+        return "none", "none", ""
+    wholes = [math.fsum(getattr(each, name) for each in found.phases) for name in ("reference_s", "plan_s")]
+    share = "not clear" if row.share is None else say.share(row.share)
+    return say.share(row.reference_s / wholes[0]), say.share(row.plan_s / wholes[1]), share
+
+
+def _bound_cells(pair: tuple[dict[str, float], dict[str, float]], name: str) -> tuple[str, str, str]:
+    theirs, ours = (say.share(each.get(name, 0.0) / math.fsum(each.values())) for each in pair)
+    return theirs, ours, ""
