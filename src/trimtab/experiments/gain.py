@@ -6,12 +6,13 @@ Both are held at once, each with a model of its own. Several ranks run it in ste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.core.hardware import DeviceSpec
@@ -26,11 +27,12 @@ from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.watch import Watch, by_part, by_phase
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.step_trace import trace_work
+from trimtab.measure.step_trace import as_it_is, trace_work
 from trimtab.measure.timing import time_call
 from trimtab.recipes.loop import MakeLoop, autocast, move
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
+from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batches import slices
 from trimtab.runtime.compiled import is_compiled
 from trimtab.tasks.placement import placed
@@ -63,7 +65,9 @@ class _Arm:
         together: Together,
         micro_rows: int | None = None,
         notes: Sequence[str] = (),
+        prepare: Callable[[nn.Module], object] = as_it_is,
     ) -> None:
+        self._prepare = prepare
         own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
         self._task, self._device, self._rows = task, device, own.stop - own.start
         self._micro_rows, self._notes = min(micro_rows or self._rows, self._rows), notes
@@ -122,7 +126,9 @@ class _Arm:
         micro, _ = next(slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
         cast = partial(autocast, precision, self._device)
         try:
-            work = trace_work(loop.model, loop.optimizer, self._task.loss_fn, micro, autocast=cast)
+            work = trace_work(
+                loop.model, loop.optimizer, self._task.loss_fn, micro, autocast=cast, prepare=self._prepare
+            )
         except ModelError as error:
             return {}, f"no roof is known: {error.given}"
         times = {"optimizer": 1.0}
@@ -156,9 +162,10 @@ def measure_gain(
     arms: list[_Arm] = []
     is_over = False
     try:
-        for make, micro_rows, notes in _makes(task, plan, together.num_ranks):
+        prepares = as_it_is, partial(_recompute, plan)
+        for (make, micro_rows, notes), prepare in zip(_makes(task, plan, together.num_ranks), prepares, strict=True):
             outside.restore()
-            arms.append(_Arm(make, task, data, device, together, micro_rows, notes))
+            arms.append(_Arm(make, task, data, device, together, micro_rows, notes, prepare))
         step_s = max(arm.step_s for arm in arms)
         steps = min(_MOST_STEPS, max(1, math.ceil(_LAP_S / step_s)))
         fitting = int(_PASS_S / (2 * steps * sum(arm.step_s for arm in arms)))
@@ -175,6 +182,12 @@ def measure_gain(
         outside.restore()
     how: dict[str, Any] = {"num_ranks": together.num_ranks, "environment": environment()}
     return together.made(Gain, lambda: Gain(task.name, *found, plan.changes_in_words, spec, **how))
+
+
+def _recompute(plan: Plan, model: nn.Module) -> None:
+    """Have a model's copy recompute what the plan's run does."""
+    if plan.recompute.value is not None:
+        use_plan(model, plan)
 
 
 def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, int | None, tuple[str, ...]]]:
