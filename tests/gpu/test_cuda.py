@@ -13,6 +13,7 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.measure.memory import peak_bytes, unused_bytes
+from trimtab.measure.phases import StepClock
 from trimtab.measure.snapshot import Snapshot, fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -190,3 +191,28 @@ def test_a_peak_tells_what_no_tensor_was_in() -> None:
     unused = unused_bytes(torch.device("cuda"))
     assert unused is not None
     assert 40 * 2**20 <= unused <= found - 140 * 2**20
+
+
+def test_phases_add_up_to_what_the_stream_took() -> None:
+    """By events, without one wait for the device while steps run."""
+    model, optimizer, batch = make()
+    batch = tuple(each.cuda() for each in batch)
+    clock, ends = StepClock(torch.device("cuda")), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        clock.forward(loss_fn, model, batch).backward()
+        optimizer.step()
+
+    step()
+    with clock.on(model):
+        torch.cuda.set_sync_debug_mode("error")
+        ends[0].record()
+        for _ in range(10):
+            step()
+        ends[1].record()
+        torch.cuda.set_sync_debug_mode("default")
+    seconds = clock.seconds()
+    assert {phase for phase, _ in seconds} == {"forward", "backward", "optimizer", "rest"}
+    assert sum(seconds.values()) == pytest.approx(ends[0].elapsed_time(ends[1]) / 1e3, rel=0.05)
+    assert ("backward", "Conv2d") in seconds
