@@ -1,7 +1,7 @@
 """What a checkpoint costs: saved and read with every byte checked, over the same bytes written and synced, or read.
 
 `python benchmarks/checkpoint_cost.py [--quick] [--json] [--folder FOLDER]` prints seconds and ratios to the plain way,
-rounds of all ways in turn: GPT-2 Small's weights and AdamW's two moments, 1.5 GB (a twelfth of it with `--quick`). The
+rounds of all ways: GPT-2 Small's weights and AdamW's two moments, 1.5 GB (a twelfth of it with `--quick`). The
 control is the plain way once more. Reading is from the page cache (warm), or with it dropped (cold), which is asked
 for and not promised.
 """
@@ -9,6 +9,7 @@ for and not promised.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -84,11 +85,11 @@ def checked_read(parent: Path) -> None:
 
 
 def rounds(ways: Ways, num: int, before: Callable[[], None]) -> dict[str, list[float]]:
-    """Return seconds of each way, one of each a round, in an order that turns."""
+    """Return seconds of each way, one of each a round, in an order by chance: what came before leaves its memory."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    chance = random.Random(0)
     for index in range(num + 1):
-        names = [*ways][index % len(ways) :] + [*ways][: index % len(ways)]
-        for name in names:
+        for name in chance.sample([*ways], len(ways)):
             before()
             start = time.perf_counter()
             ways[name]()
@@ -165,7 +166,7 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
     options = parser.parse_args()
-    layers, tokens, num = (1, 5_000, 3) if options.quick else (LAYERS, TOKENS, 8)
+    layers, tokens, num = (1, 5_000, 3) if options.quick else (LAYERS, TOKENS, 12)
     state = full_state(layers, tokens)
     size = sum(tensor.nbytes for tensor in tensors_of(state))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
