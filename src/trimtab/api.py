@@ -32,7 +32,7 @@ from trimtab.distributed.backends import backend_of, is_to_share
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
-from trimtab.measure.energy import Meter
+from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
@@ -303,7 +303,7 @@ def start(
     out_of_memory: str | None = None,
     stop: Stop | None = None,
     record: RecordWriter | None = None,
-    meter: Meter | None = None,
+    energy: EnergyClock | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -318,7 +318,7 @@ def start(
             statistics. Of several ranks only one that holds the whole model can (zero_stage 0), without a batch rule.
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
-        meter: what counts joules for that record, about once in ten seconds; None: they are not in it.
+        energy: what counts joules for that record, a line about every ten seconds; None: they are not in it.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -327,8 +327,8 @@ def start(
         raise ValueGivenError(
             "plan", given=f"a {type(plan).__name__}", expected="a Plan", way_out="Make one with trimtab.plan(...)."
         )
-    if meter is not None and record is None:
-        raise ValueGivenError("meter", given="a meter without a record", expected="record=..., which its joules go to")
+    if energy is not None and record is None:
+        raise ValueGivenError("energy", given="a clock without a record", expected="record=..., which its joules go to")
     backend = backend_of(
         model,
         plan,
@@ -355,7 +355,7 @@ def start(
         out_of_memory=out_of_memory,
         stop=_typed("stop", stop, Stop, None),
         backend=backend,
-        recorder=None if record is None else Recorder(record, meter),
+        recorder=None if record is None else Recorder(record, energy),
     )
 
 

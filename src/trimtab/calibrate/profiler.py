@@ -61,7 +61,8 @@ def profile_loop(
 ) -> Profile:
     """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
     start = time.perf_counter()
-    metered = None if metered is None else with_idle(metered)
+    is_asked = objective.energy > 0 or budget.energy is not None
+    metered = with_idle(metered) if metered is not None and is_asked else metered
     with Snapshot(subject.model, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
@@ -76,7 +77,6 @@ def profile_loop(
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)
         profile = replace(profile, loop=facts, phases_s=phases)
-        is_asked = objective.energy > 0 or budget.energy is not None
         power = None if metered is None or metered.facts.is_absent else Power(metered.meter, is_asked)
         profile = _search(subject, profile, num_blocks, progress, snapshot, traces=traces, start=start, power=power)
         profile = _with_padding(subject, profile)

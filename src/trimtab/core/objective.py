@@ -53,7 +53,7 @@ class Objective:
         Raises:
             ValueGivenError: energy alone was weighed, so that nothing is left.
         """
-        if self.energy == 1.0:
+        if self.time == self.memory == 0:
             expected, way_out = "a weight on time or memory beside it", "Or a machine that has a meter."
             raise ValueGivenError("energy", given="energy alone, without a meter", expected=expected, way_out=way_out)
         return Objective(self.time, self.memory)

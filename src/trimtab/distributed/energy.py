@@ -1,40 +1,133 @@
-"""Joules of several ranks: who reads which meter, and one reduction."""
+"""Joules of several ranks: which of them reads which meter, so that each is read once, and one reduction."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from trimtab.core.energy import Energy, Provenance, absent
+from trimtab.core.energy import Energy, MeterFacts, Provenance, absent
 from trimtab.distributed.process_group import place
 from trimtab.measure.cores import node
-from trimtab.measure.meters import Reads, Seat, reads_of
+from trimtab.measure.energy import Meter
+from trimtab.measure.meters import Metering, Reads, find_meter, reads_alone, uuid_of, with_idle
+
+T = TypeVar("T")
 
 
-def reads_here(device: torch.device) -> Reads:
-    """Return what this rank reads, so that each meter is read once; all ranks call it, and wait."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Reads(device=device.type == "cuda")
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    seats: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seats, Seat(node(), place().local_rank, uuid))
-    return reads_of(seats, dist.get_rank())
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank reads from: its machine, its rank there, and its GPU's own name, or ""."""
+
+    node: str
+    local_rank: int
+    device: str = ""
 
 
-def of_all_ranks(own: Energy, reads: Reads, total: Callable[[float], float]) -> Energy:
-    """Return what all ranks took together; absent as soon as one that reads does not know its part.
+@dataclass(frozen=True)
+class RankMeter:
+    """What a rank counts, and what all of them do.
 
     Args:
-        own: what this rank read. total: the sum of a figure over ranks, which waits for all of them.
+        meter: this rank's; one that counts nothing where others read all that it could. own: what is said of it alone,
+            with what others count named as not in it. job: what is said of all ranks' together, the same on each.
+        is_reader: whether it reads anything.
     """
-    part = 0.0 if reads.nothing else math.nan if own.joules is None else own.joules
-    joules = total(part)
-    if math.isfinite(joules) and joules > 0:
-        # A rank that reads nothing does not know how others do; who writes the record, rank 0, always reads.
-        kind = Provenance.MEASURED if own.joules is None else own.provenance
-        return Energy(own.seconds, joules, kind, own.sources)
-    return absent(own.reason if own.joules is None and not reads.nothing else "a rank has no meter", own.seconds)
+
+    meter: Meter
+    own: MeterFacts
+    job: MeterFacts
+    is_reader: bool = True
+
+    def of_all(self, own: Energy, total: Callable[[float], float]) -> Energy:
+        """Return what all ranks took together; absent as soon as one that reads does not know its part.
+
+        Args:
+            own: what this rank read. total: the sum of a figure over ranks, which waits for all of them.
+        """
+        if self.job.is_absent:  # on all of them: nobody waits
+            return absent(self.job.reason, own.seconds)
+        part = 0.0 if not self.is_reader else math.nan if own.joules is None else own.joules
+        joules = total(part)
+        if math.isfinite(joules) and joules > 0:
+            return Energy(own.seconds, joules, self.job.provenance, self.job.sources)
+        return absent(own.reason if self.is_reader and own.reason else "a rank lost its meter", own.seconds)
+
+
+def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idle: bool = False) -> RankMeter:
+    """Return what this rank counts, so that each counter of a machine is read by one rank; all call it, and wait.
+
+    Args:
+        idle: whether a second in which all of them do nothing tells the watts of that.
+    """
+    metering = metering or Metering()
+    seats = _of_ranks(Seat(node(), place().local_rank, _name(device)))
+    reads = reads_alone(device) if len(seats) == 1 else reads_of(seats, dist.get_rank(), metering)
+    found = find_meter(device, metering, reads=reads)
+    found = with_idle(found) if idle else found
+    each = _of_ranks(None if reads.nothing else found.facts)
+    readers = [(seat.node, facts) for seat, facts in zip(seats, each, strict=True) if facts is not None]
+    own, job = found.facts, _together(readers)
+    if len(readers) > 1 and not own.is_absent:
+        own = replace(own, uncounted=(*own.uncounted, "what other ranks read"))
+    return RankMeter(found.meter, own, job, not reads.nothing)
+
+
+def reads_of(seats: Sequence[Seat], rank: int, metering: Metering | None = None) -> Reads:
+    """Return what a rank of several reads: the lowest on a machine its processor, the lowest on a GPU that GPU.
+
+    Of what is of a whole machine, such as given watts, the lowest there is the one that counts.
+    """
+    own = seats[rank]
+    order = sorted(range(len(seats)), key=lambda i: (seats[i].local_rank, i))
+    beside = [i for i in order if seats[i].node == own.node]
+    same = [i for i in beside if seats[i].device == own.device]
+    is_of_machine = metering is not None and metering.is_of_machine
+    return Reads(beside[0] == rank, bool(own.device) and not is_of_machine and same[0] == rank)
+
+
+def _name(device: torch.device) -> str:
+    """Return the GPU's own name, or what comes nearest to one; "" of a processor."""
+    if device.type != "cuda":
+        return ""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return uuid_of(index) or f"{index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+
+
+def _of_ranks(own: T) -> list[T]:
+    """Return what every rank says, by rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    said: list[T] = [own] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return said
+
+
+def _together(readers: Sequence[tuple[str, MeterFacts]]) -> MeterFacts:
+    """Return what is said of the meters of ranks on their machines: absent as soon as one is."""
+    facts = [each for _, each in readers]
+    if len(facts) == 1:
+        return facts[0]
+    if missing := [each for each in facts if each.is_absent]:
+        return missing[0]
+    is_estimated = any(each.provenance is Provenance.ESTIMATED for each in facts)
+    several = len({machine for machine, _ in readers}) > 1
+    idle_w = [each.idle_w for each in facts if each.idle_w is not None]
+
+    def named(names: Callable[[MeterFacts], Sequence[str]]) -> tuple[str, ...]:
+        said = (f"{name} on {machine}" if several else name for machine, each in readers for name in names(each))
+        return tuple(dict.fromkeys(said))
+
+    return MeterFacts(
+        Provenance.ESTIMATED if is_estimated else Provenance.MEASURED,
+        named(lambda each: each.sources),
+        math.fsum(idle_w) if len(idle_w) == len(facts) else None,
+        "",
+        named(lambda each: each.uncounted),
+        tuple(dict.fromkeys(limit for each in facts for limit in each.limits)),
+    )

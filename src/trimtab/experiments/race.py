@@ -88,8 +88,9 @@ class Racer:
         meter: RaceMeter | None = None,
     ) -> None:
         self._meter = meter
+        block_s = _BLOCK_S if meter is None else max(_BLOCK_S, meter.block_s)
         self.entry, self._task, self._data, self._device = entry, task, data, device
-        self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, _BLOCK_S)
+        self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, block_s)
         torch.manual_seed(seed)
         self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_rows)), device)
         self._state = ProcessState.capture()

@@ -13,7 +13,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
-RESULT_SCHEMA = 5
+RESULT_SCHEMA = 6
 # Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
 PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
 # Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
@@ -65,6 +65,7 @@ class Arm:
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
         joules, watts: per batch of the task, and mean power, one per seed in which they were counted.
+        short_blocks, blocks: its blocks that were too short for a meter, and all that joules were asked of.
     """
 
     name: str
@@ -84,6 +85,8 @@ class Arm:
     error: str | None = None
     joules: tuple[float, ...] = ()
     watts: tuple[float, ...] = ()
+    short_blocks: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)

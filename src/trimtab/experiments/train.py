@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header, RecordWriter
 from trimtab.distributed.dealing import shard
-from trimtab.distributed.energy import of_all_ranks, reads_here
+from trimtab.distributed.energy import meter_of_rank
 from trimtab.distributed.process_group import place, total
+from trimtab.measure.energy import EnergyClock
 from trimtab.measure.machine import environment
-from trimtab.measure.meters import find_meter
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.run_energy import RunEnergy
 from trimtab.tasks.placement import ahead, placed
 from trimtab.tasks.task import Task
 
@@ -52,29 +50,27 @@ def train_task(
     torch.manual_seed(seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    reads = reads_here(device)
-    metered = find_meter(device, metering, reads=reads)
-    others = ("what other ranks read",) if here.num_ranks > 1 and not metered.facts.is_absent else ()
-    facts = replace(metered.facts, uncounted=(*metered.facts.uncounted, *others))
-    about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(facts)}
+    metered = meter_of_rank(device, metering)
+    about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
     header = Header(task.name, seed, to_jsonable(plan), environment(), about)
     writer = None if record is None or here.rank else _new_record(record, header)
     counted, rows = _Counted(task), steps * task.batch_rows
     batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
-    meter = None if writer is None or metered.facts.is_absent else metered.meter
-    laps = RunEnergy(metered.meter)
+    clock = EnergyClock(metered.meter)
+    recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
-    with start(model, optimizer, plan, total_samples=rows, record=writer, meter=meter) as run:
+    with start(model, optimizer, plan, total_samples=rows, record=writer, energy=recorded) as run:
+        clock.start()
         done = 0
         for window in run.windows(batches):
             counted.pending = window.num_padding
             run.train_step(window, counted.loss)
-            laps.step()
+            clock.tick()
             done += window.num_batches
             progress(f"batch {done} of {steps}", done / steps)
         synchronize(device)
         seconds = time.perf_counter() - begin
-        energy = of_all_ranks(laps.total(), reads, total)
+        energy = metered.of_all(clock.read(), total)
         loss = float(run.loss)
         value = task.metric.evaluate(model, data.held_out)
         run.evaluated(value, task.metric.name)

@@ -1,6 +1,6 @@
-"""What counts joules, and windows of them.
+"""What counts joules, and the clock of them.
 
-A meter counts up from a moment of its own; a window is the difference of two readings. Nothing here opens a socket or
+A meter counts up from a moment of its own; a stretch is the difference of two readings. Nothing here opens a socket or
 starts a thread or a process: a meter is read by whoever asks it, between steps.
 """
 
@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from trimtab.core import checks
-from trimtab.core.energy import WINDOW_S, Energy, Provenance, absent
+from trimtab.core.energy import WINDOW_S, Energy, Provenance, absent, summed
+
+# Of a clock's seconds, what may lie in stretches that are too short for its meter; they are in no joule and no second.
+_SHORT = 0.1
 
 
 class MeterLost(Exception):
@@ -98,63 +102,118 @@ class SeveralMeters:
         return math.fsum(found)
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """What a meter showed; joules: None where it could not be read. lost: why what lies before is not known, or ""."""
+
+    at_s: float
+    joules: float | None
+    lost: str = ""
+
+    @property
+    def anew(self) -> _Reading:
+        """The same, as a beginning: what was lost before it is no matter."""
+        return self if self.joules is None else replace(self, lost="")
+
+
 class EnergyClock:
-    """Laps of a meter, as of a stopwatch: each begins where the last one ended.
+    """Joules of the time in which it runs, as of a stopwatch: `start`, `tick` while it runs, `pause`, `read`.
+
+    A meter tells once what it lost, and tells it whoever asks: let no two clocks read the same one at a time. Whatever
+    a meter raises makes joules unknown, and never ends what is measured.
 
     Args:
-        window_s: a measured lap that is shorter has no joules.
+        window_s: a measured stretch that is shorter has no joules.
     """
 
     def __init__(
         self, meter: Meter, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.meter, self._window_s, self._clock = meter, window_s, clock
-        self._lost, self._read_at = "", clock()
-        self.restart()
+        self._meter, self._window_s, self._clock = meter, window_s, clock
+        self._due_s = min(WINDOW_S, meter.period_s / 2)
+        self._begun: _Reading | None = None  # of the stretch so far; None: it does not run
+        self._last = _Reading(clock(), None, "it was not started")
+        self._whole: Energy | None = None
+        self._short_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds of the lap so far."""
-        return self._clock() - self._begun
+        """Seconds of the stretch so far; 0 while it does not run."""
+        return 0.0 if self._begun is None else self._clock() - self._begun.at_s
+
+    def start(self) -> None:
+        """Go on from here; what was since `pause` is in no joule. Nothing, where it runs."""
+        if self._begun is None:
+            self._begun = self._last = self._reading().anew
 
     def tick(self) -> None:
         """Read the meter where that is due; to be called as often as may be, between steps."""
-        if self._clock() - self._read_at >= min(WINDOW_S, self.meter.period_s / 2):
-            self._read()
+        if self._begun is not None and self._clock() - self._last.at_s >= self._due_s:
+            self._last = self._reading(self._last.lost)
 
-    def restart(self) -> None:
-        """Begin a lap here; what was since the last one is dropped."""
-        begun_j = self._read()
-        if begun_j is None:  # lost is what was before, perhaps
-            begun_j = self._read()
-        self._begun_j, self._begun = begun_j, self._read_at
-        self._lost = self._lost if begun_j is None else ""
+    def pause(self) -> None:
+        """Stop at the last reading, of a second ago at the most where it was ticked: what was since is left out."""
+        if self._begun is not None:
+            self._close(self._begun)
+            self._begun = None
 
     def lap(self) -> Energy:
-        """Return what the lap took, and begin the next one."""
-        begun, before, now = self._begun, self._begun_j, self._read()
-        lost, ended = self._lost, self._read_at
-        if now is None:
-            self.restart()
+        """Return the stretch from its start, or the last lap, to the last reading; the next one begins there."""
+        if self._begun is None:
+            return absent(self._last.lost or "its clock does not run")
+        found, self._begun = self._close(self._begun), self._last.anew
+        self._last = self._begun
+        return found
+
+    def read(self) -> Energy:
+        """Return what all stretches took, the one until now among them; its seconds are those that it is of.
+
+        Absent where a part is not known, or too much of it lay in stretches that are too short for a meter.
+        """
+        if self._begun is not None:
+            self._last = self._reading(self._last.lost)
+            self.lap()
+        known_s = 0.0 if self._whole is None else self._whole.seconds
+        is_lost = self._whole is not None and self._whole.joules is None
+        if not is_lost and self._short_s > _SHORT * (known_s + self._short_s):
+            return absent(self._too_short(self._short_s), known_s + self._short_s)
+        return self._whole or absent("nothing was read")
+
+    def _close(self, begun: _Reading) -> Energy:
+        """Add the stretch up to the last reading to the whole, and return it."""
+        last, meter = self._last, self._meter
+        seconds = last.at_s - begun.at_s
+        if not seconds > 0:
+            return absent("no time has passed")
+        if begun.joules is None or last.joules is None or last.lost:
+            found = absent(last.lost or begun.lost, seconds)
+        elif meter.provenance is Provenance.MEASURED and seconds < self._window_s:
+            self._short_s += seconds
+            return absent(self._too_short(seconds), seconds)
         else:
-            self._begun, self._begun_j, self._lost = ended, now, ""
-        return self._energy(ended - begun, before, now, lost)
+            found = _counted(last.joules - begun.joules, seconds, meter)
+        self._whole = found if self._whole is None else summed((self._whole, found), in_turn=True)
+        return found
 
-    def _energy(self, seconds: float, before: float | None, now: float | None, lost: str) -> Energy:
-        meter = self.meter
-        if lost or before is None or now is None:
-            return absent(lost or "its meter could not be read", seconds)
-        if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
-            return absent(f"a window of {seconds:.2g} s, and a meter says nothing below {self._window_s:g} s", seconds)
-        if not now > before:
-            return absent(f"{', '.join(meter.sources)} stood still for {seconds:.3g} s", seconds)
-        return Energy(seconds, now - before, meter.provenance, meter.sources)
+    def _too_short(self, seconds: float) -> str:
+        return f"{seconds:.2g} s lie in windows of less than {self._window_s:g} s, of which a meter says nothing"
 
-    def _read(self) -> float | None:
+    def _reading(self, lost: str = "") -> _Reading:
+        joules, why = self._asked()
+        if joules is None:  # lost is what was before, perhaps: from here on it may be known
+            joules, _ = self._asked()
+        return _Reading(self._clock(), joules, lost or why)
+
+    def _asked(self) -> tuple[float | None, str]:
         try:
-            return self.meter.joules()
+            return float(self._meter.joules()), ""
         except MeterLost as reason:
-            self._lost = str(reason)
-            return None
-        finally:
-            self._read_at = self._clock()
+            return None, str(reason) or "its meter could not be read"
+        except Exception as error:  # a user's own may raise anything, and a run must not end by it
+            return None, f"its meter could not be read ({type(error).__name__}: {error})"
+
+
+def _counted(joules: float, seconds: float, meter: Meter) -> Energy:
+    if not 0 < joules < math.inf:
+        return absent(f"{', '.join(meter.sources)} counted {joules:g} J in {seconds:.3g} s", seconds)
+    return Energy(seconds, joules, meter.provenance, tuple(meter.sources))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,16 @@ from trimtab.measure.rapl import ROOT, rapl
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank reads from: its machine, its rank there, and its GPU's own name, or ""."""
-
-    node: str
-    local_rank: int
-    device: str = ""
-
-
-@dataclass(frozen=True)
 class Reads:
-    """What a rank reads, so that nothing is counted twice: its machine's processor, its own device."""
+    """What a process reads: its machine's processor, its own device. Of what is of a whole machine, the processor's."""
 
     processor: bool = True
     device: bool = True
 
     @property
     def nothing(self) -> bool:
-        """Whether others read all that this rank could."""
+        """Whether others read all that this process could."""
         return not (self.processor or self.device)
-
-
-def reads_of(seats: Sequence[Seat], rank: int) -> Reads:
-    """Return what a rank of several reads: the lowest on a machine its processor, the lowest on a GPU that GPU."""
-    own = seats[rank]
-    order = sorted(range(len(seats)), key=lambda i: (seats[i].local_rank, i))
-    beside = [i for i in order if seats[i].node == own.node]
-    same = [i for i in beside if seats[i].device == own.device]
-    return Reads(processor=beside[0] == rank, device=bool(own.device) and same[0] == rank)
 
 
 WITHOUT_METER = ("refuse", "renormalise")
@@ -59,7 +41,8 @@ class Metering:
 
     Args:
         watts: to estimate with, of the whole machine, whatever meter there is; all that is made of it says so.
-        meter: one of the user's own, in place of those that are looked for.
+        meter: one of the user's own, in place of those that are looked for; of several ranks it is read by one of each
+            machine.
         without: where energy is weighed and nothing counts it, "refuse" raises; "renormalise" leaves energy out, lets
             the other weights count alone, and says so in the plan. A limit on energy is refused either way.
         root: where the kernel shows the processor's counters.
@@ -80,6 +63,11 @@ class Metering:
         if self.watts is not None and self.meter is not None:
             raise ValueGivenError("energy_watts", given="watts and a meter", expected="the one or the other")
 
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether it is of a whole machine: no device of it is read beside."""
+        return self.watts is not None or self.meter is not None
+
 
 @dataclass(frozen=True)
 class Found:
@@ -87,6 +75,11 @@ class Found:
 
     meter: Meter
     facts: MeterFacts
+
+
+def reads_alone(device: torch.device) -> Reads:
+    """Return what a process reads that trains on a device, with no other rank beside it."""
+    return Reads(device=device.type == "cuda")
 
 
 def find_meter(
@@ -102,13 +95,14 @@ def find_meter(
     Raises:
         ValueGivenError: a meter that is none.
     """
-    metering, reads = metering or Metering(), reads or Reads(device=device.type == "cuda")
-    if metering.watts is not None:
-        return _as_found(GivenWatts(metering.watts) if reads.processor else NoMeter(_BY_OTHERS))
-    if metering.meter is not None:
-        return _as_found(_checked(metering.meter))
-    if reads.nothing:
+    metering, reads = metering or Metering(), reads or reads_alone(device)
+    own = None if metering.meter is None else _checked(metering.meter)
+    if reads.nothing or (metering.is_of_machine and not reads.processor):
         return _as_found(NoMeter(_BY_OTHERS))
+    if metering.watts is not None:
+        return _as_found(GivenWatts(metering.watts))
+    if own is not None:
+        return _as_found(own)
     return _of_device(device, reads, rapl(metering.root) if reads.processor else None, library)
 
 
@@ -145,7 +139,7 @@ def _of_device(device: torch.device, reads: Reads, processor: Any, library: Any)
     if not reads.device:
         return _as_found(processor)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    gpu = nvml(index, uuid=_uuid(index), library=library)
+    gpu = nvml(index, uuid=uuid_of(index), library=library)
     if isinstance(gpu, NoMeter) or processor is None:
         return _as_found(gpu)
     if isinstance(processor, NoMeter):
@@ -154,7 +148,7 @@ def _of_device(device: torch.device, reads: Reads, processor: Any, library: Any)
     return _as_found(SeveralMeters((gpu, processor)), limits=_limits(gpu) + _limits(processor))
 
 
-def _uuid(index: int) -> str:
+def uuid_of(index: int) -> str:
     """Return a GPU's UUID as torch tells it, or "" where it does not."""
     found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return "" if found is None else str(found)
@@ -182,7 +176,8 @@ def with_idle(found: Found, sleep: Callable[[float], None] = time.sleep) -> Foun
     if found.meter.provenance is not Provenance.MEASURED:
         return found
     clock = EnergyClock(found.meter)
+    clock.start()
     while clock.seconds < WINDOW_S:
         sleep(WINDOW_S / 4)
         clock.tick()
-    return replace(found, facts=replace(found.facts, idle_w=clock.lap().watts))
+    return replace(found, facts=replace(found.facts, idle_w=clock.read().watts))

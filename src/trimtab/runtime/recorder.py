@@ -9,14 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.core.energy import Energy
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
 from trimtab.core.stop import StopReason
-from trimtab.measure.energy import Meter
-from trimtab.runtime.run_energy import RunEnergy
+from trimtab.measure.energy import EnergyClock
 
 Scalar = Tensor | float | int
 _FLUSH_STEPS = 50
+# How often a record has a line of joules: what a device still has queued is then small beside it.
+_ENERGY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,13 @@ class Step:
 
 
 class Recorder:
-    """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close."""
+    """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
 
-    def __init__(self, writer: RecordWriter, meter: Meter | None = None) -> None:
+    Joules are read between windows; a device's queue is not waited for. `energy`: runs from here to the close, less
+    evaluations; None: there are no joules in the record.
+    """
+
+    def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
         if not isinstance(writer, RecordWriter):
             raise ValueGivenError(
                 "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
@@ -62,7 +68,9 @@ class Recorder:
         self._pending: list[tuple[Step, float] | Event | Evaluation] = []
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
-        self._energy = None if meter is None else RunEnergy(meter)
+        self._energy = energy
+        if energy is not None:
+            _checked(energy).start()
 
     def step(self, step: Step) -> None:
         """Note one window."""
@@ -70,8 +78,10 @@ class Recorder:
         self._pending.append((step, now - self._last))
         self._train_s, self._last = self._train_s + now - self._last, now
         self._num_pending += 1
-        if self._energy is not None and (lap := self._energy.step()) is not None:
-            self.event("energy", lap)
+        if self._energy is not None:
+            self._energy.tick()
+            if self._energy.seconds >= _ENERGY_S:
+                self.event("energy", _joules(self._energy.lap()))
         if self._num_pending >= _FLUSH_STEPS:
             self.flush()
 
@@ -84,6 +94,7 @@ class Recorder:
         self._pending.append(Evaluation(rows, self._train_s, {name: value}))
         if self._energy is not None:
             self._energy.pause()
+            self._energy.start()
         self._last = time.perf_counter()
 
     def flush(self) -> None:
@@ -102,9 +113,24 @@ class Recorder:
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
         """Write what is pending, and why the run ended; the writer stays open for its owner."""
         self.flush()
-        detail = {} if self._energy is None else self._energy.end()
+        detail = {}
+        if self._energy is not None:
+            detail = _joules(self._energy.read())
+            self._energy.pause()
         if error is not None:
             self._writer.write(End("error", detail | {"error": f"{type(error).__name__}: {error}"[:500]}))
         else:
             self._writer.write(End("closed" if reason is None else reason.value, detail))
         self._writer.flush()
+
+
+def _checked(energy: EnergyClock) -> EnergyClock:
+    if not isinstance(energy, EnergyClock):
+        expected = "a trimtab.measure.energy.EnergyClock(meter)"
+        raise ValueGivenError("energy", given=f"a {type(energy).__name__}", expected=expected)
+    return energy
+
+
+def _joules(energy: Energy) -> dict[str, Any]:
+    known = {"energy_j": energy.joules, "energy_s": energy.seconds, "energy": energy.provenance.value}
+    return known if energy.joules is not None else known | {"energy_reason": energy.reason}

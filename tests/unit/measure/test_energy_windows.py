@@ -15,7 +15,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.measure import meters
 from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
-from trimtab.measure.meters import Metering, Reads, Seat, find_meter, measurable, reads_of, with_idle
+from trimtab.measure.meters import Metering, Reads, find_meter, measurable, with_idle
 
 CPU = torch.device("cpu")
 
@@ -45,48 +45,129 @@ def counter():
     return Counter()
 
 
-def test_a_lap_is_joules_and_seconds_of_one_stretch(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
-    clock.now, counter.shows = clock.now + 2, 60.0
-    found = laps.lap()
+def started(meter, clock) -> EnergyClock:
+    laps = EnergyClock(meter, clock=clock)
+    laps.start()
+    return laps
+
+
+def passes(clock, counter, seconds: float, joules: float) -> None:
+    clock.now, counter.shows = clock.now + seconds, counter.shows + joules
+
+
+def test_a_clock_counts_while_it_runs(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 2, 60.0)
+    found = laps.read()
     assert (found.joules, found.seconds, found.watts) == (60.0, 2.0, 30.0)
-    clock.now, counter.shows = clock.now + 1, 70.0
-    assert laps.lap().joules == 10.0
-    clock.now, counter.shows = clock.now + 5, 170.0
-    laps.restart()
-    clock.now, counter.shows = clock.now + 1, 171.0
-    assert laps.lap().joules == 1.0
+    laps.pause()
+    assert laps.seconds == 0
+    passes(clock, counter, 5, 1e6)
+    laps.tick()
+    laps.start()
+    passes(clock, counter, 1, 10.0)
+    assert laps.seconds == 1
+    laps.start()  # it runs
+    found = laps.read()
+    assert (found.joules, found.seconds) == (70.0, 3.0)
+
+
+def test_a_pause_is_from_the_last_reading_on(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 2, 60.0)
+    laps.tick()
+    passes(clock, counter, 0.9, 1e6)
+    laps.pause()
+    assert (laps.read().joules, laps.read().seconds) == (60.0, 2.0)
+
+
+def test_a_lap_is_a_stretch_of_what_is_read(clock, counter):
+    laps = EnergyClock(counter, clock=clock)
+    assert laps.lap().reason == "it was not started"
+    laps.start()
+    for joules in (10.0, 20.0):
+        passes(clock, counter, 2, joules)
+        laps.tick()
+        assert laps.lap().joules == joules
+    assert laps.read().joules == 30.0
 
 
 def test_a_measured_window_below_a_second_says_nothing(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
-    clock.now, counter.shows = clock.now + 0.9, 60.0
-    found = laps.lap()
+    laps = started(counter, clock)
+    passes(clock, counter, 0.9, 60.0)
+    found = laps.read()
     assert (found.joules, found.provenance) == (None, Provenance.ABSENT)
-    assert "a window of 0.9 s" in found.reason
+    assert "0.9 s lie in windows of less than 1 s" in found.reason
+
+
+def test_short_stretches_are_left_out_until_they_are_much(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 9, 90.0)
+    laps.tick()
+    for number, known in ((1, 90.0), (2, None)):
+        laps.pause()
+        laps.start()
+        passes(clock, counter, 0.8, 8.0)
+        found = laps.read()
+        assert found.joules == known, number
 
 
 def test_a_counter_that_stands_still_is_no_zero(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = started(counter, clock)
     clock.now += 3
-    assert laps.lap().reason == "a counter stood still for 3 s"
+    assert laps.read().reason == "a counter counted 0 J in 3 s"
 
 
-def test_a_lap_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+def test_a_stretch_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
+    laps = started(counter, clock)
     clock.now, counter.lost = clock.now + 1, "the GPU is lost"
     laps.tick()
-    clock.now, counter.lost, counter.shows = clock.now + 1, "", 5.0
+    counter.lost = ""
+    passes(clock, counter, 1, 5.0)
+    laps.tick()
     assert laps.lap().reason == "the GPU is lost"
-    clock.now, counter.shows = clock.now + 1, 9.0
+    passes(clock, counter, 1, 4.0)
+    laps.tick()
     assert laps.lap().joules == 4.0
+    assert laps.read().reason == "the GPU is lost"  # of all of it, a part is not known
+
+
+def test_a_meter_that_is_gone_is_told_by_every_stretch(clock, counter):
+    laps = started(counter, clock)
     counter.lost = "gone for good"
-    clock.now += 1
-    assert [laps.lap().reason for _ in range(2)] == ["gone for good"] * 2
+    for _ in range(2):
+        clock.now += 1
+        laps.tick()
+        assert laps.lap().reason == "gone for good"
+
+
+@pytest.mark.parametrize("failure", [OSError("no such device"), MeterLost("")])
+def test_whatever_a_meter_raises_makes_joules_unknown(clock, counter, failure):
+    def fails() -> float:
+        raise failure
+
+    laps = started(counter, clock)
+    counter.joules = fails
+    clock.now += 2
+    assert "could not be read" in laps.read().reason
+
+
+def test_what_a_counter_lost_before_a_start_is_no_matter(clock):
+    told = iter([MeterLost("not read for a minute")])
+
+    class Late(Counter):
+        def joules(self) -> float:
+            for lost in told:
+                raise lost
+            return super().joules()
+
+    laps = started(late := Late(), clock)
+    passes(clock, late, 2, 8.0)
+    assert laps.read().joules == 8.0
 
 
 def test_ticks_read_no_more_often_than_is_due(clock, counter):
-    laps = EnergyClock(counter, clock=clock)
+    laps = started(counter, clock)
     before = counter.reads
     for _ in range(100):
         clock.now += 0.05
@@ -95,9 +176,9 @@ def test_ticks_read_no_more_often_than_is_due(clock, counter):
 
 
 def test_watts_that_were_given_are_estimates_of_any_window(clock):
-    laps = EnergyClock(GivenWatts(250, clock), clock=clock)
+    laps = started(GivenWatts(250, clock), clock)
     clock.now += 0.5
-    found = laps.lap()
+    found = laps.read()
     assert (found.joules, found.provenance, found.sources) == (125.0, Provenance.ESTIMATED, ("250 W, as given",))
     assert "estimated" in found.describe()
 
@@ -110,11 +191,11 @@ def test_watts_that_are_none_are_refused(watts):
 
 def test_meters_of_several_devices_are_one_and_lost_together(clock):
     one, two = Counter(), Counter()
-    both = EnergyClock(SeveralMeters((one, two)), clock=clock)
+    both = started(SeveralMeters((one, two)), clock)
     clock.now, one.shows, two.shows = clock.now + 1, 3.0, 4.0
-    assert both.lap().joules == 7.0
+    assert both.read().joules == 7.0
     clock.now, one.shows, two.lost = clock.now + 1, 8.0, "gone"
-    assert both.lap().reason == "gone"
+    assert both.read().reason == "gone"
     assert SeveralMeters((one, GivenWatts(5))).provenance is Provenance.ESTIMATED
     assert SeveralMeters((one, NoMeter("none"))).provenance is Provenance.ABSENT
 
@@ -170,7 +251,7 @@ def on_gpu(tmp_path, monkeypatch):
     """Return what is found for a rank on a GPU of a machine with one package and two GPUs."""
     tree, library = Tree(tmp_path), Library([Gpu("GPU-a"), Gpu("GPU-b")])
     tree.add("intel-rapl:0", "package-0")
-    monkeypatch.setattr(meters, "_uuid", lambda index: "")
+    monkeypatch.setattr(meters, "uuid_of", lambda index: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def found(index=0, reads=None, root=tree.root, library=library):
@@ -197,34 +278,20 @@ def test_a_processor_alone_is_no_meter_of_a_gpu(on_gpu):
     assert "NVML" in found.facts.reason
 
 
-def test_two_ranks_read_one_processor_once_and_each_its_gpu(on_gpu):
-    seats = [Seat("here", 0, "GPU-a"), Seat("here", 1, "GPU-b")]
-    reads = [reads_of(seats, rank) for rank in (0, 1)]
-    assert reads == [Reads(True, True), Reads(False, True)]
-    assert on_gpu(0, reads[0]).facts.sources == ("nvml gpu 0", "rapl package-0")
-    assert on_gpu(1, reads[1]).facts.sources == ("nvml gpu 1",)
+def test_a_rank_that_does_not_read_the_processor_counts_its_gpu_alone(on_gpu):
+    assert on_gpu(1, Reads(False, True)).facts.sources == ("nvml gpu 1",)
 
 
+@pytest.mark.parametrize("given", [{"watts": 100}, {"meter": Counter()}])
 @pytest.mark.parametrize(
-    ("seats", "found"),
-    [
-        ([Seat("a", 0), Seat("a", 1)], [(True, False), (False, False)]),
-        ([Seat("a", 0), Seat("b", 0)], [(True, False), (True, False)]),
-        ([Seat("a", 1, "x"), Seat("a", 0, "x")], [(False, False), (True, True)]),  # two ranks, one GPU
-        ([Seat("a", 0, "x"), Seat("b", 0, "x")], [(True, True), (True, True)]),
-        ([Seat("a", 0), Seat("a", 0)], [(True, False), (False, False)]),  # a launcher that numbers none
-    ],
+    ("reads", "counts"), [(Reads(True, True), True), (Reads(True, False), True), (Reads(False, True), False)]
 )
-def test_each_meter_is_read_by_one_rank(seats, found):
-    reads = [reads_of(seats, rank) for rank in range(len(seats))]
-    assert [(each.processor, each.device) for each in reads] == found
+def test_what_is_of_a_machine_is_counted_by_who_reads_its_processor(given, reads, counts):
+    assert find_meter(CPU, Metering(**given), reads=reads).facts.is_absent is not counts
 
 
-def test_who_reads_nothing_has_no_meter_and_given_watts_are_of_a_machine():
-    others = Reads(processor=False, device=False)
-    assert "another rank" in find_meter(CPU, reads=others).facts.reason
-    assert find_meter(CPU, Metering(watts=100), reads=others).facts.is_absent
-    assert find_meter(CPU, Metering(watts=100), reads=Reads(device=False)).facts.provenance is Provenance.ESTIMATED
+def test_who_reads_nothing_has_no_meter():
+    assert "another rank" in find_meter(CPU, reads=Reads(processor=False, device=False)).facts.reason
 
 
 @pytest.fixture
@@ -270,7 +337,7 @@ def test_no_socket_is_opened(tmp_path, on_gpu, clock, monkeypatch):
     for name in ("socket", "create_connection", "getaddrinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, refuse)
     for found in (on_gpu(), find_meter(CPU), find_meter(CPU, Metering(watts=5))):
-        laps = EnergyClock(found.meter, clock=clock)
+        laps = started(found.meter, clock)
         clock.now += 2
         laps.tick()
-        laps.lap()
+        laps.read()

@@ -179,6 +179,7 @@ def test_reading_starts_no_thread_and_no_process(tree, clock, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "fork", refuse)
     laps = EnergyClock(Rapl(tree.root, clock), clock=clock)
+    laps.start()
     clock.now += 2
     tree.show("intel-rapl:0", 31.0)
-    assert laps.lap().joules == pytest.approx(30.0)
+    assert laps.read().joules == pytest.approx(30.0)

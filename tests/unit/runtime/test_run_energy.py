@@ -13,81 +13,67 @@ import trimtab
 from trimtab.core.energy import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import Header, RecordWriter, read_record
-from trimtab.measure.energy import GivenWatts, MeterLost, NoMeter
-from trimtab.runtime.run_energy import RunEnergy
+from trimtab.measure.energy import EnergyClock, GivenWatts, NoMeter
+from trimtab.runtime.recorder import Recorder, Step
 
 
 @pytest.fixture
-def world():
-    """A clock, and a meter of 50 W that is lost when that is said."""
-    world = SimpleNamespace(now=10.0, lost="", reads=0, extra=0.0)
-
-    def joules() -> float:
-        world.reads += 1
-        if world.lost:
-            raise MeterLost(world.lost)
-        return 50.0 * world.now + world.extra
-
-    world.meter = SimpleNamespace(
-        provenance=Provenance.MEASURED, sources=("a meter",), period_s=math.inf, joules=joules
-    )
-    world.energy = RunEnergy(world.meter, clock=lambda: world.now)
-    return world
+def world(tmp_path):
+    """A recorder, a clock, and a meter of 50 W."""
+    world = SimpleNamespace(now=10.0, extra=0.0, path=tmp_path / "run.jsonl")
+    meter = SimpleNamespace(provenance=Provenance.MEASURED, sources=("a meter",), period_s=math.inf)
+    meter.joules = lambda: 50.0 * world.now + world.extra
+    world.clock = EnergyClock(meter, clock=lambda: world.now)
+    with RecordWriter(world.path, Header("run")) as writer:
+        world.recorder = Recorder(writer, world.clock)
+        yield world
 
 
-def steps(world, seconds: float, step_s: float = 0.25) -> list[dict]:
-    said = []
+def steps(world, seconds: float, step_s: float = 0.25) -> None:
     for _ in range(round(seconds / step_s)):
         world.now += step_s
-        said.append(world.energy.step())
-    return [each for each in said if each is not None]
+        world.recorder.step(Step(8, 1, 8, 0.5, 0.1, True))
+
+
+def lines(world) -> tuple[list[tuple], dict]:
+    """Return what the record's lines say of joules, and its last one."""
+    world.recorder.close()
+    found = read_record(world.path)
+    said = [event.detail for event in found.events if event.name == "energy"]
+    return [(each["energy_s"], each["energy_j"], each["energy"]) for each in said], found.end.detail
 
 
 def test_a_line_is_said_every_ten_seconds_and_the_total_is_of_all(world):
-    said = steps(world, 25.0)
-    assert [(each["energy_s"], each["energy_j"], each["energy"]) for each in said] == [(10.0, 500.0, "measured")] * 2
-    found = world.energy.total()
-    assert (found.joules, found.seconds) == (1250.0, 25.0)
-
-
-def test_the_meter_is_read_no_more_than_once_a_second(world):
-    before = world.reads
-    steps(world, 20.0, step_s=0.01)
-    assert world.reads - before <= 20
+    steps(world, 25.0)
+    said, end = lines(world)
+    assert said == [(10.0, 500.0, "measured")] * 2
+    assert (end["energy_j"], end["energy_s"]) == (1250.0, 25.0)
 
 
 def test_an_evaluation_is_in_no_joule(world):
     steps(world, 8.0)
     world.now, world.extra = world.now + 4.0, 1e6  # which draws a lot
-    world.energy.pause()
+    world.recorder.evaluation(8, "accuracy", 0.5)
     steps(world, 6.0)
-    found = world.energy.total()
-    assert (found.joules, found.seconds) == (700.0, 14.0)
+    said, end = lines(world)
+    assert (end["energy_j"], end["energy_s"]) == (700.0, 14.0)
+    assert said == []
 
 
-def test_what_is_too_short_for_a_meter_is_absent_and_not_zero(world):
+def test_who_gave_the_clock_reads_what_the_record_says(world):
+    steps(world, 5.0)
+    before = world.clock.read()
+    world.recorder.evaluation(8, "accuracy", 0.5)
+    _, end = lines(world)
+    world.now, world.extra = world.now + 60.0, 1e6
+    assert (before.joules, world.clock.read().joules, end["energy_j"]) == (250.0, 250.0, 250.0)
+
+
+def test_a_run_that_is_too_short_for_a_meter_has_no_joules(world):
     steps(world, 0.75)
-    found = world.energy.total()
-    assert found.joules is None
-    assert "less than 1 s" in found.reason
-
-
-def test_a_short_rest_is_in_neither_joules_nor_seconds(world):
-    steps(world, 20.0)
-    world.energy.pause()
-    steps(world, 0.5)
-    found = world.energy.total()
-    assert (found.joules, found.seconds) == (1000.0, 20.0)
-
-
-def test_a_meter_that_is_lost_makes_the_total_unknown(world):
-    steps(world, 3.0)
-    world.lost = "the GPU is lost"
-    steps(world, 3.0)
-    world.lost = ""
-    steps(world, 3.0)
-    found = world.energy.total()
-    assert (found.joules, found.reason) == (None, "the GPU is lost")
+    _, end = lines(world)
+    assert end["energy_j"] is None
+    assert "less than 1 s" in end["energy_reason"]
 
 
 def loop(record, meter, num_steps: int = 3):
@@ -95,20 +81,25 @@ def loop(record, meter, num_steps: int = 3):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    clock = None if meter is None else EnergyClock(meter)
     with (
         RecordWriter(record, Header("run")) as writer,
-        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), record=writer, meter=meter) as run,
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), record=writer, energy=clock) as run,
     ):
         for window in run.windows([batch] * num_steps):
             run.train_step(window, lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1]))
     return read_record(record)
 
 
-def test_a_meter_without_a_record_is_refused():
+@pytest.mark.parametrize(("record", "energy"), [(False, EnergyClock(GivenWatts(5))), (True, GivenWatts(5))])
+def test_a_clock_without_a_record_and_what_is_no_clock_are_refused(tmp_path, record, energy):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueGivenError, match="meter"):
-        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), meter=GivenWatts(5))
+    with (
+        RecordWriter(tmp_path / "run.jsonl", Header("run")) as writer,
+        pytest.raises(ValueGivenError, match="energy"),
+    ):
+        trimtab.start(model, optimizer, trimtab.Plan.fixed(8), record=writer if record else None, energy=energy)
 
 
 def test_a_record_ends_with_what_the_run_took(tmp_path):
