@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,11 @@ from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Trial
 from trimtab.decide import space
-from trimtab.decide.cost_model import CostModel
+from trimtab.decide.cost_model import CostModel, Predicted
 from trimtab.decide.finals import decide
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import control_interval, score_ratio
+from trimtab.decide.statistics import ratio_interval
 
 LIMIT = PowerLimit("gpu 0", 700.0, 200.0, 700.0)
 METER = MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 60.0, limits=(LIMIT,))
@@ -65,7 +67,12 @@ def test_without_a_meter_no_joule_is_anywhere():
     assert all(trial.energy_j is None for trial in profile.trials)
     assert [cost.energy_j for cost in (plan.baseline, plan.predicted, plan.measured)] == [None] * 3
     assert all(point.energy_j is None for point in plan.front)
-    assert "J" not in str(plan).split("energy")[0].split("per step")[-1]
+    page = str(plan)
+    assert "energy" not in page
+    assert not re.search(r"\d [mk]?J\b", page)
+    metered = str(choose(measured(machine(), can_retain=False), Objective(), Budget()))
+    assert "energy" in metered
+    assert re.search(r"\d [mk]?J\b", metered)
 
 
 def test_a_weight_on_what_nothing_counted_is_refused():
@@ -99,17 +106,64 @@ def test_a_limit_on_joules_is_met_by_nobody_whose_joules_are_not_known():
     assert {point.refusal for point in found} == {"its energy is not known"}
 
 
-def test_a_final_in_which_a_meter_was_lost_is_not_won_by_who_has_no_joules():
-    profile = measured(machine(), objective=BY_ENERGY, can_retain=False)
-    half = replace(profile.reference_candidate, precision="bf16")
-    whole = profile.reference_candidate
-    trials = (
-        Trial("final", whole, (1.0,) * 5, MIB, watts=(100.0,) * 5),
-        Trial("final", half, (0.1,) * 5, MIB),
-        Trial("final", whole, (1.0,) * 5, MIB, control=True, watts=(100.0,) * 5),
-    )
-    outcome = decide(replace(profile, trials=trials), "final", BY_ENERGY, Budget())
-    assert outcome.winner.candidate == whole
+def final_of(objective: Objective, *, own_w, half_w, control_w=100.0, budget=None, half_s=0.1, own_mib=1, half_mib=1):
+    """Return a profile of a final: the loop, bf16, and the loop again; watts are None where the meter was lost."""
+    profile = measured(machine(), objective=objective, budget=budget, can_retain=False)
+    own = profile.reference_candidate
+
+    def trial(candidate, step_s, watts, mib, **more) -> Trial:
+        return Trial("final", candidate, (step_s,) * 5, mib * MIB, watts=() if watts is None else (watts,) * 5, **more)
+
+    half = trial(replace(own, precision="bf16"), half_s, half_w, half_mib)
+    quarter = trial(replace(own, precision="bf16", micro_batch=16), 1.01 * half_s, half_w, half_mib)
+    trials = (trial(own, 1.0, own_w, own_mib), half, quarter, trial(own, 1.0, control_w, 1, control=True))
+    before = tuple(each for each in profile.trials if not each.stage.startswith("final"))
+    return replace(profile, trials=(*before, *trials))
+
+
+def precision_of_final(profile, budget: Budget = Budget()) -> str:  # noqa: B008
+    return decide(profile, "final", profile.objective, budget).winner.candidate.precision
+
+
+def test_a_final_is_not_won_by_who_has_no_joules():
+    assert precision_of_final(final_of(BY_ENERGY, own_w=100.0, half_w=50.0)) == "bf16"
+    assert precision_of_final(final_of(BY_ENERGY, own_w=100.0, half_w=None)) == "fp32"
+
+
+@pytest.mark.parametrize("objective", [BY_ENERGY, BY_BOTH])
+def test_the_loop_stays_where_its_own_meter_was_lost(objective):
+    profile = final_of(objective, own_w=None, half_w=50.0)
+    assert precision_of_final(profile) == "fp32"
+    plan = choose(profile, objective, Budget())
+    assert plan.precision.value == "fp32"
+    assert "its meter was lost" in plan.precision.reason
+    assert plan.baseline.energy_j is None
+
+
+def test_a_lost_meter_of_the_loop_is_no_reason_to_stay_where_it_breaks_a_limit():
+    budget = Budget(memory=4 * MIB)
+    profile = final_of(BY_ENERGY, own_w=None, half_w=50.0, own_mib=5, budget=budget)
+    outcome = decide(profile, "final", BY_ENERGY, budget)
+    assert outcome.winner.candidate.precision == "bf16"
+    assert "peak memory" in outcome.must_leave
+
+
+@pytest.mark.parametrize(("limit_j", "precision"), [(110.0, "fp32"), (90.0, "bf16")])
+def test_a_limit_is_held_against_the_loops_watts_of_another_trial_where_its_meter_was_lost(limit_j, precision):
+    budget = Budget(energy=limit_j)
+    profile = final_of(BY_TIME, own_w=None, half_w=50.0, half_s=1.2, budget=budget)
+    assert precision_of_final(profile, budget) == precision
+
+
+def test_where_energy_is_weighed_there_are_as_many_pairs_as_windows():
+    whole = measured(Machine(), can_retain=False).reference_candidate
+    uneven = (80.0, 125.0, 90.0, 110.0, 100.0)
+    own = Trial("final", whole, (1.0,) * 15, MIB, watts=(100.0,) * 5)
+    rival = Trial("final", whole, (1.0,) * 15, MIB, watts=uneven)
+    found = score_ratio(rival, own, Objective(0, 0, 1), own)
+    assert found.n == 5
+    assert found == ratio_interval([100.0 / watts for watts in uneven])
+    assert score_ratio(rival, own, Objective(1, 1, 0), own).n == 15
 
 
 def test_the_control_of_a_final_holds_the_noise_of_watts_too():
@@ -137,6 +191,29 @@ def test_the_front_has_who_takes_least_energy_where_that_counts():
     plan = choose(profile, BY_BOTH, Budget())
     assert {point.energy_j for point in plan.front} == {point.cost.energy_j for point in whole}
     assert plan.stands_between is None  # of the weights of memory and time alone
+
+
+def test_joules_that_are_not_known_beat_nobody_on_the_front_and_are_beaten_by_nobody():
+    profile = measured(machine(), objective=BY_BOTH, can_retain=False)
+    named = profile.reference_candidate
+
+    def point(rows: int, step_s: float, peak: int, energy_j: float | None) -> space.Point:
+        return space.Point(replace(named, micro_batch=rows), Predicted(step_s, peak, energy_j=energy_j))
+
+    thrifty, hidden, worse = point(1, 1.0, 10, 5.0), point(2, 2.0, 20, None), point(3, 2.0, 20, 9.0)
+    assert space.front([thrifty, hidden, worse], with_energy=True) == (thrifty, hidden)
+    fast = point(4, 0.5, 5, None)  # a zero would beat all of them
+    assert space.front([fast, thrifty], with_energy=True) == (fast, thrifty)
+    assert space.front([fast, thrifty, hidden]) == (fast,)
+
+
+def test_where_energy_is_weighed_a_faster_setting_that_lost_says_at_which_energy():
+    plan = choose(final_of(BY_ENERGY, own_w=100.0, half_w=2000.0), BY_ENERGY, Budget())
+    assert plan.precision.value == "fp32"
+    assert "by the weights given" in plan.precision.reason
+    (said,) = [loser.reason for loser in plan.precision.losers if loser.value == "bf16"]
+    assert "10x the speed" in said
+    assert "at 2x the energy" in said
 
 
 def test_a_power_limit_is_advice_where_energy_counts_and_it_may_be_set():
