@@ -4,11 +4,12 @@
 #   PYTEST_ARGS  more arguments for pytest:       make test PYTEST_ARGS="tests/unit -x"
 #   WORKERS      test processes of one thread, 0 for one of all:  make test WORKERS=0
 #   GPU_PYTHON   a Python whose torch has CUDA:   make gpu-check GPU_PYTHON=python3
+#   SIZE         of the evaluation, cpu or gpu:   make evaluation SIZE=gpu GPU_PYTHON=python3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format figures gpu-check clean
+.PHONY: help install demo test soak check format figures gpu-check evaluation clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -16,6 +17,7 @@ IS_RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU_PYTHON ?= $(BIN)/python
+SIZE ?= cpu
 # A file's tests run in one process: what a file sets up once, as a job of ranks, is set up once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
@@ -73,6 +75,9 @@ gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Run the tests
 		echo "No CUDA device is visible to $(GPU_PYTHON): no GPU test was run." >&2; exit 1; \
 	fi
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -rs $(PYTEST_ARGS)
+
+evaluation: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Go on with the paper's evaluation, a slice of minutes after another
+	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/evaluation.py --size $(SIZE)
 
 clean: ## Remove the environment, caches and builds; keeps runs/
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scaling_figures import scaling
+from scaling_figures import scaling, sending
 
 from trimtab.decide.goodput import Times, relative_time
 
@@ -546,6 +546,7 @@ KINDS = {
     "published_ranks": _published_ranks,
     "rank_memory": _rank_memory,
     "scaling": scaling,
+    "sending": sending,
     "probing": _probing,
     "frontier": _frontier,
     "frontier_compiled": _compiled,

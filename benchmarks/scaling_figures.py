@@ -1,4 +1,4 @@
-"""What `make figures` writes of scaling.py: a table of each metric."""
+"""What `make figures` writes of scaling.py and sending.py: a table of each metric."""
 
 from __future__ import annotations
 
@@ -14,6 +14,34 @@ def scaling(rows: list[Row]) -> Iterator[str]:
         if found := [row for row in rows if row["metric"] == metric]:
             yield from table(found)
             yield ""
+
+
+def sending(rows: list[Row]) -> Iterator[str]:
+    """Yield a row of each task and link, a column of each loop."""
+    loops = list(dict.fromkeys(row["arm"] for row in rows))
+    yield "Seconds of a window over those of DDP without its broadcast of buffers, in turns within one job."
+    yield ""
+    yield (
+        "| task | link | that takes, ms | "
+        + " | ".join(_SENDING.get(arm, arm) for arm in loops if arm != "no_buffers")
+        + " |"
+    )
+    yield "|---|---|---|" + "---|" * (len(loops) - 1)
+    for task, link in dict.fromkeys((row["task"], row["link"]) for row in rows):
+        own = {row["arm"]: row for row in rows if (row["task"], row["link"]) == (task, link)}
+        kept = " | ".join(_bounded(own[arm]) for arm in loops if arm != "no_buffers")
+        where = "" if link == "local" else f"{link} Mbit/s"
+        yield f"| {task} | {where} | {1000 * own['no_buffers']['window_s']:.1f} | {kept} |"
+
+
+_SENDING = {
+    "ddp": "DDP as it is",
+    "control": "the same again",
+    "fp32": "fp32",
+    "fp32_gloo": "fp32, asked by gloo",
+    "bf16": "bf16",
+    "bf16_gloo": "bf16, asked by gloo",
+}
 
 
 def _efficiency(rows: list[Row]) -> Iterator[str]:

@@ -84,11 +84,15 @@ class Rank:
     def wait(self, limit_s: float) -> int:
         """Return the status that it ends with, negative for a signal."""
         end = time.monotonic() + limit_s
-        while (status := self._server.ask("poll", process=self._process)) is None:
+        while (status := self.status()) is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"a rank did not end in {limit_s:g} s: {self.said()[-3000:]}")
             time.sleep(_LOOK_S)
         return status
+
+    def status(self) -> int | None:
+        """Return the status that it ended with; None where it runs."""
+        return self._server.ask("poll", process=self._process)
 
     def kill(self) -> None:
         """End it, where it runs."""

@@ -103,8 +103,9 @@ class Job:
         found.of = of
         return found
 
-    def planned(self, made) -> dict:
-        plan = planning.plan_together(lambda: made, torch.device("cpu"), self.rehearsal)
+    def planned(self, made, *, rehearse: bool = True) -> dict:
+        rehearsal = self.rehearsal if rehearse else None
+        plan = planning.plan_together(lambda: made, torch.device("cpu"), rehearsal)
         return {
             "plan": to_jsonable(plan),
             "text": str(plan),
@@ -129,6 +130,10 @@ def shares(memory: int) -> Share:
 
 def fast_link() -> dict:
     return Job().planned(sends(1e11))
+
+
+def unrehearsed() -> dict:
+    return Job().planned(sends(2e6), rehearse=False)
 
 
 def slow_hook() -> dict:
@@ -313,6 +318,7 @@ def one_dies() -> dict:
 
 CASES = {
     "fast_link": fast_link,
+    "unrehearsed": unrehearsed,
     "slow_hook": slow_hook,
     "slow_usual": slow_usual,
     "no_copies": no_copies,

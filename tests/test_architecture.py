@@ -22,6 +22,7 @@ LAYERS = (
     "measure",
     "decide",
     "runtime",
+    "checkpoint",
     "calibrate",
     "distributed",
     "api",
@@ -37,16 +38,27 @@ ONLY = {
         "trimtab.api",
         "trimtab.runtime",
         "trimtab.distributed",
+        "trimtab.checkpoint",
     },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.experiments.ablation": {"trimtab.core", "trimtab.experiments.result"},
     "trimtab.experiments.result": {"trimtab.core"},
     "trimtab.experiments.stats": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.result"},
     "trimtab.experiments.scaling": {"trimtab.core", "trimtab.decide.statistics"},
     "trimtab.experiments.scaling_table": {"trimtab.core", "trimtab.decide.statistics", "trimtab.experiments.scaling"},
+    "trimtab.experiments.evaluation": {"trimtab.core", "trimtab.experiments.result"},
+    "trimtab.experiments.paper_figures": {"trimtab.core"},
     "trimtab.experiments.report": {
         "trimtab.core",
+        "trimtab.experiments.ablation",
+        "trimtab.experiments.evaluation",
+        "trimtab.experiments.evaluation_machines",
+        "trimtab.experiments.evaluation_rows",
+        "trimtab.experiments.paper_arithmetic",
+        "trimtab.experiments.paper_claims",
+        "trimtab.experiments.paper_figures",
         "trimtab.experiments.result",
         "trimtab.experiments.scaling",
         "trimtab.experiments.scaling_table",
@@ -58,9 +70,21 @@ ROOT_USERS = {"cli", "experiments", "recipes"}  # the layers that use trimtab as
 STDLIB_ONLY = ("trimtab.core", "trimtab.decide")
 TABLES = {"trimtab.decide.optimal_schedule"}  # of them, with numpy: millions of sums in the time of a plan
 READERS = (
+    "ablation",
+    "ablation_effects",
+    "ablation_headline",
+    "ablation_rows",
     "arm_facts",
     "energy_rows",
+    "evaluation",
+    "evaluation_files",
+    "evaluation_findings",
+    "evaluation_machines",
+    "evaluation_rows",
     "headline",
+    "paper_arithmetic",
+    "paper_claims",
+    "paper_figures",
     "ratio_rows",
     "report",
     "result",
@@ -76,6 +100,7 @@ REQUIRED = {"torch", "numpy"}
 OPTIONAL = {
     "typer": {
         "trimtab.cli",
+        "trimtab.cli.checkpoint",
         "trimtab.cli.entry",
         "trimtab.cli.observe",
         "trimtab.cli.options",
@@ -94,6 +119,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
+    "safetensors": {"trimtab.checkpoint.tensors"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}

@@ -20,6 +20,7 @@ from trimtab.core.stop import Stop, StopReason
 
 if TYPE_CHECKING:
     from trimtab.api import Metering, plan, plan_elsewhere, profile, start
+    from trimtab.checkpoint.settings import Checkpoints
     from trimtab.distributed.dealing import shard
     from trimtab.distributed.process_group import joined
     from trimtab.runtime.engine import Run
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchRule",
     "Budget",
+    "Checkpoints",
     "Choice",
     "Header",
     "Mark",
@@ -52,6 +54,7 @@ __all__ = [
 
 # Loaded on first use, so that plans and records can be read without importing torch.
 _LAZY = dict.fromkeys(("Metering", "plan", "plan_elsewhere", "profile", "start"), "trimtab.api") | {
+    "Checkpoints": "trimtab.checkpoint.settings",
     "Run": "trimtab.runtime.engine",
     "joined": "trimtab.distributed.process_group",
     "shard": "trimtab.distributed.dealing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.calibrate.adapting import TRAINED, adaptations, adapted
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
-from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.calibrate.subject import Subject
+from trimtab.checkpoint.kept_run import kept
+from trimtab.checkpoint.settings import Checkpoints
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.errors import ValueGivenError
@@ -26,9 +27,9 @@ from trimtab.core.profile import Profile
 from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
-from trimtab.decide.learning_rate import choose_rate
-from trimtab.decide.planner import adapt_learning_rate, choose_there
+from trimtab.decide.planner import choose_there
 from trimtab.distributed.backends import backend_of, is_to_share
+from trimtab.distributed.exchange import has_peers
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
@@ -36,9 +37,9 @@ from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import LossFn, Run
+from trimtab.runtime.muon import hidden_matrices
 from trimtab.runtime.recorder import Recorder
 
-ADAPTATIONS = ("learning_rate", "batch")
 MOST_BATCHES = 16
 FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
@@ -193,6 +194,7 @@ def plan(
     blocks: Iterable[str] = (),
     num_blocks: int = NUM_BLOCKS,
     metering: Metering | None = None,
+    rehearse: bool = True,
     progress: Callable[[str], None] = silent,
 ) -> Plan:
     """Measure, then decide: which settings to change on this machine, and why. Observes only; `print(plan)` explains.
@@ -206,20 +208,23 @@ def plan(
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
             test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
-            training, as gradient noise and measured times ask for, the learning rate following. Or both of them.
+            training, as gradient noise and measured times ask for, the learning rate following. "optimizer" races Muon
+            for the matrices of the model's blocks against the loop's AdamW alone, over short trainings in pairs, and
+            keeps it where it is clearly sooner at the same loss (one process). Or several of them.
         batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
             measures: `BatchRule("fixed")`.
-        data: training batches, as in `profile`, and for the range test; needed with "learning_rate".
+        data: training batches, as in `profile`, and to train on a little; needed with "learning_rate" and "optimizer".
+        rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
         The rest as in `profile`.
 
     Raises:
         UsageError: as in `profile`. InfeasibleError: no settings meet the budget. RankError: another rank ended or is
             silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
     """
-    freed = _adaptations(adapt)
-    by_range = "learning_rate" in freed
-    if by_range and data is None:
-        raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
+    freed = adaptations(adapt, data)
+    trains = bool(freed & TRAINED)
+    if "optimizer" in freed:
+        _require_muon(model, optimizer)
     rule = _batch_rule("batch" in freed, batch_rule)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
@@ -238,7 +243,7 @@ def plan(
             objective=objective,
             reference=reference,
             longest_batch=longest_batch,
-            data=None if by_range and isinstance(data, Iterator) else data,  # whole for the range test
+            data=None if trains and isinstance(data, Iterator) else data,  # whole for what trains on it
             total_steps=total_steps,
             blocks=blocks,
             frees_batch=rule is not None and rule.spans_batches,
@@ -249,8 +254,8 @@ def plan(
 
     def made(found: Profile, kept: str = "") -> Made:
         chosen = of_replicas(found, kept)
-        if by_range and data is not None:
-            chosen = find_learning_rate(model, optimizer, loss_fn, example_batch, chosen, data, progress)
+        if trains and data is not None:
+            chosen = adapted(Subject(model, optimizer, loss_fn, example_batch), chosen, freed, data, progress)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
@@ -259,7 +264,7 @@ def plan(
     def of_rank() -> Made | Share:
         found = measured()
         loop = (model, optimizer, loss_fn, batch)
-        adapts = by_range or rule is not None
+        adapts = trains or rule is not None
         share = share_of(found, loop, progress, adapts=adapts)
         return share if isinstance(share, Share) else made(found, share)
 
@@ -267,28 +272,12 @@ def plan(
         return made(measured()).plan
     clips = None if reference is None else reference.clip_norm
     rehearsal = partial(of_live, model, optimizer, loss_fn, batch, clip_norm=clips, progress=progress)
-    return plan_together(of_rank, next(model.parameters()).device, rehearsal)
+    return plan_together(of_rank, next(model.parameters()).device, rehearsal if rehearse else None)
 
 
 def default_rule(plan: Plan) -> BatchRule:
     """Return the rule that frees a plan's batch by default: goodput, for windows of up to sixteen loader batches."""
     return BatchRule(k_max=MOST_BATCHES * plan.num_micro_batches)
-
-
-def find_learning_rate(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    example_batch: Any,
-    base: Plan,
-    data: Iterable[Any],
-    progress: Callable[[str], None] = silent,
-) -> Plan:
-    """Return a tier-S plan carried to tier F by a learning-rate range test on `data`; leaves no trace."""
-    start = time.perf_counter()
-    subject = Subject(model, optimizer, loss_fn, example_batch)
-    points = range_test(subject, base, data, progress)
-    return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - start)
 
 
 def start(
@@ -304,6 +293,7 @@ def start(
     stop: Stop | None = None,
     record: RecordWriter | None = None,
     energy: EnergyClock | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """Apply a plan in place and return the run; `run.close()` (or leaving its `with` block) undoes it.
 
@@ -319,6 +309,7 @@ def start(
         stop: when to end before the data does.
         record: where to write a line per step; stays open for its owner.
         energy: what counts joules for that record, a line about every ten seconds; None: they are not in it.
+        checkpoints: where the run is kept, and gone on from; needs `run.windows(loader)`, which knows its place.
 
     Raises:
         UsageError: the plan does not fit this model, optimizer or device; nothing was changed.
@@ -344,24 +335,13 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
-    return Run(
-        model,
-        optimizer,
-        plan,
-        total_samples=total_samples,
-        total_tokens=total_tokens,
-        clip_norm=clip_norm,
-        nonfinite=nonfinite,
-        out_of_memory=out_of_memory,
-        stop=_typed("stop", stop, Stop, None),
-        backend=backend,
-        recorder=None if record is None else Recorder(record, energy),
+    options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
+    options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
+    options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
+    settings: Checkpoints | None = _typed("checkpoints", checkpoints, Checkpoints, None)
+    return (
+        Run(model, optimizer, plan, **options) if settings is None else kept(settings, model, optimizer, plan, options)
     )
-
-
-def _adaptations(adapt: str | Collection[str] | None) -> frozenset[str]:
-    names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
-    return frozenset(checks.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
 
 
 def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
@@ -373,6 +353,18 @@ def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
             expected='adapt="batch" with it, or BatchRule("fixed"), which only measures',
         )
     return found
+
+
+def _require_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise where Muon cannot be raced: before anything is measured."""
+    if has_peers():
+        raise ValueGivenError(
+            "adapt",
+            given="optimizer, on one of several ranks",
+            expected="one process: its race trains alone",
+            way_out="Plan in one process, and hand the plan's JSON to the ranks.",
+        )
+    hidden_matrices(model, optimizer)
 
 
 def _typed(field: str, value: Any, cls: type, default: Any) -> Any:

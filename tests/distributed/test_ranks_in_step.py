@@ -96,7 +96,7 @@ RANK = """
         found["slow"], found["ends"] = blocks(one), [[r.end.reason, r.end.detail["rows"]] for r in (one, other)]
         found["metrics"] = [e.metrics["accuracy"] for r in (one, other) for e in r.evaluations]
 
-        few = Settings(num_pairs=1, whole_pairs=0, quick=True, adapt=False, peers=False)
+        few = Settings(num_pairs=1, whole_pairs=0, quick=True, adapt=(), peers=False)
         bad = Plan.fixed(16, num_ranks=2, zero_stage=3, memory_layout="channels_last")
         left = compare(task, folder / "left", few, command="", plan=bad, together=ranks)
         found["left"] = [[arm.name, arm.error or "", len(arm.step_s), arm.peak_bytes] for arm in left.arms]
@@ -105,7 +105,7 @@ RANK = """
         found["plan"] = [plan.batch_rows, plan.num_ranks, plan.zero_stage.value, to_json(plan)]
         found["whole"] = [whole.num_ranks, [len(arm.step_s) for arm in whole.arms], len(whole.trials), whole.notes]
         share = Plan.fixed(-(-ODD_ROWS // 2), 6, num_ranks=2, zero_stage=1)
-        once = Settings(num_pairs=1, adapt=False, peers=False)
+        once = Settings(num_pairs=1, adapt=(), peers=False)
         odd = compare(counting, folder / "odd", once, command="", plan=share, together=ranks)
         found["odd"] = [[arm.name, arm.final_metric] for arm in odd.arms]
         found["odd_terms"] = [odd.arm("reference").terms_per_s[0] * odd.arm("reference").step_s[0] / ODD_ROWS]

@@ -10,7 +10,7 @@ import pytest
 from ranks import run_program
 
 PROGRAM = Path(__file__).parents[1] / "rehearsal_rank.py"
-SENT = ("fast_link", "slow_hook", "slow_usual", "no_copies", "all_raise")
+SENT = ("fast_link", "unrehearsed", "slow_hook", "slow_usual", "no_copies", "all_raise")
 SHARED = ("replicas", "shards", "no_room")
 
 
@@ -34,6 +34,13 @@ def test_the_user_s_own_is_as_it_was_and_all_ranks_have_one_plan(found, case):
 def test_where_nothing_is_to_be_changed_nothing_is_run(found):
     assert found[0]["fast_link"]["rehearsals"] == 0
     assert found[0]["fast_link"]["plan"]["planning_s"] == 0
+
+
+def test_where_it_is_not_wanted_what_is_predicted_is_taken(found):
+    assert found[0]["unrehearsed"]["rehearsals"] == 0
+    plan = found[0]["unrehearsed"]["plan"]
+    assert (plan["reduce_dtype"]["value"], plan["reduce_dtype"]["changed"]) == ("bf16", True)
+    assert "rehears" not in plan["reduce_dtype"]["reason"]
 
 
 def test_what_is_predicted_to_be_faster_and_is_slower_is_not_chosen(found):

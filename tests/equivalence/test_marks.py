@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
 from rank_cases import CASES
-from training_cases import class_batches, headed_case, image_case
+from training_cases import blocked_case, class_batches, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
@@ -31,6 +31,7 @@ CHANGES = {
     "loss_chunk": (7, 1),
     "recompute": ("every_block",),
     "compiled": (True,) if shutil.which("g++") else (),
+    "optimizer": ("muon",),
     "schedule": ("warmup_cosine",),
     "learning_rate_scale": (1.5,),
     "batch_policy": ("fixed",),  # two batches a window
@@ -57,6 +58,8 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
     case = image_case(dtype, optimizer, foreach=True).having(batches=batches)
     if name == "loss_chunk":
         case = headed_case(dtype, optimizer, foreach=True)
+    if name == "optimizer":
+        case = blocked_case(dtype)
     total = 10 * ROWS if MARKS[name] is Mark.DYNAMICS else None
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 

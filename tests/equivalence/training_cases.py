@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from plain_loop import Case
+from rank_cases import Tokens
 from torch import Tensor, nn
 
 from trimtab.nn import LossHead
@@ -140,3 +141,8 @@ def token_case(
 def headed_case(dtype: torch.dtype = torch.float64, optimizer: str = "sgd", **options: Any) -> Case:
     batches = token_batches((9, 1, 5, 2), 3)
     return Case(HeadedWords, lambda p: OPTIMIZERS[optimizer](p, **options), headed_loss, batches, dtype)
+
+
+def blocked_case(dtype: torch.dtype = torch.float64, optimizer: Any = adamw) -> Case:
+    """A language model of blocks with matrices, its head tied to its embedding."""
+    return Case(lambda: Tokens(dtype), optimizer, token_sum, token_batches((9, 1, 5, 2), 3), dtype)

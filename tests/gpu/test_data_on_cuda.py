@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -35,6 +36,19 @@ def test_batches_are_the_hosts_wherever_the_data_lies(share: float, monkeypatch:
         torch.testing.assert_close(ours[0].cpu(), theirs[0], rtol=0, atol=1e-6)  # a kernel may fuse x * a - b
 
 
+def test_a_batch_of_resident_data_waits_for_nothing() -> None:
+    held, choice = placed(data(), torch.device("cuda", 0))
+    assert choice.value == "device"
+    batches = held.batches(3, 16)
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")  # whatever waits for the device raises
+    try:
+        for _ in range(4):
+            next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_all_batches_of_a_loader_that_ends_are_yielded() -> None:
     device = torch.device("cuda", 0)
     given = [(torch.full((4,), i),) for i in range(5)]
@@ -47,8 +61,14 @@ def test_a_step_of_each_task_at_the_papers_size() -> None:
         task = load_task(name)
         model = task.make_model().cuda()
         batch = tuple(column.cuda() for column in task.example(rows))
-        result = task.loss_fn(model, batch)
-        loss = result[0] / result[1] if isinstance(result, tuple) else result
-        loss.backward()
-        task.make_optimizer(model).step()
-        assert torch.isfinite(loss)
+        batch = tuple(c.normal_() if c.is_floating_point() else c.random_(10) for c in batch)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer, losses = task.make_optimizer(model), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            result = task.loss_fn(model, batch)
+            losses.append(result[0] / result[1] if isinstance(result, tuple) else result)
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[2] < losses[0] < 2 * math.log(50_257)
+        assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))

@@ -411,6 +411,18 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert as_json.json["rows"] == trimtab("report", "out", "--json").json["rows"]
     assert {row["metric"] for row in as_json.json["rows"]} == {row["metric"] for row in found["rows"]}
 
+    trimtab("train", "tiny:task", "--steps", 2, "--record", "run.jsonl")
+    several = trimtab("report", "out", "run.jsonl")
+    assert (several.code, several.err) == (0, "")
+    assert several.out.rstrip().endswith("report: runs/report/evaluation.html")
+    rows = trimtab("report", "out", "run.jsonl", "--out", "page", "--json").json["rows"]
+    assert {row["status"] for row in rows if row["metric"] == "claim"} == {"not measured"}  # a task of our own
+    assert {row["run"] for row in rows if "run" in row} == {"out", "run.jsonl"}
+    assert {path.suffix for path in (tmp_path / "page").iterdir()} == {".html", ".md", ".json"}
+    assert trimtab("report", "out", "--paper", "--json").json["name"] == "report"
+    explained(trimtab("report", "out", "tiny.py"), "tiny.py: given text that is not JSON")
+    explained(trimtab("report", "out", "."), "a folder that holds no result")
+
 
 @pytest.mark.parametrize(
     ("given", "said"),
@@ -454,6 +466,43 @@ def test_a_quick_comparison_with_what_it_leaves_out_is_refused(trimtab, flags):
     )
 
 
+# ablate
+
+
+def test_an_ablation_and_its_report(trimtab, tmp_path):
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8, fused_optimizer=True)))
+    asked = ("ablate", "tiny.py:task", "--quick", "--seeds", 1, "--plan", "mine.json", "--out", "out")
+    done = trimtab(*asked, "--json")
+    assert (done.code, done.err) == (0, "")
+    found = done.json
+    assert (found["schema"], found["name"]) == (1, "ablate")
+    told = {
+        (row["change"], row["setting"])
+        for row in found["rows"]
+        if row["metric"] == "throughput_ratio" and "change" in row
+    }
+    assert told == {(c, s) for c in ("micro_batch", "fused_optimizer") for s in ("alone", "in the plan", "interaction")}
+    assert {path.name for path in (tmp_path / "out").glob("report.*")} == {"report.json", "report.html", "report.md"}
+
+    resumed = trimtab(*asked)
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "the plan without fused optimizer" in resumed.out or "the loop with micro batch 8" in resumed.out
+    assert resumed.out.rstrip().endswith("report: out/report.html")
+    explained(trimtab(*asked[:-1], "out", "--pairwise"), "a comparison with another ablation", "--out")
+
+    again = trimtab("report", "out", "--out", "elsewhere")
+    assert (again.code, again.err) == (0, "")
+    assert (tmp_path / "elsewhere" / "report.md").read_text() == (tmp_path / "out" / "report.md").read_text()
+    assert trimtab("report", "out", "--json").json["name"] == "ablate"
+
+
+def test_a_plan_that_changes_nothing_is_ablated_in_a_sentence(trimtab, tmp_path):
+    (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32)))
+    done = trimtab("ablate", "tiny.py:task", "--plan", "mine.json", "--out", "out")
+    assert (done.code, done.err) == (0, "")
+    assert "Nothing to ablate: the plan changes nothing of the loop." in done.out
+
+
 # What user code prints
 
 
@@ -490,17 +539,32 @@ ERRORS = [
     (("compare", "tiny:task", "--against", "muon"), ("against: given muon of tiny",)),
     (("compare", "tiny:task", "--against", "strict", "--no-peers"), ("--against: given peers with --no-peers",)),
     (("compare", "tiny:task", "--against", "strict", "--ranks", "2"), ("--ranks: given 2 with --peers",)),
+    (("ablate", "absent:task", "--out", "out"), ("absent",)),
+    (("ablate", "tiny:task", "--plan", "absent.json"), ("absent.json", "a readable Plan JSON file")),
+    (("ablate", "tiny:task", "--plan", "damaged.json", "--out", "out"), ("text that is not JSON",)),
+    (("ablate", "tiny:task", "--plan", "other.json", "--out", "out"), ("64 rows per step", "the 32 of tiny")),
+    (("ablate", "tiny:task", "--plan", "plan.json", "--memory", "1GiB"), ("--memory: given a limit with --plan",)),
+    (
+        ("ablate", "tiny:task", "--plan", "plan.json", "--adapt", "learning-rate"),
+        ("--adapt", "a range test or a race trains"),
+    ),
+    (("ablate", "tiny:task", "--adapt", "batch"), ("--adapt: given 'batch'",)),
+    (("ablate", "tiny:task", "--quick", "--whole", "2"), ("quick: given whole races", "Leave out --quick")),
+    (("ablate", "tiny:task", "--out", "plan.json"), ("which is a file", "plan.json")),
     (("report", "absent"), ("absent: given", "a readable Comparison JSON file")),
     (("report", "."), ("report.json: given", "a readable Comparison JSON file")),
     (("report", "damaged.json"), ("text that is not JSON",)),
     (("plan", "tiny:task", "--memory", "lots"), ("memory: given 'lots'", "8GiB")),
     (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: given '-1GiB'",)),
     (("compare", "tiny:task", "--memory", "0"), ("memory: given '0'",)),
-    (("plan", "tiny:task", "--adapt", "all"), ("--adapt: given 'all'", "learning-rate, batch, none")),
+    (("plan", "tiny:task", "--adapt", "all"), ("--adapt: given 'all'", "learning-rate, optimizer, batch, none")),
     (("train", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
     (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: given 'x'",)),
-    (("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"), ("--adapt", "a range test trains")),
-    (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test trains")),
+    (
+        ("train", "tiny:task", "--adapt", "learning-rate", "--plan", "plan.json"),
+        ("--adapt", "a range test or a race trains"),
+    ),
+    (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test or a race trains")),
     (("compare", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
     (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
@@ -571,7 +635,9 @@ def test_a_command_line_that_does_not_parse_exits_2(trimtab, arguments):
 def test_help_names_every_command(trimtab):
     done = trimtab("--help")
     assert done.code == 0
-    assert all(f"\n  {name} " in done.out for name in ("doctor", "profile", "plan", "train", "compare", "report"))
+    assert all(
+        f"\n  {name} " in done.out for name in ("doctor", "profile", "plan", "train", "compare", "ablate", "report")
+    )
     assert "--adapt" in trimtab("compare", "--help").out
 
 

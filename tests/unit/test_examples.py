@@ -50,7 +50,18 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     assert found["accuracy"] > task.targets[0]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/accumulation.md", "docs/energy.md", "docs/ranks.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/ablation.md",
+        "docs/accumulation.md",
+        "docs/checkpoints.md",
+        "docs/energy.md",
+        "docs/optimizer.md",
+        "docs/ranks.md",
+    ],
+)
 def test_python_blocks_run(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

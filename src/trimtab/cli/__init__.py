@@ -1,4 +1,6 @@
-"""The command: doctor, profile, plan, train, compare, scale, report. Figures go to standard output, progress to error.
+"""The command: doctor, profile, plan, train, compare, ablate, scale, report.
+
+Figures go to standard output, progress to error.
 
 Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
 """

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from trimtab.cli import observe, prove, train
+from trimtab.cli import checkpoint, observe, prove, train
 from trimtab.cli.leaving import leave
 from trimtab.core.errors import RankError, TrimtabError
 
@@ -24,10 +24,12 @@ for command in (
     observe.plan,
     train.train,
     prove.compare,
+    prove.ablate,
     prove.scale,
     prove.report,
 ):
     app.command()(command)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

@@ -23,15 +23,16 @@ WithoutMeter = Annotated[
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
+Rehearse = Annotated[
+    bool, typer.Option(help="whether several ranks run plans before one is chosen; else by what is predicted")
+]
 Adapt = Annotated[
     str | None,
-    typer.Option(
-        help="what a plan may change beyond the same maths: learning-rate, batch, or both: learning-rate,batch"
-    ),
+    typer.Option(help="what a plan may change beyond the same maths: learning-rate, optimizer, batch; a,b for several"),
 ]
 
 
-def adaptation(adapt: str | None, known: tuple[str, ...] = ("learning-rate", "batch")) -> tuple[str, ...]:
+def adaptation(adapt: str | None, known: tuple[str, ...] = ("learning-rate", "optimizer", "batch")) -> tuple[str, ...]:
     """Return what `--adapt` names.
 
     Raises:
@@ -54,7 +55,7 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
         raise ValueGivenError(
             "--adapt",
             given=f"{adapt} with {recorded}, which is decided from what was recorded",
-            expected="a task alone, because a range test trains",
+            expected="a task alone, because a range test or a race trains",
         )
 
 

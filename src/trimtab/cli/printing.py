@@ -18,15 +18,30 @@ def print_json(value: Any) -> None:
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
-    """Write a comparison's report to a folder, and print it."""
+    """Write the report of a comparison or an ablation to a folder, and print it."""
+    from trimtab.experiments.ablation import Ablation
+    from trimtab.experiments.ablation_rows import ablation_object
     from trimtab.experiments.report import terminal_report, write_report
     from trimtab.experiments.rows import benchmark_object
 
     paths = write_report(found, folder)
     if as_json:
-        print_json(benchmark_object(found))
+        print_json(ablation_object(found) if isinstance(found, Ablation) else benchmark_object(found))
         return
     _print_rich(terminal_report(found))
+    typer.echo(f"report: {paths['html']}")
+
+
+def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
+    """Write the page of several runs to a folder, and print it."""
+    from trimtab.experiments.evaluation_rows import evaluation_object
+    from trimtab.experiments.report import terminal_evaluation, write_evaluation
+
+    paths = write_evaluation(runs, folder, command)
+    if as_json:
+        print_json(evaluation_object(runs, command))
+        return
+    _print_rich(terminal_evaluation(runs, command))
     typer.echo(f"report: {paths['html']}")
 
 

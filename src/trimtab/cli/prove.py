@@ -1,4 +1,4 @@
-"""Commands that prove what a plan is worth: compare, scale, and report, which shows a comparison again."""
+"""Commands that prove what a plan is worth: compare, ablate, scale, and report, which shows what they found again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.cli.options import (
     refuse_adapt,
     refuse_memory,
 )
-from trimtab.cli.printing import print_json, write_and_show
+from trimtab.cli.printing import print_json, write_and_show, write_and_show_evaluation
 from trimtab.core.errors import ValueGivenError
 from trimtab.experiments.progress_bar import ProgressBar
 
@@ -35,7 +35,8 @@ def compare(
         bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory of tier S")
     ] = False,
     adapt: Annotated[
-        str | None, typer.Option(help="learning-rate (tier F beside tier S, the default), or none")
+        str | None,
+        typer.Option(help="tier F beside tier S: learning-rate (the default), optimizer, a,b for both, or none"),
     ] = None,
     peers: Annotated[
         bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")
@@ -58,12 +59,57 @@ def compare(
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
-    adapts = None if adapt is None else adaptation(adapt, ("learning-rate",)) != ()
+    freed = None if adapt is None else adaptation(adapt, ("learning-rate", "optimizer"))
     named = None if against is None else tuple(name.strip() for name in against.split(","))
-    asked = Asked(task, pairs, whole, quick, adapts, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
+    asked = Asked(task, pairs, whole, quick, freed, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)
+
+
+def ablate(
+    task: TaskName,
+    seeds: Annotated[int, typer.Option(min=1, help="races, one per seed: 5 for a verdict, 8 for a claim")] = 5,
+    whole: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="of them, those that run to the end of the budget, for quality (all); 0 leaves it out"
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a first look in about two minutes: throughput and memory")
+    ] = False,
+    pairwise: Annotated[bool, typer.Option("--pairwise", help="run each two changes together too")] = False,
+    adapt: Annotated[
+        str | None, typer.Option(help="learning-rate: the plan may change it and its schedule (tier F)")
+    ] = None,
+    cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
+    memory: Memory = None,
+    plan_file: PlanFile = None,
+    out: Annotated[Path | None, typer.Option(help="folder; an interrupted ablation goes on there")] = None,
+    as_json: Json = False,
+) -> None:
+    """Race a plan's changes one by one, added to the loop and taken out of the plan, and report what each is worth."""
+    import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
+    from trimtab.core.codec import read_json
+    from trimtab.core.objective import Budget
+    from trimtab.core.plan import Plan
+    from trimtab.experiments.ablate import AblateSettings
+    from trimtab.experiments.ablate import ablate as run
+    from trimtab.experiments.claim import folder_of
+    from trimtab.tasks import load_task
+
+    if plan_file is not None:
+        refuse_adapt(adapt, "--plan")
+        refuse_memory(memory)
+    adapts = adaptation(adapt, ("learning-rate",)) != ()
+    settings = AblateSettings(seeds, 0 if quick and whole is None else whole, quick, adapts, pairwise, cap)
+    limits, folder = Budget(memory), folder_of("ablate", task, out)
+    plan = None if plan_file is None else read_json(Plan, plan_file)
+    command = shlex.join(["trimtab", *sys.argv[1:]])
+    with ProgressBar() as progress:
+        found = run(load_task(task), folder, settings, command=command, budget=limits, plan=plan, progress=progress)
+    write_and_show(found, folder, as_json=as_json)
 
 
 def scale(
@@ -87,6 +133,7 @@ def scale(
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
+    from trimtab.experiments.claim import folder_of
     from trimtab.experiments.scale import ScaleSettings, numbers
     from trimtab.experiments.scale_bench import JobSettings
     from trimtab.experiments.scale_command import run_scale
@@ -103,7 +150,7 @@ def scale(
     asked = JobSettings(modes, *((2, 0.2) if quick else ()), **how)
     settings = ScaleSettings(numbers(ranks or "1,2"), rounds or (2 if quick else 5), asked)
     which = [name for name, given in (("--ranks", ranks), ("--rounds", rounds)) if given is not None]
-    folder = out or Path("runs") / f"scale-{task.replace(':', '-').replace('/', '-')}"
+    folder = folder_of("scale", task, out)
     with ProgressBar() as progress:
         found = run_scale(task, folder, settings, job, progress, which)
     if found is not None:
@@ -111,19 +158,32 @@ def scale(
 
 
 def report(
-    source: Annotated[Path, typer.Argument(help="a comparison's folder or report.json, or a run's record (.jsonl)")],
-    out: Annotated[Path | None, typer.Option(help="folder for the report; default: where it came from")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="folders or files of compare, ablate or scale, or runs' records (.jsonl)"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="folder; default: where one run came from, runs/report of more")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="of one run too the page that several get: beside the paper's claims")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a comparison's report again (HTML, Markdown, JSON) and print it; of a run's record, its page."""
-    from trimtab.core.codec import read_json
-    from trimtab.experiments.result import Comparison
+    """Put several runs on one page, beside what the paper claims; write one run's own report again."""
+    from trimtab.experiments.evaluation_files import read_runs
+    from trimtab.experiments.report import read_report
 
+    if paper or len(runs) > 1:
+        command = shlex.join(["trimtab", *sys.argv[1:]])
+        write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)
+        return
+    (source,) = runs
     if source.suffix == ".jsonl":
         _write_run_page(source, out or source.parent, as_json=as_json)
         return
     path = source / "report.json" if source.is_dir() else source
-    found = read_json(Comparison, path)
+    found = read_report(path)
     folder = out or path.parent
     folder.mkdir(parents=True, exist_ok=True)
     write_and_show(found, folder, as_json=as_json)

@@ -15,6 +15,7 @@ from trimtab.cli.options import (
     Memory,
     PlanFile,
     Ranks,
+    Rehearse,
     TaskName,
     adaptation,
     refuse_adapt,
@@ -36,11 +37,23 @@ def train(
     rows: Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")] = None,
     judged: Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")] = None,
     ranks: Ranks = 1,
+    rehearse: Rehearse = True,
     energy_watts: EnergyWatts = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="folder that the run is kept in, and gone on from (see --resume)")
+    ] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; without it, ten minutes")] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: from the newest checkpoint that is whole; always: there must be one; never")
+    ] = "auto",
+    accept: Annotated[
+        str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,plan,data")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a task through a plan, and evaluate it."""
     from trimtab.api import Metering
+    from trimtab.checkpoint.settings import Checkpoints
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
@@ -53,7 +66,11 @@ def train(
 
     here, limits = place(), Budget(memory)
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
-    require_new(None if here.rank else record)
+    kept = None
+    if checkpoints is not None:
+        accepts = () if accept is None else tuple(name.strip() for name in accept.split(","))
+        kept = Checkpoints(checkpoints, every, None if every else 600.0, resume=resume, accepts=accepts)
+    require_new(None if here.rank or kept else record)
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
         refuse_memory(memory)
@@ -62,13 +79,16 @@ def train(
         launch(sys.argv[1:], ranks)
         return
     with joined():
-        if plan_file is None:
+        saved = None if kept is None or plan_file is not None else kept.saved_plan()
+        if saved is not None:
+            chosen = saved
+        elif plan_file is None:
             with ProgressBar() as progress:
-                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress)
+                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress, rehearse=rehearse)
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:
-            how = {"metering": Metering(energy_watts), "progress": progress}
+            how = {"metering": Metering(energy_watts), "checkpoints": kept, "progress": progress}
             found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, **how)
     if here.rank == 0:
         print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))

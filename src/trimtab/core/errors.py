@@ -9,10 +9,12 @@
     │   ├── LossError         the loss function's result is not a loss
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
+    │       └── DamagedError  a file is not as it was written
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
     ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
     ├── RankError             another rank of the job ended, or does not answer (also a RuntimeError)
+    ├── SaveError             a checkpoint could not be written; what was there still is (also an OSError)
     ├── DataMissingError      a public data set is not on this machine; says how to get it
     └── DependencyError       an optional package is missing; names the extra   (also an ImportError)
 
@@ -80,6 +82,10 @@ class FormatError(UsageError, ValueError):
     """A file or mapping is not what its schema says."""
 
 
+class DamagedError(FormatError):
+    """A file is not as it was written: cut short, changed, missing, or one too many."""
+
+
 class InfeasibleError(TrimtabError):
     """No plan meets the budget."""
 
@@ -101,6 +107,10 @@ class RankError(TrimtabError, RuntimeError):
         """Return the error as one that another rank says."""
         self.is_echo = True
         return self
+
+
+class SaveError(TrimtabError, OSError):
+    """A checkpoint could not be written or deleted; those that were there still are."""
 
 
 class DataMissingError(TrimtabError):

@@ -15,7 +15,7 @@ from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejected, Scalar
 from trimtab.core.energy import NO_METER, MeterFacts
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.rank_stage import RankStage
 from trimtab.core.recompute import check_recompute
@@ -24,9 +24,10 @@ from trimtab.core.units import format_bytes, format_joules, format_seconds
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
 
-PLAN_SCHEMA = 11
+PLAN_SCHEMA = 12
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
+OPTIMIZERS = ("user", "muon")
 SCHEDULES = ("user", "warmup_cosine")
 
 
@@ -34,7 +35,7 @@ _KEPT = "as the loop has it"
 KEEP_PRECISION = Choice("fp32", _KEPT, Mark.ROUNDING)
 KEEP_LAYOUT = Choice("keep", _KEPT, Mark.ROUNDING)
 KEEP_ALLOCATOR = Choice("keep", _KEPT, Mark.EXACT)
-KEEP_OPTIMIZER = Choice(False, _KEPT, Mark.ROUNDING)
+KEEP_FUSED = Choice(False, _KEPT, Mark.ROUNDING)
 KEEP_LOSS_CHUNK = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_RECOMPUTE = Choice(None, _KEPT, Mark.EXACT)
 KEEP_COMPILED = Choice(False, _KEPT, Mark.ROUNDING)
@@ -44,6 +45,7 @@ KEEP_REDUCE = Choice("fp32", _KEPT, Mark.ROUNDING)
 KEEP_BUCKET = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_REDUCES_ONCE = Choice(True, _KEPT, Mark.ROUNDING)
 KEEP_POWERSGD = Choice(None, _KEPT, Mark.DYNAMICS)
+KEEP_OPTIMIZER = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
 KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
@@ -73,6 +75,7 @@ class Plan:
         reduces_once: of stages 2 and 3: gradients are reduced once a window, and held whole until then; else after
             every micro-batch, and a shard is held.
         powersgd_rank: of DDP: gradients are sent as factors of that rank (Vogels et al. 2019); None: as they are.
+        optimizer: "user", or "muon": the matrices of the model's blocks are stepped by Muon beside the user's AdamW.
         schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
@@ -101,7 +104,7 @@ class Plan:
     precision: Choice = KEEP_PRECISION
     memory_layout: Choice = KEEP_LAYOUT
     allocator: Choice = KEEP_ALLOCATOR
-    fused_optimizer: Choice = KEEP_OPTIMIZER
+    fused_optimizer: Choice = KEEP_FUSED
     loss_chunk: Choice = KEEP_LOSS_CHUNK
     recompute: Choice = KEEP_RECOMPUTE
     compiled: Choice = KEEP_COMPILED
@@ -111,6 +114,7 @@ class Plan:
     bucket_bytes: Choice = KEEP_BUCKET
     reduces_once: Choice = KEEP_REDUCES_ONCE
     powersgd_rank: Choice = KEEP_POWERSGD
+    optimizer: Choice = KEEP_OPTIMIZER
     schedule: Choice = KEEP_SCHEDULE
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
@@ -144,6 +148,7 @@ class Plan:
         checks.one_of("plan.precision", self.precision.value, PRECISIONS)
         checks.one_of("plan.memory_layout", self.memory_layout.value, MEMORY_LAYOUTS)
         checks.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
+        checks.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
         checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:
@@ -153,6 +158,12 @@ class Plan:
         check_recompute(self.recompute.value, len(self.recompute_blocks))
         sharing = {name: getattr(self, name).value for name in KEPT}
         check_sharing(self.num_ranks, self.zero_stage.value, sharing)
+        if self.optimizer.value == "muon" and self.zero_stage.value not in (None, 0):
+            given, expected = (
+                f"muon at stage {self.zero_stage.value}",
+                "user, or a stage of 0: Muon needs whole matrices",
+            )
+            raise ValueGivenError("plan.optimizer", given=given, expected=expected)
         policy = "user" if self.batch_rule is None else self.batch_rule.policy
         if self.batch_policy.value != policy:
             raise FormatError(

@@ -6,6 +6,7 @@ A torn last line (a crash while writing) is dropped on reading; any other damage
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,14 +106,49 @@ class RunRecord:
 
 
 class RecordWriter:
-    """Appends lines to a file; each line is whole before the next begins."""
+    """Appends lines to a file; each line is whole before the next begins.
 
-    def __init__(self, path: str | Path, header: Header) -> None:
-        self._file: TextIO = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self.write(header)
+    Args:
+        path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
+            one that begins writes it anew.
+    """
+
+    def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
+        self._file: TextIO = Path(path).open("a" if continues else "x", encoding="utf-8")  # noqa: SIM115 - see close()
+        self._header, self._is_open_ended = header, continues
+        if not continues:
+            self.write(header)
+
+    def end(self) -> int:
+        """Return how many bytes were written, all of which are with the operating system then."""
+        self._begin()
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
+
+    def keep(self, end: int) -> None:
+        """Drop what stands after so many bytes: it will be written once more.
+
+        Raises:
+            FormatError: there are fewer, or no line ends there.
+        """
+        with open(self._file.name, "rb") as file:
+            head = file.read(end)
+        if len(head) != end or not head.endswith(b"\n"):
+            given, expected = f"{len(head)} bytes of it", f"{end}, as a run wrote that is gone on with"
+            raise FormatError(self._file.name, given=given, expected=expected)
+        os.truncate(self._file.name, end)
+        self._is_open_ended = False
+
+    def _begin(self) -> None:
+        """Write the header of a run that begins, over what another one wrote."""
+        if self._is_open_ended:
+            os.truncate(self._file.name, 0)
+            self._is_open_ended = False
+            self.write(self._header)
 
     def write(self, line: Line) -> None:
         """Append one line."""
+        self._begin()
         data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
         self._file.write(json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n")
 

@@ -14,6 +14,7 @@ class StopReason(enum.StrEnum):
 
     GRAD_NORM = "grad_norm"
     TARGET = "target"
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,12 @@ class BatchDecider(Part):
         self._note("k", figures | known)
         self.k = decision.k
 
+    def repeat(self, k: int) -> None:
+        """Take what was decided before the run was cut off."""
+        if k != self.k:
+            self._note("k", {"from": self.k, "to": k, "wanted": None, "reason": "as decided before it was cut off"})
+            self.k = k
+
     def hold(self, reason: str) -> None:
         """Note why k stays though nothing was decided."""
         self._note("k", {"from": self.k, "to": self.k, "wanted": None, "reason": f"held for now: {reason}"})

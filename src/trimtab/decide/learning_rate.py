@@ -86,6 +86,14 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     return RateChoice(scale, reason, (Rejected(1.0, "the loss still fell at higher rates"),))
 
 
+def falls_clearly(losses: Sequence[float]) -> bool:
+    """Return whether losses of a training fall to their end by more than their noise; never, where one is no number."""
+    if len(losses) < _FIRST or not all(map(math.isfinite, losses)):
+        return False
+    fall, least = _fall(losses, len(losses) - 1)
+    return fall > least
+
+
 def _fall(losses: Sequence[float], lowest: int) -> tuple[float, float]:
     """Return (how far the smoothed loss fell to its lowest, how far noise alone could have taken it).
 

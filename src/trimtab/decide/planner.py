@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan, Rejected
+from trimtab.core.plan import KEEP_OPTIMIZER, Choice, FrontPoint, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.short_race import Verdict
 from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
@@ -138,6 +139,30 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
         losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
     return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
+
+
+def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival of a race with Muon in tier F, where it won; else the plan as it stands, which says why.
+
+    Args:
+        search_s: of the race, beyond what either plan was searched for.
+    """
+    spent = {"search_s": stands.search_s + search_s, "planning_s": stands.planning_s + search_s}
+    if not verdict.is_gain:
+        kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
+        return replace(stands, optimizer=kept, **spent)  # type: ignore[arg-type]
+    won = replace(
+        rival.optimizer,
+        reason=f"the matrices of blocks by Muon, all else by AdamW; {verdict.reason}",
+        losers=(Rejected("user", "later to the same loss"),),
+    )
+    told = {name: getattr(rival, name) for name in ("predicted", "measured")}
+    slower = {
+        name: cost and replace(cost, step_s=cost.step_s * verdict.step_ratio, between_s=None, energy_j=None)
+        for name, cost in told.items()
+    }
+    verified = rival.verified and tuple(bound / verdict.step_ratio for bound in rival.verified)
+    return replace(rival, optimizer=won, verified=verified, **slower, **spent)  # type: ignore[arg-type]
 
 
 def _decide(

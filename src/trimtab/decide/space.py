@@ -214,10 +214,10 @@ def nearest(found: Sequence[Point], budget: Budget) -> Point | None:
 
 
 def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, ...]:
-    """Return those that nobody is known to beat in both time and memory, and energy where that counts; fastest first.
+    """Return those that nobody beats in both time and memory, and energy where that counts; the fastest first.
 
-    Of those that can be chosen; and, with why they cannot, of all that ran or may run. Joules that are not known are no
-    zero: by them nobody beats another, and nobody is beaten.
+    What is not known of a point cannot be weighed against others: it is on no front that it counts for. Of
+    those that can be chosen; and, with why they cannot, of all that ran or may run.
     """
     fitting = _unbeaten([point for point in found if point.refusal is None], with_energy)
     alive = [point for point in found if not point.has_failed]
@@ -226,26 +226,19 @@ def front(found: Sequence[Point], *, with_energy: bool = False) -> tuple[Point, 
 
 
 def _by_time(point: Point) -> tuple[float, int, float]:
-    energy_j = point.cost.energy_j
-    return point.cost.step_s or 0.0, point.cost.peak_bytes or 0, math.inf if energy_j is None else energy_j
+    return point.cost.step_s or 0.0, point.cost.peak_bytes or 0, point.cost.energy_j or 0.0
 
 
 def _unbeaten(found: Sequence[Point], with_energy: bool) -> tuple[Point, ...]:
     known = [point for point in found if point.cost.step_s is not None and point.cost.peak_bytes is not None]
+    known = [point for point in known if not with_energy or point.cost.energy_j is not None]
     front: list[Point] = []
     for point in sorted(known, key=_by_time):  # whoever is after is no faster
-        if not any(_is_as_sparing(each.cost, point.cost, with_energy) for each in front):
+        _, size, energy_j = _by_time(point)
+        sparing = (each for each in front if not with_energy or (each.cost.energy_j or 0.0) <= energy_j)
+        if all(size < (each.cost.peak_bytes or 0) for each in sparing):
             front.append(point)
     return tuple(front)
-
-
-def _is_as_sparing(ours: Predicted, theirs: Predicted, with_energy: bool) -> bool:
-    """Return whether a cost is known to be no more than another in memory, and in energy where that counts."""
-    if (ours.peak_bytes or 0) > (theirs.peak_bytes or 0):
-        return False
-    if not with_energy:
-        return True
-    return ours.energy_j is not None and theirs.energy_j is not None and ours.energy_j <= theirs.energy_j
 
 
 def stands_between(found: Sequence[Point], chosen: Candidate, reference: Candidate) -> tuple[float, float] | None:

@@ -26,13 +26,13 @@ class Dealt:
     """A loader of whole batches, of which this rank loads or keeps its own rows."""
 
     def __init__(self, loader: Iterable[Any], rank: int, num_ranks: int) -> None:
-        self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
+        self.wrapped, self._rank, self._num_ranks = loader, rank, num_ranks
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in iterate("loader", self._loader):
+        for batch in iterate("loader", self.wrapped):
             rows = rows_of_rank(count_rows(batch), self._rank, self._num_ranks)
             yield row_slice(batch, rows) if rows.stop > rows.start else NoRows()
 
@@ -41,14 +41,14 @@ class _Share:
     """Batches of indices, of which only this rank's are loaded."""
 
     def __init__(self, batches: Iterable[Sequence[int]], rank: int, num_ranks: int) -> None:
-        self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
+        self.wrapped, self._rank, self._num_ranks = batches, rank, num_ranks
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         is_first = True
-        for batch in self._batches:
+        for batch in self.wrapped:
             if is_first:
                 _require_one_order(batch)
             is_first = False

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from trimtab.core.errors import DependencyError
+from trimtab.core.errors import DependencyError, OptimizerError
 from trimtab.core.plan import Plan
+from trimtab.decide.rank_profile import steps_shards_fused
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
 from trimtab.measure.blocks import find_blocks
@@ -113,7 +114,12 @@ class FullySharded(Torch):
         self.exchange = RankExchange(None)
 
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, with their state."""
+        """Shard the model's blocks and the rest of it; the user's optimizer then holds the shards, with their state.
+
+        Raises:
+            OptimizerError: torch cannot step shards by it.
+        """
+        require_step_of_shards(optimizer, fused=bool(plan.fused_optimizer.value))
         names, device = names_of(model, optimizer), next(model.parameters()).device
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
@@ -148,6 +154,22 @@ class FullySharded(Torch):
         if error is not None:
             self.exchange.failed(error)
         self.exchange.close()
+
+
+def require_step_of_shards(optimizer: torch.optim.Optimizer, *, fused: bool = False) -> None:
+    """Raise `OptimizerError` for a fused step that torch has for whole parameters alone.
+
+    Args:
+        fused: whether the step is to be switched to the fused one.
+    """
+    name, is_fused = type(optimizer).__name__, any(group.get("fused") for group in optimizer.param_groups)
+    if (fused or is_fused) and not steps_shards_fused(name):
+        raise OptimizerError(
+            "optimizer",
+            given=f"{name}(fused=True), whose step torch has for no shards",
+            expected=f"{name} with fused=False at stages 2 and 3, and a plan with fused_optimizer=False",
+            way_out="Leave fused out, or share the model at stage 0 or 1.",
+        )
 
 
 def blocks_apart(model: nn.Module, named: tuple[str, ...]) -> list[nn.Module]:

@@ -15,13 +15,26 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.experiments.fingerprint import build_of, code_of
 from trimtab.measure.machine import environment
-from trimtab.tasks.task import Task, TaskData
+from trimtab.tasks.task import RECIPES, Task, TaskData
 
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
 # Written down only where they are given; a key that is missing otherwise tells of an older version.
 _OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks"}
 MACHINE = ("cpu", "threads", "gpu")
+
+
+def folder_of(command: str, task: str, out: Path | None) -> Path:
+    """Return where a command writes what it finds of a task: where it was told to, or a folder below `runs`.
+
+    Raises:
+        FormatError: that is a file.
+    """
+    folder = out or Path("runs") / f"{command}-{task.replace(':', '-').replace('/', '-')}"
+    if folder.exists() and not folder.is_dir():
+        expected = "a folder, or a name to make one of"
+        raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
+    return folder
 
 
 def claim(
@@ -78,8 +91,7 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "budget_rows": task.budget_rows,
         "eval_every_rows": task.eval_every_rows,
         "adapted_rows": task.adapted_rows,
-        "strong_budget_rows": task.strong.budget_rows if task.strong else None,
-        "muon_budget_rows": task.muon.budget_rows if task.muon else None,
+        **{f"{name}_budget_rows": getattr(task.recipes.get(name), "budget_rows", None) for name in RECIPES},
         "reference_precision": task.reference.precision,
         "clip_norm": task.reference.clip_norm,
         "terms_per_row": task.terms_per_row,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from trimtab.api import Metering
-from trimtab.calibrate.failures import describe
 from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.energy import NO_METER, MeterFacts
@@ -26,47 +25,35 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
-from trimtab.core.record import BRIEF, RunRecord, read_record, write_record
+from trimtab.core.record import BRIEF, RunRecord
 from trimtab.core.step_memory import StepMemory
 from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import ALONE, Together
-from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
 from trimtab.experiments.energy_rows import METER
-from trimtab.experiments.failures import end_with
-from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.lengths import lengths, seeds_in_time
 from trimtab.experiments.loops import PlanLoop, StrongPlanLoop
 from trimtab.experiments.notes import WHY_TIMED
 from trimtab.experiments.own_step import check_step
+from trimtab.experiments.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS, require_peers
 from trimtab.experiments.planning import Plans, given_plan, make_plans
-from trimtab.experiments.race import Entry, race
-from trimtab.experiments.race_meter import RaceMeter, race_meter
+from trimtab.experiments.race import Entry
+from trimtab.experiments.race_folder import RaceFolder, environment_of, read_back, reference_s
+from trimtab.experiments.race_meter import race_meter
 from trimtab.experiments.rank_notes import Ranks
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.result import Comparison
 from trimtab.experiments.summary import summarise
 from trimtab.experiments.timeline import step_memory
-from trimtab.measure.machine import environment
 from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.recipes.strict import StrictLoop
-from trimtab.recipes.strong import StrongLoop
-from trimtab.tasks.placement import placed, placement_of
-from trimtab.tasks.task import StrongRecipe, Task, TaskData
+from trimtab.tasks.task import Task, TaskData
 
-# Recipes that the reference and the plans can be raced against, and those that are where nothing else was asked for.
-PEERS = ("strict", "paper", "strong", "muon")
-USUAL_PEERS = ("paper", "strong")
-# What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
-_FEW_STEPS, _FEW_S = 60, 6.0
-_QUICK_STEPS, _QUICK_S = 4, 3.5
-# And in a race whose other arms run to the end: the control is what that race can resolve, and laps are what it lacks.
-_CONTROL_S = 60.0
-# A first look ends about here: with fewer pairs where planning left no more time.
-_QUICK_END_S = 110.0
+# What tier F may change where nothing else was asked for.
+USUAL_ADAPT = ("learning_rate",)
 # Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
@@ -82,21 +69,22 @@ class Settings:
         whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
             is enough for throughput and costs a tenth.
         quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: whether to make and race a tier-F plan. peers: whether other recipes take part. against: which.
+        adapt: what a tier-F plan may change, which is then made and raced; (): none is. peers: whether other recipes
+            take part. against: which, by name, each of which the task must have; None: the usual ones that it has.
         cap_s: training seconds after which an arm is censored.
     """
 
     num_pairs: int = 5
     whole_pairs: int | None = None
     quick: bool = False
-    adapt: bool = True
+    adapt: tuple[str, ...] = USUAL_ADAPT
     peers: bool = True
     cap_s: float = math.inf
-    against: tuple[str, ...] = USUAL_PEERS
+    against: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
-        for name in self.against:
+        for name in self.against or ():
             checks.one_of("against", name, PEERS)
         if self.whole_pairs is not None:
             checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
@@ -113,7 +101,8 @@ class Settings:
     @property
     def raced(self) -> tuple[str, ...]:
         """The peers that take part."""
-        return self.against if self.peers else ()
+        asked = USUAL_PEERS if self.against is None else self.against
+        return asked if self.peers else ()
 
 
 def compare(
@@ -135,12 +124,12 @@ def compare(
         plan: what is raced, in place of one that is made here. together: the ranks that run it, each calling this.
         metering: how joules are known; by default by the meters there are.
     """
-    _require_peers(task, settings)
-    begun, race_s = time.perf_counter(), 0.0
+    require_peers(task, settings.raced if settings.against is not None else ())
+    begun = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = together.num_ranks
     if ranks > 1:
-        refuse_on_ranks(task, ranks, adapts=settings.adapt, peers=settings.peers)
+        refuse_on_ranks(task, ranks, adapts=bool(settings.adapt), peers=settings.peers)
     progress(f"reading {task.name}")
     data = together.in_turn(task.load_data)
 
@@ -151,44 +140,33 @@ def compare(
         return given
 
     given = together.made(Plans, claimed)
-    seeds = range(settings.num_pairs)
-    done = sum(_folder(out, settings, seed).exists() for seed in seeds)
+    kept = RaceFolder(out, task, data, device, progress, together)
+    done = sum(kept.of_race(seed, brief=_is_brief(settings, seed)).exists() for seed in range(settings.num_pairs))
     if done:
         progress(f"going on with {done} races from {out}")
-    if done < len(seeds):
+    if done < settings.num_pairs:
         check_step(task, data, device)
-    plans = given or _plans(task, data, device, out, settings, budget, objective, metering, progress, together)
-    entries = _entries(task, plans, settings, brief=False, num_ranks=ranks)
-    facts = _facts(entries, task, data, device, out, progress, together)
-    step_s = _reference_s(plans, facts, ranks)
-    metered = race_meter(device, metering, together) if done < len(seeds) else (None, NO_METER)
+    made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
+    plans = given or kept.plans(made)
+    facts = kept.facts(_entries(task, plans, settings, brief=False, num_ranks=ranks))
+    step_s = reference_s(plans, facts, ranks)
+    metered = race_meter(device, metering, together) if done < settings.num_pairs else (None, NO_METER)
     races: dict[int, dict[str, RunRecord]] = {}
-    for seed in seeds:
-        race_begun = time.perf_counter()
-        if settings.quick and races and together.each(race_begun - begun + race_s)[0] > _QUICK_END_S:
-            break
-        entries = _entries(task, plans, settings, step_s, brief=_is_brief(settings, seed), num_ranks=ranks)
+    for seed in seeds_in_time(settings.num_pairs, quick=settings.quick, begun=begun, together=together):
+        how = {"brief": _is_brief(settings, seed)}
+        entries = _entries(task, plans, settings, step_s, num_ranks=ranks, **how)
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
-        folder = _folder(out, settings, seed)
-        races[seed] = _race(entries, task, data, seed, device, folder, settings, progress, together, metered[0])
-        race_s = time.perf_counter() - race_begun
+        races[seed] = kept.race(entries, seed, settings.num_pairs, cap_s=settings.cap_s, meter=metered[0], **how)
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
 
     def found() -> Comparison:
-        seen, on = _environment(races), Ranks(ranks, together.crowded)
+        seen, on = environment_of(races), Ranks(ranks, together.crowded)
         said = summarise(task, data, plans, races, facts, command=command, environment=seen, ranks=on)
-        where = placement_of(data, device)
+        where = kept.held[1]
         lies = (f"training data in the races: {where.reason}",) if where.changed else ()
-        return replace(said, memory=memory, notes=(*said.notes, *lies, *_read_back(done, len(races), out)))
+        return replace(said, memory=memory, notes=(*said.notes, *lies, *read_back(done, len(races), out)))
 
     return together.made(Comparison, found)
-
-
-def _require_peers(task: Task, settings: Settings) -> None:
-    """Raise where a recipe was asked for by name that the task does not have."""
-    if "muon" in settings.raced and task.muon is None:
-        given, has = f"muon of {task.name}, which has no recipe with it", ", ".join(p for p in PEERS if p != "muon")
-        raise ValueGivenError("against", given=given, expected=has, way_out="Task(..., muon=StrongRecipe(...)).")
 
 
 def _memory(
@@ -208,22 +186,6 @@ def _memory(
     return found
 
 
-def _read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
-    if not done:
-        return ()
-    return (f"{done} of {races} races were read back from {out}, where an earlier run of this comparison left them",)
-
-
-def _environment(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
-    """Return where the races ran, which may have been another day than today."""
-    headers = [record.header for race in races.values() for record in race.values()]
-    return next((header.environment for header in headers if header.environment), environment())
-
-
-def _folder(out: Path, settings: Settings, seed: int) -> Path:
-    return out / (f"brief-{seed}" if _is_brief(settings, seed) else f"race-{seed}")
-
-
 def _is_brief(settings: Settings, seed: int) -> bool:
     return settings.whole_pairs is not None and seed >= settings.whole_pairs
 
@@ -232,7 +194,6 @@ def _plans(
     task: Task,
     data: TaskData,
     device: torch.device,
-    out: Path,
     settings: Settings,
     budget: Budget | None,
     objective: Objective | None,
@@ -240,33 +201,17 @@ def _plans(
     progress: Callable[[str], None],
     together: Together,
 ) -> Plans:
-    path = out / "plans.json"
-    if (kept := together.read(Plans, path)) is not None:
-        return kept
     limits, weights = budget or Budget(), objective or Objective()
     if together.num_ranks > 1:
-        plans = job_plans(task, limits, weights, progress, together)
-    else:
-        adapt = ("learning_rate",) if settings.adapt else ()
-        how = {
-            "adapt": adapt,
-            "strong": "strong" in settings.raced,
-            "budget": limits,
-            "objective": weights,
-            "progress": progress,
-        }
-        plans = make_plans(task, data, device, metering=metering, **how)
-    together.write(path, plans, indent=1)
-    return plans
-
-
-def _reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int) -> float:
-    """Return about how long a step of the reference takes here.
-
-    A plan that was given may be from elsewhere, and one of several ranks was made for a share that nobody else runs.
-    """
-    baseline = plans.plans["S"].baseline if plans.profiles and num_ranks == 1 else None
-    return baseline.step_s if baseline else sum(facts["reference"].phases_s.values()) or 1.0
+        return job_plans(task, limits, weights, progress, together)
+    how = {
+        "adapt": settings.adapt,
+        "strong": "strong" in settings.raced,
+        "budget": limits,
+        "objective": weights,
+        "progress": progress,
+    }
+    return make_plans(task, data, device, metering=metering, **how)
 
 
 def _entries(
@@ -275,11 +220,7 @@ def _entries(
     plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
     rows, baseline = task.budget_rows, plans.plans["S"].baseline
     step_s = step_s or (baseline.step_s if baseline else 1.0)
-    steps, seconds = (_QUICK_STEPS, _QUICK_S) if settings.quick else (_FEW_STEPS, _FEW_S)
-    few, control = (
-        min(rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)
-        for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))
-    )
+    few, control = lengths(task, step_s, quick=settings.quick, brief=brief)
     too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entry(name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", **options: bool) -> Entry:
@@ -301,11 +242,9 @@ def _entries(
         entries.append(entry("strict", StrictLoop, rows))
     if "paper" in settings.raced:
         entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
-    recipes: tuple[tuple[str, MakeLoop, StrongRecipe | None], ...]
-    recipes = (("strong", StrongLoop, task.strong), ("muon", MuonLoop, task.muon))
-    for name, make, recipe in recipes:
-        if name in settings.raced and recipe is not None:
-            entries.append(entry(name, make, min(rows, recipe.budget_rows)))
+    for name, recipe in task.recipes.items():
+        if name in settings.raced:
+            entries.append(entry(name, HAND_TUNED[name], min(rows, recipe.budget_rows)))
     if "strong" in settings.raced and task.strong is not None and "strong" in plans.plans:
         planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
         entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), timed=control))
@@ -315,79 +254,3 @@ def _entries(
 def _metered(entry: Entry, meter: MeterFacts) -> Entry:
     """Return the arm with what counts its joules in its record, or why nothing does."""
     return replace(entry, detail=entry.detail | {METER: to_jsonable(meter)})
-
-
-def _facts(
-    entries: list[Entry],
-    task: Task,
-    data: TaskData,
-    device: torch.device,
-    out: Path,
-    progress: Callable[[str], None],
-    together: Together,
-) -> dict[str, ArmFacts]:
-    facts = {}
-    for entry in entries:
-        path = out / f"arm-{entry.name}.json"
-        fact = together.read(ArmFacts, path)
-        if fact is None or not fact.is_current:
-            progress(f"memory and phases of {entry.name}")
-            fact = _measured(entry, task, data, device, together)
-            together.write(path, fact, indent=1)
-        facts[entry.name] = fact
-    return facts
-
-
-def _measured(entry: Entry, task: Task, data: TaskData, device: torch.device, together: Together) -> ArmFacts:
-    try:
-        return measure_arm(entry.make, task, data, device, together)
-    except Exception as error:  # a peer that cannot run here is reported as such; without the reference nothing is
-        is_reference = entry.name == "reference"
-        if is_reference or not together.may_leave(error):
-            end_with(error, together, is_reference=is_reference)
-        return ArmFacts(None, error=describe(error))
-
-
-def _race(
-    entries: list[Entry],
-    task: Task,
-    data: TaskData,
-    seed: int,
-    device: torch.device,
-    folder: Path,
-    settings: Settings,
-    progress: Progress,
-    together: Together,
-    meter: RaceMeter | None,
-) -> dict[str, RunRecord]:
-    def told(text: str, share: float | None = None) -> None:
-        whole = (seed + (share or 0.0)) / settings.num_pairs
-        progress(f"race {seed + 1} of {settings.num_pairs}: {text}", whole)
-
-    if together.each(folder.exists())[0]:
-        return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
-    records = race(
-        entries,
-        task,
-        placed(data, device)[0],
-        seed,
-        device,
-        cap_s=settings.cap_s,
-        environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),
-        progress=told,
-        together=together,
-        meter=meter,
-    )
-    if together.rank == 0:
-        _write_race(folder, records)
-    return {record.header.name: record for record in records}
-
-
-def _write_race(folder: Path, records: list[RunRecord]) -> None:
-    partial_folder = folder.with_suffix(".partial")
-    partial_folder.mkdir(exist_ok=True)
-    for record in records:
-        path = partial_folder / f"{record.header.name}.jsonl"
-        path.unlink(missing_ok=True)
-        write_record(path, record)
-    partial_folder.rename(folder)  # a race counts only when all its arms are on disk

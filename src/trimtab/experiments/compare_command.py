@@ -9,13 +9,14 @@ from pathlib import Path
 
 from trimtab.api import Metering
 from trimtab.core.codec import read_json
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
-from trimtab.experiments.compare import USUAL_PEERS, Settings, compare
+from trimtab.experiments.claim import folder_of
+from trimtab.experiments.compare import USUAL_ADAPT, Settings, compare
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import refuse_on_ranks
 from trimtab.experiments.result import Comparison
@@ -28,7 +29,7 @@ class Asked:
     """The command's options; None where one was not given.
 
     Args:
-        adapts: whether tier F is to be raced. against: names of the peers. memory: a limit, as the plan's
+        adapt: what tier F may change; (): it is not raced. against: names of the peers. memory: a limit, as the plan's
             budget has it. plan: a file. ranks: processes to start, where no launcher has. energy_watts: to estimate
             joules with.
     """
@@ -37,7 +38,7 @@ class Asked:
     pairs: int = 5
     whole: int | None = None
     quick: bool = False
-    adapts: bool | None = None
+    adapt: tuple[str, ...] | None = None
     peers: bool | None = None
     cap_s: float = math.inf
     memory: str | None = None
@@ -54,11 +55,7 @@ class Asked:
         Raises:
             FormatError: that is a file.
         """
-        folder = self.out or Path("runs") / f"compare-{self.task.replace(':', '-').replace('/', '-')}"
-        if folder.exists() and not folder.is_dir():
-            expected = "a folder, or a name to make one of"
-            raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
-        return folder
+        return folder_of("compare", self.task, self.out)
 
     def given(self) -> Plan | None:
         """Return the plan that is raced, where one was given.
@@ -72,11 +69,11 @@ class Asked:
 
     def settings(self, num_ranks: int) -> Settings:
         """Return how much is run; what was not asked for is all that is of use."""
-        adapts = self.adapts if self.adapts is not None else not self.quick and self.plan is None and num_ranks == 1
+        usual = USUAL_ADAPT if not self.quick and self.plan is None and num_ranks == 1 else ()
+        adapt = usual if self.adapt is None else self.adapt
         peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
         whole = 0 if self.quick and self.whole is None else self.whole
-        against = USUAL_PEERS if self.against is None else self.against
-        how = {"quick": self.quick, "adapt": adapts, "peers": peers, "cap_s": self.cap_s, "against": against}
+        how = {"quick": self.quick, "adapt": adapt, "peers": peers, "cap_s": self.cap_s, "against": self.against}
         return Settings(self.pairs, whole_pairs=whole, **how)
 
     @property
@@ -104,7 +101,7 @@ def compared(asked: Asked, command: str) -> Comparison | None:
     given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
     num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
     if num_ranks > 1:
-        refuse_on_ranks(task, num_ranks, adapts=asked.adapts, peers=asked.races_peers)
+        refuse_on_ranks(task, num_ranks, adapts=bool(asked.adapt), peers=asked.races_peers)
     settings, folder = asked.settings(num_ranks), asked.folder
     if num_ranks > here.num_ranks:
         launch(sys.argv[1:], num_ranks)

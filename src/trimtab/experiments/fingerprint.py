@@ -1,11 +1,12 @@
-"""What tells a task from another of its name: the code it is written in, its model and its optimizer."""
+"""What tells a task from another of its name: its code and what is bound to it, its model and its optimizer."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def code_of(task: Task) -> str:
-    """Return the sha256 of the files that the task's functions are written in; what those import is not in it."""
-    each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(task)})  # wherever they lie
-    return hashlib.sha256(" ".join(each).encode()).hexdigest()
+    """Return the sha256 of the files that the task's functions are written in, and of arguments that are bound to them.
+
+    What those files import is not in it, nor what a closure holds.
+    """
+    functions = _functions(task)
+    each = sorted({hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(functions)})  # wherever they lie
+    bound = repr([_bound(function) for function in functions])
+    return hashlib.sha256(" ".join([*each, bound]).encode()).hexdigest()
 
 
 def build_of(task: Task) -> str:
@@ -53,10 +59,32 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _files(task: Task) -> Iterator[Path]:
+def _functions(task: Task) -> list[Callable[..., Any] | None]:
     functions = [task.make_model, task.make_optimizer, task.loss_fn, task.load_data, task.metric.evaluate, task.step]
-    for recipe in (task.strong, task.muon):
-        functions += [recipe.make_optimizer, recipe.make_model, recipe.loss_fn] if recipe else []
+    for recipe in task.recipes.values():
+        functions += [recipe.make_optimizer, recipe.make_model, recipe.loss_fn]
+    return functions
+
+
+def _bound(value: object) -> object:
+    """Return what a value says of itself wherever it lies in memory: of a `functools.partial` all that is bound."""
+    if isinstance(value, functools.partial):
+        named = [(name, _bound(each)) for name, each in sorted(value.keywords.items())]
+        return "partial", _bound(value.func), [_bound(each) for each in value.args], named
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple | list | set | frozenset):
+        each = [_bound(one) for one in value]
+        return type(value).__name__, sorted(each, key=repr) if isinstance(value, set | frozenset) else each
+    if isinstance(value, Mapping):
+        return "mapping", sorted(((_bound(key), _bound(each)) for key, each in value.items()), key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = [(field.name, _bound(getattr(value, field.name))) for field in dataclasses.fields(value)]
+        return type(value).__qualname__, held
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _files(functions: Iterable[Callable[..., Any] | None]) -> Iterator[Path]:
     for function in functions:
         module = sys.modules.get(getattr(_plain(function), "__module__", None) or "")
         path = getattr(module, "__file__", None)

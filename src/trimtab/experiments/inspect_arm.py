@@ -26,13 +26,23 @@ _PHASE_STEPS = 4
 
 
 def measure_arm(
-    make: MakeLoop, task: Task, data: TaskData, device: torch.device, together: Together = ALONE
+    make: MakeLoop,
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    together: Together = ALONE,
+    *,
+    peak_alone: bool = False,
 ) -> ArmFacts:
     """Return what a step of a fresh loop takes, once the optimizer's state exists, and what its loss counts.
 
     The forward pass is timed inside the loss function, the optimizer by its step hooks; what is left of a step is the
     backward pass and the loop itself. Several ranks measure in step: the peak is the largest of theirs, terms are of
     all of them, the rest is rank 0's.
+
+    Args:
+        peak_alone: what it holds at most is all that is asked for: neither phases nor FLOP, which take steps of their
+            own.
     """
     rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
     shares = [each.stop - each.start for each in rows]
@@ -48,8 +58,10 @@ def measure_arm(
             loop.step(batches)
         peak = held_at_most(loop, batches, device, together.num_ranks)
         largest = None if peak is None else int(max(together.each(peak)))
-        phases, terms = _phases(loop, batches, watch), together.each(_terms_per_row(loop, batches, watch))
-        flops, is_over = _flops_per_row(loop, batches, together), True
+        phases = {} if peak_alone else _phases(loop, batches, watch)
+        terms = together.each(_terms_per_row(loop, batches, watch))
+        flops = None if peak_alone else _flops_per_row(loop, batches, together)
+        is_over = True
         found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
         return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
@@ -81,9 +93,11 @@ class _Watch:
 
     def watched_task(self) -> Task:
         """Return the task, every loss that a loop may train it by watched."""
-        recipes = {name: getattr(self.task, name) for name in ("strong", "muon")}
-        own = {name: recipe for name, recipe in recipes.items() if recipe is not None and recipe.loss_fn is not None}
-        watched = {name: replace(recipe, loss_fn=self.around(recipe.loss_fn)) for name, recipe in own.items()}
+        watched = {
+            name: replace(recipe, loss_fn=self.around(recipe.loss_fn))
+            for name, recipe in self.task.recipes.items()
+            if recipe.loss_fn is not None
+        }
         return replace(self.task, loss_fn=self.loss, **watched)
 
     def around(self, loss_fn: LossFn) -> LossFn:

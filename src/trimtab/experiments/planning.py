@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from trimtab import api
-from trimtab.api import FREED, Metering, default_rule, find_learning_rate, profile
+from trimtab.api import FREED, Metering, default_rule, profile
+from trimtab.calibrate.adapting import TRAINED, adapted
+from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -20,6 +22,7 @@ from trimtab.core.profile import Profile
 from trimtab.decide.planner import choose
 from trimtab.recipes.loop import move
 from trimtab.recipes.strong import StrongLoop
+from trimtab.runtime.muon import hidden_matrices
 from trimtab.tasks.task import Task, TaskData
 
 # Planning data is drawn with a seed that no race uses.
@@ -48,13 +51,7 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
     Raises:
         ValueGivenError: it is not for this task's batch or so many ranks, or may change more than the maths allow.
     """
-    if plan.num_ranks != num_ranks:
-        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
-        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
-    if plan.batch_rows != task.batch_rows:
-        given = f"a plan for {plan.batch_rows} rows per step"
-        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
-        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
+    require_fits(task, plan, num_ranks)
     if plan.tier != "S":
         raise ValueGivenError(
             "plan",
@@ -63,6 +60,24 @@ def given_plan(task: Task, plan: Plan, num_ranks: int = 1) -> Plans:
             way_out="Leave --plan out, with --adapt for tier F.",
         )
     return Plans({"S": plan})
+
+
+def require_fits(task: Task, plan: Plan, num_ranks: int = 1) -> None:
+    """Raise where a plan that was made before is not for this.
+
+    Args:
+        task: as one of so many ranks sees it.
+
+    Raises:
+        ValueGivenError: it is not for this task's batch or so many ranks.
+    """
+    if plan.num_ranks != num_ranks:
+        given, way_out = f"a plan for {plan.num_ranks} ranks", f"compare --ranks {plan.num_ranks} races it."
+        raise ValueGivenError("plan", given=given, expected=f"one for {num_ranks}", way_out=way_out)
+    if plan.batch_rows != task.batch_rows:
+        given = f"a plan for {plan.batch_rows} rows per step"
+        name = task.name if num_ranks == 1 else f"{task.name} on each of {num_ranks} ranks"
+        raise ValueGivenError("plan", given=given, expected=f"one for the {task.batch_rows} of {name}")
 
 
 def make_plans(
@@ -81,13 +96,15 @@ def make_plans(
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change: "learning_rate", "batch", or both; nothing: there is no tier F. traces,
+        adapt: what tier F may change, of "learning_rate", "optimizer" and "batch"; nothing: there is no tier F. traces,
             metering: as in `profile`.
     """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
+    if "optimizer" in adapt:
+        hidden_matrices(model, optimizer)  # or raises, before anything is measured
     batches = data.batches(PLANNING_SEED, task.batch_rows)
     batch = move(next(batches), device)
     found = profile(
@@ -107,8 +124,9 @@ def make_plans(
     )
     plans = {"S": choose(found, found.objective, budget)}
     profiles = {"S": found}
-    if "learning_rate" in adapt:
-        plans["F"] = find_learning_rate(model, optimizer, task.loss_fn, batch, plans["S"], batches, progress)
+    if TRAINED & set(adapt):
+        subject = Subject(model, optimizer, task.loss_fn, batch)
+        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress)
     if "batch" in adapt:
         base = plans.get("F", plans["S"])
         plans["F"] = base.freed(default_rule(base), FREED)

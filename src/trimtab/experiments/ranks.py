@@ -41,12 +41,14 @@ def plan_on_ranks(
     progress: Callable[[str], None],
     *,
     objective: Objective | None = None,
+    rehearse: bool = True,
     seen: Callable[[Profile], None] = lambda _: None,
 ) -> Plan:
     """Return the plan of this job, or of this process where it is alone.
 
     Args:
-        budget, objective: of one rank. adapt: as of `make_plans`. seen: called on rank 0 with what it measured.
+        budget, objective: of one rank. adapt: as of `make_plans`. rehearse: as of `trimtab.plan`.
+        seen: called on rank 0 with what it measured.
 
     Raises:
         InfeasibleError: no plan meets the budget. RankError: on the other ranks, where rank 0 could not make one.
@@ -60,6 +62,9 @@ def plan_on_ranks(
 
     if ranks == 1:
         return _preferred(plans_of(task))
+    if "optimizer" in adapt:
+        given, expected = f"optimizer, on {ranks} ranks", "one process: its race trains alone"
+        raise ValueGivenError("--adapt", given=given, expected=expected)
 
     def made() -> Made | Share:
         share, asks = task_of_rank(task, ranks), budget.memory_bytes is not None or weights.memory > 0
@@ -72,7 +77,10 @@ def plan_on_ranks(
         weighed = share_of(found, loop_of(share, device.type), progress)
         return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
 
-    return plan_together(made, device, lambda: rehearsal_of(task_of_rank(task, ranks), device, progress))
+    def rehearsal() -> Rehearsal:
+        return rehearsal_of(task_of_rank(task, ranks), device, progress)
+
+    return plan_together(made, device, rehearsal if rehearse else None)
 
 
 def rehearsal_of(share: Task, device: torch.device, progress: Callable[[str], None]) -> Rehearsal:

@@ -24,7 +24,7 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
-    verdict = _unless_failed(verdict, races, arm, against)
+    verdict = unless_failed(verdict, races, arm, against)
     cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
     return RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends)
 
@@ -35,13 +35,13 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
     if not ratios:
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
-    verdict = _unless_failed(non_inferiority(ratio), races, arm, against)
+    verdict = unless_failed(non_inferiority(ratio), races, arm, against)
     return RatioRow("do_no_harm", arm, against, tier, ratio, verdict, whole=len(to_the_end(races, arm, against)))
 
 
-def _unless_failed(verdict: Verdict, races: Races, arm: str, against: str) -> Verdict:
-    """Return the verdict, or none where one of the two failed in some race."""
-    said = failures(races, arm, against)
+def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
+    """Return the verdict, or none where one of the arms failed in some race."""
+    said = failures(races, *arms)
     return Verdict("no verdict", f"{said}: the figure is of what ran") if said else verdict
 
 
@@ -71,18 +71,19 @@ def quality_row(
         mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
         common = mine.keys() & yours.keys()
         if tier == "F" and mine and yours:
-            differences.append(_difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
+            differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
         elif tier != "F" and common:
-            differences.append(_difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
+            differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    verdict = _unless_failed(quality_verdict(ratio, tier), races, arm, against)
+    verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 
-def _difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+def difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+    """Return how much better ours is, in points of a share or a percentage, else in percent of theirs."""
     better = ours - theirs if higher_is_better else theirs - ours
     if unit == "relative":
         return 100.0 * better / abs(theirs) if theirs else math.nan
@@ -99,8 +100,19 @@ def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
 
 def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
-    value = ours / theirs
+    ratio = counted(ours / theirs)
+    return RatioRow(
+        "peak_memory", arm, against, tier, ratio, unless_failed(memory_verdict(ratio, against), races, arm, against)
+    )
+
+
+def counted(value: float) -> Ratio:
+    """Return a ratio of counts."""
+    return Ratio(value, None, None, 1, (value,), counted=True)
+
+
+def memory_verdict(ratio: Ratio, against: str) -> Verdict:
+    """Return gain, harm or no gain of a ratio of two counted peaks."""
+    value = ratio.mean
     kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
-    ratio = Ratio(value, None, None, 1, (value,), counted=True)
-    verdict = _unless_failed(Verdict(kind, f"{value:.3f}x the peak of {against}"), races, arm, against)
-    return RatioRow("peak_memory", arm, against, tier, ratio, verdict)
+    return Verdict(kind, f"{value:.3f}x the peak of {against}")

@@ -13,7 +13,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
 
 ROWS_SCHEMA = 1
-_METRICS = {
+METRICS = {
     "throughput": "throughput_ratio",
     "peak_memory": "peak_memory_ratio",
     "energy": "energy_ratio",
@@ -55,7 +55,7 @@ def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     against = {"self": "self"}.get(row.arm, row.against)
     head = {
-        "metric": _METRICS[row.metric],
+        "metric": METRICS[row.metric],
         "task": comparison.task,
         "tier": row.tier,
         "arm": row.arm,
@@ -64,7 +64,7 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     resolved = _resolution(comparison) if row.metric in _TIMED else {}
     cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
     whole = {} if row.whole is None else {"n_whole": row.whole}
-    return head | _interval(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
+    return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
 
 
 def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def _median(seconds: tuple[float, ...]) -> float | None:
     return middle if math.isfinite(middle) else None
 
 
-def _interval(ratio: Ratio) -> dict[str, Any]:
+def interval_of(ratio: Ratio) -> dict[str, Any]:
+    """Return the keys of a ratio."""
     return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n, "pairs": ratio.pairs}
 
 
@@ -117,8 +118,11 @@ def _cpu(ratio: Ratio | None) -> dict[str, Any]:
 
 
 def _resolution(comparison: Comparison) -> dict[str, Any]:
+    return resolution_of(comparison.resolution)
+
+
+def resolution_of(control: Ratio | None) -> dict[str, Any]:
     """Return the smallest effect the A/A control can tell from nothing; None below the pairs a verdict needs."""
-    control = comparison.resolution
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT or control.low is None or control.high is None:
         return {"resolution": None}
     return {"resolution": max(control.high, 1 / control.low) - 1}

@@ -176,7 +176,11 @@ def time_to_target(record: RunRecord, metric: str, target: float, higher_is_bett
     Infinity when it was never reached. A crossing at the very first evaluation is left-censored: its time is that
     evaluation's. The last evaluation alone does not count: nothing confirms it.
     """
-    points = curve(record, metric)
+    return crossing(curve(record, metric), target, higher_is_better)
+
+
+def crossing(points: Sequence[tuple[int, float, float]], target: float, higher_is_better: bool) -> tuple[float, bool]:
+    """Return (seconds, left-censored) of a curve's (rows, seconds, metric), as `time_to_target` has it of a record."""
     met = [is_beyond(value, target, higher_is_better) for _, _, value in points]
     for i, (_, seconds, value) in enumerate(points):
         if not met[i] or (i + 1 < len(points) and not met[i + 1]) or i + 1 == len(points):

@@ -6,6 +6,7 @@ import datetime
 import math
 from collections.abc import Iterable, Mapping
 
+from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
 from trimtab.experiments.arm_facts import ArmFacts, utilisation
@@ -23,7 +24,7 @@ _LABELS = {
     "reference": ("P0 reference", "", "recipes/reference.py"),
     "self": ("reference again (A/A control)", "", "recipes/reference.py"),
     "plan_S": ("trimtab, same maths", "S", "experiments/loops.py"),
-    "plan_F": ("trimtab, learning rate adapted", "F", "experiments/loops.py"),
+    "plan_F": ("trimtab, freed", "F", "experiments/loops.py"),
     "strict": ("P0 in strict fp32, without TF32", "", "recipes/strict.py"),
     "paper": ("P1 paper, literal", "", "recipes/paper.py"),
     "strong": ("P2 strong, hand-tuned", "", "recipes/strong.py"),
@@ -89,7 +90,7 @@ def summarise(
         environment=dict(environment),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         peak_source=plans.device.source if plans.device else "unknown",
-        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(plans, targets, races)),
+        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
         meter=meter_of(races),
     )
@@ -115,6 +116,7 @@ def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, st
 
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts], num_ranks: int) -> Arm:
     label, tier, source = (_LABELS if num_ranks == 1 else _LABELS | _ON_RANKS)[name]
+    label = _freed_label(plans.plans["F"]) if name == PLAN_ARMS["F"] and "F" in plans.plans else label
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := stats.failed(record))]
     records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
@@ -148,6 +150,13 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         short_blocks=sum(number for number, _ in short),
         blocks=sum(number for _, number in short),
     )
+
+
+def _freed_label(plan: Plan) -> str:
+    """Return what a tier-F plan was found to change; of one that was tried and kept all, what was tried."""
+    freed = {"learning_rate_scale": "learning rate", "optimizer": "optimizer", "batch_policy": "batch"}
+    tried = [word for name, word in freed.items() if getattr(plan, name).reason != getattr(Plan, name).reason]
+    return f"trimtab, {' and '.join(tried) or 'nothing'} adapted"
 
 
 def _known(figures: Iterable[float | None]) -> tuple[float, ...]:

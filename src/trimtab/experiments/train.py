@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.api import Metering, start
+from trimtab.checkpoint.settings import Checkpoints
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
@@ -34,9 +35,12 @@ def train_task(
     seed: int,
     record: Path | None,
     metering: Metering | None = None,
+    checkpoints: Checkpoints | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
+
+    Where the run is gone on with, its record is too, and speed is that of what was left of it.
 
     Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds.
     """
@@ -53,15 +57,17 @@ def train_task(
     metered = meter_of_rank(device, metering)
     about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
     header = Header(task.name, seed, to_jsonable(plan), environment(), about)
-    writer = None if record is None or here.rank else _new_record(record, header)
+    writer = None if record is None or here.rank else _new_record(record, header, continues=checkpoints is not None)
     counted, rows = _Counted(task), steps * task.batch_rows
     batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
-    with start(model, optimizer, plan, total_samples=rows, record=writer, energy=recorded) as run:
+    kept = {"record": writer, "energy": recorded, "checkpoints": checkpoints}
+    with start(model, optimizer, plan, total_samples=rows, **kept) as run:
         clock.start()
-        done = 0
+        before = run.consumed_rows
+        done = -(-before // task.batch_rows)
         for window in run.windows(batches):
             counted.pending = window.num_padding
             run.train_step(window, counted.loss)
@@ -81,8 +87,9 @@ def train_task(
         "steps": steps,
         "rows": rows,
         "ranks": here.num_ranks,
+        **({"resumed_at_rows": before} if before else {}),
         "train_s": round(seconds, 3),
-        f"{task.terms}_per_s": round(counted.terms(rows) / seconds, 1),
+        f"{task.terms}_per_s": round(counted.terms(rows - before) / seconds, 1),
         "energy": energy.describe(),
         "energy_j": energy.joules,
         "loss": loss,
@@ -122,9 +129,9 @@ class _Counted:
         return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))
 
 
-def _new_record(path: Path, header: Header) -> RecordWriter:
+def _new_record(path: Path, header: Header, *, continues: bool) -> RecordWriter:
     try:
-        return RecordWriter(path, header)
+        return RecordWriter(path, header, continues=continues)
     except FileExistsError:
         raise FormatError("--record", given=f"{path}, which exists", expected="a new file") from None
     except OSError as error:

@@ -23,30 +23,62 @@ def figures(ratio: Ratio) -> str:
 
 def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
     """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    side = clear_side(ratio, control)
+    if isinstance(side, Verdict):
+        return side
+    found = figures(ratio)
+    if side > 0:
+        return Verdict("gain", f"{arm} is {found} as fast as {against}")
+    if side < 0:
+        return Verdict("harm", f"{arm} is slower than {against}: {found}")
+    return Verdict("no gain", f"{arm} against {against}: {found}; {_resolved(control)}")
+
+
+def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Verdict:
+    """Return whether changes are worth more or less together than apart; "none found" where neither is shown.
+
+    Args:
+        ratio: worth together over worth apart. control: the same of two runs of the same loops, whose truth is 1.
+        what: of which changes.
+    """
+    side = clear_side(ratio, control)
+    if isinstance(side, Verdict):
+        return side
+    found = figures(ratio)
+    if side == 0:
+        return Verdict("none found", f"{what}: {found} what it is apart; {_resolved(control)}")
+    more = "more" if side > 0 else "less"
+    return Verdict(f"{more} together", f"{what} is worth {more} together than apart: {found}")
+
+
+def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
+    """Return 1 or -1 where a ratio is above or below 1 by more than its noise and the control's, else 0.
+
+    No verdict below five pairs, of the ratio or of the A/A control.
+    """
     if (bounds := _bounds(ratio)) is None:
         return _too_few(ratio)
     low, high = bounds
-    found = figures(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
-        return Verdict("no verdict", f"no A/A control{pairs}, so {found} may be noise")
+        return Verdict("no verdict", f"no A/A control{pairs}, so {figures(ratio)} may be noise")
     resolved = resolution(control)
     # Where the reference differs from itself, a ratio has to be clear of that difference too.
     least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
-    if low > most and ratio.mean - 1 > resolved:
-        return Verdict("gain", f"{arm} is {found} as fast as {against}")
-    if high < least and 1 - ratio.mean > resolved:
-        return Verdict("harm", f"{arm} is slower than {against}: {found}")
-    return Verdict("no gain", f"{arm} against {against}: {found}; the A/A control resolves {100 * resolved:.2g}%")
+    return int(low > most and ratio.mean - 1 > resolved) - int(high < least and 1 - ratio.mean > resolved)
 
 
-def control_verdict(ratio: Ratio) -> Verdict:
-    """Return the verdict on the reference against itself: its interval is the resolution, and should hold 1."""
+def _resolved(control: Interval | None) -> str:
+    return f"the A/A control resolves {100 * resolution(control):.2g}%"
+
+
+def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
+    """Return the verdict on a loop against itself: its interval is the resolution, and should hold 1."""
     if (bounds := _bounds(ratio)) is None:
         return _too_few(ratio)
     low, high = bounds
     if low <= 1 <= high:
-        return Verdict("no gain", f"the reference against itself: {figures(ratio)}; this interval is the resolution")
+        return Verdict("no gain", f"{what} against itself: {figures(ratio)}; this interval is the resolution")
     return Verdict("no verdict", f"the control itself differs: {figures(ratio)} between two runs of the same loop")
 
 

@@ -214,6 +214,8 @@ class EnergyClock:
 
 
 def _counted(joules: float, seconds: float, meter: Meter) -> Energy:
+    if joules == 0:
+        return absent(f"{', '.join(meter.sources)} stood still for {seconds:.3g} s", seconds)
     if not 0 < joules < math.inf:
         return absent(f"{', '.join(meter.sources)} counted {joules:g} J in {seconds:.3g} s", seconds)
     return Energy(seconds, joules, meter.provenance, tuple(meter.sources))

@@ -20,7 +20,7 @@ def borrowed(data: Any) -> Iterator[Any]:
     iterator, which is that much further on; other state of a sampler or data set; the random state inside persistent
     workers that were there before, which only private attributes of the loader would spare.
     """
-    generators = [] if isinstance(data, Iterator) else _generators(data)
+    generators = [] if isinstance(data, Iterator) else generators_of(data)
     states = [(generator, generator.get_state()) for generator in generators]
     try:
         yield _without_lasting_workers(data)
@@ -29,11 +29,19 @@ def borrowed(data: Any) -> Iterator[Any]:
             generator.set_state(state)
 
 
-def _generators(data: Any) -> list[torch.Generator]:
-    batch_sampler = getattr(data, "batch_sampler", None)
-    holders = data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
-    found = (getattr(holder, "generator", None) for holder in holders)
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+def generators_of(data: Any) -> list[torch.Generator]:
+    """Return the torch generators of a loader, its samplers and what it deals out, each once."""
+    found, seen, waiting = list[torch.Generator](), set[int](), [data]
+    while waiting:
+        holder = waiting.pop(0)
+        if holder is None or id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is each for each in found):
+            found.append(generator)
+        waiting += [getattr(holder, name, None) for name in ("batch_sampler", "sampler", "wrapped")]
+    return found
 
 
 def _without_lasting_workers(data: Any) -> Any:

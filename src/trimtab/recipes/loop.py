@@ -59,13 +59,15 @@ def hold_strict_fp32() -> Callable[[], None]:
 
 
 def _hold(places: Sequence[Any], wanted: str) -> Callable[[], None]:
-    before = [place.fp32_precision for place in places]
+    """Write what differs alone: a place that was written to no longer follows the mode above it."""
+    before = [(place, place.fp32_precision) for place in places]
+    changed = [(place, mode) for place, mode in before if mode != wanted]
 
     def put_back() -> None:
-        for place, mode in zip(places, before, strict=True):
+        for place, mode in changed:
             place.fp32_precision = mode
 
-    for place in places:
+    for place, _ in changed:
         place.fp32_precision = wanted
     return put_back
 

@@ -6,18 +6,12 @@ Run it: `python -m trimtab.recipes.muon wikitext2_gpt --steps 50`
 from __future__ import annotations
 
 from trimtab.recipes.strong import StrongLoop
-from trimtab.tasks.task import StrongRecipe, Task
 
 
 class MuonLoop(StrongLoop):
     """The hand-tuned loop by the task's recipe with Muon."""
 
     field = "muon"
-
-    @staticmethod
-    def recipe_of(task: Task) -> StrongRecipe | None:
-        """Return the task's recipe with Muon."""
-        return task.muon
 
 
 if __name__ == "__main__":

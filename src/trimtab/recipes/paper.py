@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.core.schedule import warmup_cosine
 from trimtab.recipes.loop import autocast, mean_loss, move
 from trimtab.tasks.task import Task
 
@@ -111,13 +112,6 @@ def half_precision(device: torch.device) -> str:
         return "fp16"
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return "bf16" if any("bf16" in name and present is True for name, present in capabilities.items()) else "fp32"
-
-
-def warmup_cosine(progress: float) -> float:
-    """Return equation 10's factor: 5% linear warm-up, then cosine to 0.1."""
-    if progress < 0.05:
-        return progress / 0.05
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - 0.05) / 0.95)))
 
 
 if __name__ == "__main__":

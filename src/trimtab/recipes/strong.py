@@ -1,22 +1,24 @@
 """P2, the strong peer: the best hand-tuned recipe for the same model, as the task carries it.
 
-Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep, not told from it, or published
-(`tasks/peers.py` says which), warm-up and decay to a hundredth; where the task overfits, more dropout or smoothed
-labels. Never compiled: that has to be measured first, and is by the plan that is made for it.
+Fast precision, channels_last, a fused optimizer, its peak rate the best of a sweep, not told from it, or published and
+not swept (`tasks/peers.py` says which), warm-up and decay to a hundredth; where the task overfits, more dropout or
+smoothed labels. Never compiled: that has to be measured first, and is by the plan that is made for it.
 Run it: `python -m trimtab.recipes.strong cifar10_resnet --steps 50`
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.schedule import warmup_cosine, warmup_linear
 from trimtab.recipes.loop import autocast, hold_tf32, mean_loss, move
 from trimtab.tasks.task import LossFn, StrongRecipe, Task
+
+FINAL_FRACTION = 0.01  # of the peak rates, at the end
 
 
 class StrongLoop:
@@ -29,10 +31,9 @@ class StrongLoop:
     field = "strong"
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        recipe = self.recipe_of(task)
-        if recipe is None:
+        if self.field not in task.recipes:
             raise ValueGivenError(f"task.{self.field}", given="nothing", expected="a StrongRecipe")
-        self.recipe: StrongRecipe = recipe
+        self.recipe = recipe = task.recipes[self.field]
         self.precision = recipe.precision
         self._task, self._device = task, device
         self.loss_fn: LossFn = recipe.loss_fn or task.loss_fn
@@ -54,11 +55,6 @@ class StrongLoop:
         self.update(move(next(batches), self._device))
         return self._task.batch_rows
 
-    @staticmethod
-    def recipe_of(task: Task) -> StrongRecipe | None:
-        """Return the recipe of a task."""
-        return task.strong
-
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""
         self.optimizer.zero_grad()
@@ -79,21 +75,7 @@ class StrongLoop:
 def factor_at(progress: float, recipe: StrongRecipe) -> float:
     """Return the factor of a recipe's schedule on its peak rates."""
     found = warmup_linear if recipe.decay == "linear" else warmup_cosine
-    return found(progress, recipe.warmup_fraction)
-
-
-def warmup_cosine(progress: float, warmup: float) -> float:
-    """Return the factor on the peak rate: up over `warmup` of the run, then by half a cosine down to 1% of it."""
-    if progress < warmup:
-        return progress / warmup
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
-
-
-def warmup_linear(progress: float, warmup: float) -> float:
-    """Return the factor on the peak rate: up over `warmup` of the run, then linearly down to 1% of it."""
-    if progress < warmup:
-        return progress / warmup
-    return max(0.01, (1 - progress) / (1 - warmup))
+    return found(progress, recipe.warmup_fraction, FINAL_FRACTION)
 
 
 if __name__ == "__main__":

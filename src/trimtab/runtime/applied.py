@@ -10,7 +10,7 @@ from torch import nn
 
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime import activation_checkpoint, compiled, layout, loss_head, optimizers, precision
+from trimtab.runtime import activation_checkpoint, compiled, layout, loss_head, muon, optimizers, precision
 from trimtab.runtime.compile_check import CompileCheck, Note
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
@@ -34,6 +34,8 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
+        if plan.optimizer.value == "muon":
+            undo.callback(muon.use_muon(model, optimizer))
         if plan.memory_layout.value == "channels_last":
             undo.callback(layout.use_channels_last(model, optimizer))
         return undo.pop_all()

@@ -24,6 +24,7 @@ from trimtab.runtime import compiled
 from trimtab.runtime.batch_doors import check_rule, require_alike
 from trimtab.runtime.exchange import Exchange
 from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.keeping import Decided, Keeper, NotKept
 from trimtab.runtime.measured import NUM_SECONDS, Measured, Nothing
 from trimtab.runtime.schedule import RateFollower, normalises
 from trimtab.runtime.splitting import keeps_maths
@@ -32,10 +33,12 @@ from trimtab.runtime.window_watch import WindowWatch
 
 
 def control_of(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note
+    plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note, keeper: Keeper | None = None
 ) -> BatchControl | FixedBatch:
     """Return what controls the batch of a run; arguments as of `BatchControl`."""
-    return FixedBatch() if plan.batch_rule is None else BatchControl(plan, model, optimizer, exchange, note)
+    if plan.batch_rule is None:
+        return FixedBatch()
+    return BatchControl(plan, model, optimizer, exchange, note, keeper or NotKept())
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,18 @@ class BatchControl(Part):
     """The batch of a run whose plan freed it.
 
     Args:
-        plan: has a batch rule. note: called with an event's name and figures.
+        plan: has a batch rule. note: called with an event's name and figures. keeper: keeps what windows are made by.
 
     Raises:
         ValueGivenError: a model under FSDP1; a batch to be cut that cannot be; a plan that is not the one of the other
             ranks.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer, exchange: Exchange, note: Note, keeper: Keeper
+    ) -> None:
         assert plan.batch_rule is not None
+        self._keeper = keeper
         self._rule, self._exchange, self._note = plan.batch_rule, exchange, note
         may_split = keeps_maths(plan, model)
         is_compiled = bool(plan.compiled.value) or compiled.is_compiled(model)
@@ -138,6 +144,10 @@ class BatchControl(Part):
         return self._look_ahead().num_batches
 
     def _look_ahead(self) -> _Next:
+        if self._next is None and (before := self._keeper.decided_before(self._account.windows)) is not None:
+            self._decider.repeat(before.k)
+            is_probe = before.is_cut or before.num_batches > self._decider.num_batches
+            self._next = _Next(self._measures and self._account.is_due(), is_probe, before.num_batches)
         if self._next is None:
             k, noise, decided = self.k, self.noise, self._decider.num_batches
             is_probe = self._probing.is_due(k, noise)
@@ -151,7 +161,9 @@ class BatchControl(Part):
             return -(-rows // self.k)
         self._retries_probe = False  # a window is made: the one that ran out of memory was given up, or is over
         is_one = num_batches * -(-rows // planned) == 1
-        self._is_cut = is_one and rows > 1 and self._probing.splits(self.k, self.noise)
+        before = self._keeper.decided_before(self._account.windows)
+        is_cut = self._probing.splits(self.k, self.noise) if before is None else before.is_cut
+        self._is_cut = is_one and rows > 1 and is_cut
         return -(-rows // 2) if self._is_cut else planned
 
     def rate_factor(self, num_batches: float) -> float:
@@ -168,6 +180,8 @@ class BatchControl(Part):
         """A window begins. One with micro-batches that count as no rows shows nothing."""
         num_batches, num_micro_batches = window.num_batches, window.num_micro_batches
         ahead = self._look_ahead()
+        if self._keeper.keeps:
+            self._keeper.decided(self._account.windows, Decided(ahead.num_batches, self.k, is_cut=self._is_cut))
         watched = False
         if ahead.is_due or self._retries_probe:
             watched = self._measures and not window.num_padding

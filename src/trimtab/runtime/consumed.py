@@ -15,6 +15,8 @@ from trimtab.measure.late import Late
 from trimtab.runtime.accumulation import Count
 from trimtab.runtime.exchange import Exchange
 
+_COUNTS = ("rows", "windows", "applied")
+
 
 class Consumed(Part):
     """Rows, and tokens where the schedule goes by them; void windows count too, `applied` steps do not count those.
@@ -46,7 +48,7 @@ class Consumed(Part):
                 way_out=f"The plan's schedule {plan.schedule.value} goes by progress: start(..., total_samples=N).",
             )
         self._by_hand, self._batch_rows = exchange.has_peers and exchange.num_ranks == 1, 0
-        self.rows = self.applied = 0
+        self.rows = self.applied = self.windows = 0
         self._scheduled = self._next = 0.0  # rows that the schedule knows of, and those of the window that is over
         self._tokens = self._per_row = 0.0
         self._late: tuple[Late, int] | None = None
@@ -78,6 +80,7 @@ class Consumed(Part):
     def add(self, rows: int, tokens: Count | None, *, applied: bool) -> None:
         """A window is over."""
         self.rows += rows
+        self.windows += 1
         self._scheduled += self._next
         self.applied += applied
         if self._total_tokens is None or tokens is None:
@@ -97,19 +100,19 @@ class Consumed(Part):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
         self._read()
-        counts = {"rows": self.rows, "scheduled": self._scheduled, "applied": self.applied}
+        counts = {"rows": self.rows, "windows": self.windows, "scheduled": self._scheduled, "applied": self.applied}
         return counts | {"tokens": self._tokens, "per_row": self._per_row}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
-        require_keys("state.consumed", state, ("rows", "scheduled", "applied", "tokens", "per_row"))
-        rows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in ("rows", "applied"))
+        require_keys("state.consumed", state, ("rows", "windows", "scheduled", "applied", "tokens", "per_row"))
+        rows, windows, applied = (checks.integer(f"state.consumed.{n}", state[n], low=0) for n in _COUNTS)
         scheduled, tokens, per_row = (
             checks.number(f"state.consumed.{n}", state[n], low=0) for n in ("scheduled", "tokens", "per_row")
         )
 
         def load() -> None:
-            self._scheduled = scheduled
+            self.windows, self._scheduled = windows, scheduled
             self.rows, self.applied, self._tokens, self._per_row, self._late = rows, applied, tokens, per_row, None
 
         return load

@@ -8,8 +8,7 @@ Each verb raises when it is called out of this order, before anything is changed
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +23,19 @@ from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
-from trimtab.runtime.batches import count_rows, iterate
+from trimtab.runtime.batches import count_rows
 from trimtab.runtime.consumed import Consumed
-from trimtab.runtime.joining import Joining, NoRows
+from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.joining import Joining
+from trimtab.runtime.keeping import Keeper, NotKept
 from trimtab.runtime.order import LoopOrder
+from trimtab.runtime.passes import Passes
 from trimtab.runtime.peers import Agreed, Peers, Share
 from trimtab.runtime.precision import MixedPrecision, in_place
 from trimtab.runtime.rank_weights import weights_of
 from trimtab.runtime.recorder import Recorder, Step
 from trimtab.runtime.recovery import Recovery, recovers_from
 from trimtab.runtime.resumable import Resumable
-from trimtab.runtime.run_view import RunView
 from trimtab.runtime.schedule import rate_factor, scaled_rates
 from trimtab.runtime.splitting import for_model
 from trimtab.runtime.stopping import StopTest
@@ -44,7 +45,7 @@ from trimtab.runtime.window import Window, check_call
 LossFn = Callable[[nn.Module, Any], Any]
 
 
-class Run(RunView, Resumable):
+class Run(Passes, Resumable):
     """A started plan. Made by `trimtab.start`; also a context manager.
 
     Attributes:
@@ -67,6 +68,7 @@ class Run(RunView, Resumable):
         stop: Stop | None = None,
         backend: Backend | None = None,
         recorder: Recorder | None = None,
+        keeper: Keeper | None = None,
         on_trial: bool = False,
     ) -> None:
         optimizers.check_ownership(model, optimizer)
@@ -79,46 +81,26 @@ class Run(RunView, Resumable):
         self._voids = Voids(nonfinite, is_alone=not exchange.has_peers)
         require_free(model)
         self.plan, self._recorder = for_model(plan, model), recorder
+        self._keeper = keeper or NotKept()
+        self._position = DataPosition(is_kept=self._keeper.keeps)
         self.loss = torch.tensor(float("nan"))
         self.grad_norm: Tensor | None = None
-        self._peers = Peers(exchange, self._note, in_step=backend.in_step)
+        self._peers = Peers(exchange, self.note, in_step=backend.in_step)
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
-        self._recovery = Recovery(model, self._note, is_on=recovers)
+        self._recovery = Recovery(model, self.note, is_on=recovers)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)
             undo.push(lambda kind, error, traceback: backend.gather(error))
             self.model, self._optimizer = backend.model, backend.optimizer
-            self._control = control_of(plan, model, self._optimizer, exchange, self._note)
-            note = None if on_trial else self._note
+            self._control = control_of(plan, model, self._optimizer, exchange, self.note, self._keeper)
+            note = None if on_trial else self.note
             undo.push(apply_plan(model, self.model, optimizer, plan, self._order.forward, note, make_state=recovers))
             self._undo = undo.pop_all()
 
     # The loop's verbs, in the order they are called.
-
-    def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """Yield windows of the loader's batches, one optimizer step each: of one, or several where the plan freed it.
-
-        Ends early where a `Stop` condition is met.
-
-        Raises:
-            LoopError: a window was opened and neither stepped nor discarded; the last one too.
-        """
-        batches = iterate("loader", loader)
-        while True:
-            self._require_open()
-            self._order.require_idle("run.windows")
-            with self._control.drawing():
-                drawn = [] if self.stop_reason else list(itertools.islice(batches, self.num_batches))
-            if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
-                yield self.window(*own)
-            elif self._joining.goes_on(self.stop_reason):
-                yield self._joining.window(self, self._device)
-            elif not drawn:
-                break
-        self._order.require_stepped("run.windows")
 
     def window(self, *batches: Any) -> Window:
         """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
@@ -166,7 +148,8 @@ class Run(RunView, Resumable):
     def _tell(self) -> None:
         """Say what this rank has of the window: the others are about to reduce its gradient."""
         window, weights, limit = self._order.window, self._weights, self._recovery.limit.rows
-        self._peers.tell(Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit))
+        share = Share(window.rows, window.num_batches, weights.terms, weights.is_sum, limit, self._stopping.asked)
+        self._peers.tell(share)
 
     def unscale(self) -> None:
         """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
@@ -315,7 +298,7 @@ class Run(RunView, Resumable):
         before, after = self.plan.precision.value, self._precision.name
         if before != after:
             self.plan = in_place(self.plan, after, reason)
-            self._note("precision", {"from": before, "to": after, "reason": reason})
+            self.note("precision", {"from": before, "to": after, "reason": reason})
 
     def evaluated(self, value: float, name: str = "metric") -> None:
         """Say what an evaluation found: it is recorded, and may meet the `Stop` condition. The same on every rank."""
@@ -325,7 +308,8 @@ class Run(RunView, Resumable):
         if self._recorder is not None:
             self._recorder.evaluation(self.consumed_rows, name, value)
 
-    def _note(self, name: str, detail: Mapping[str, Any]) -> None:
+    def note(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Record something that happened."""
         if self._recorder is not None:
             self._recorder.event(name, detail)
 
@@ -343,9 +327,10 @@ class Run(RunView, Resumable):
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
         self._undo.__exit__(type(error) if error else None, error, None)
+        self._keeper.close()
         for each in (self._recovery.account(), self._control.close()):
             if each is not None:
-                self._note("account", each)
+                self.note("account", each)
         if self._recorder is not None:
             self._recorder.close(self.stop_reason, error)
 

@@ -70,6 +70,7 @@ class Share:
 
     Args:
         terms: what its loss averages over; `is_sum`: the loss counts them. limit: rows of a micro-batch that fits.
+        stop: why it asks all to stop after the window.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class Share:
     terms: Count
     is_sum: bool
     limit: int | None = None
+    stop: StopReason | None = None
 
 
 class Peers:
@@ -116,7 +118,7 @@ class Peers:
         if self.has_told:
             return
         if self.num_ranks == 1:
-            self._agreed = Agreed(share.rows, share.terms, share.num_batches)
+            self._agreed = Agreed(share.rows, share.terms, share.num_batches, reason=share.stop)
             return
         if self._absent is not None:
             self._sum_nothing()
@@ -127,7 +129,9 @@ class Peers:
             self._on_device, self._kept_on, terms = self._exchange.sum(terms.double()), terms.device, 0.0
         kind = _SUM if share.is_sum else _MEAN
         took_s = time.perf_counter() - self._began
-        said = _Said(kind, self._counted, share.rows, share.num_batches, float(terms), took_s=took_s)
+        said = _Said(
+            kind, self._counted, share.rows, share.num_batches, float(terms), _code_of(share.stop), took_s=took_s
+        )
         self._exchange.recovered()
         self._answer = self._exchange.ask(said if share.limit is None else said._replace(limit=share.limit))
 
@@ -137,8 +141,7 @@ class Peers:
         Args:
             reason: why it stops, as all then do after this window.
         """
-        code = 0.0 if reason is None else 1.0 + _REASONS.index(reason)
-        absent = _Said(_NOTHING, self._counted, stop=code)
+        absent = _Said(_NOTHING, self._counted, stop=_code_of(reason))
         if self.in_step:
             self._steps = int(self.most(0.0))
             self._absent = absent if self._steps else None  # told where the others tell theirs
@@ -231,6 +234,10 @@ class Peers:
         self._answer = self._agreed = self._on_device = None
         self._steps = self._absent = self._asked = None
         self._began = time.perf_counter()
+
+
+def _code_of(reason: StopReason | None) -> float:
+    return 0.0 if reason is None else 1.0 + _REASONS.index(reason)
 
 
 def _all(gathered: Gathered) -> list[_Said]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.core import checks
 from trimtab.core.energy import Energy
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
+from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.core.stop import StopReason
 from trimtab.measure.energy import EnergyClock
 
@@ -52,7 +54,7 @@ class Step:
         )
 
 
-class Recorder:
+class Recorder(Part):
     """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
 
     Joules are read between windows; a device's queue is not waited for. `energy`: runs from here to the close, less
@@ -96,6 +98,29 @@ class Recorder:
             self._energy.pause()
             self._energy.start()
         self._last = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the record stands; what is pending is written first."""
+        self.flush()
+        return {"index": self._index, "train_s": self._train_s, "end": self._writer.end()}
+
+    def loading(self, state: Any) -> Load:
+        """Return what continues from `state_dict()`, in the record that it was taken from.
+
+        Raises:
+            FormatError: no such state. From what is returned: the record is another, or shorter.
+        """
+        require_keys("state.record", state, ("index", "train_s", "end"))
+        index, end = (checks.integer(f"state.record.{name}", state[name], low=0) for name in ("index", "end"))
+        train_s = checks.number("state.record.train_s", state["train_s"], low=0)
+
+        def load() -> None:
+            self._writer.keep(end)
+            self._index, self._train_s, self._last = index, train_s, time.perf_counter()
+            self._pending.clear()
+            self._num_pending = 0
+
+        return load
 
     def flush(self) -> None:
         """Write what is pending."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.core.state_parts import loading_parts
+import torch
+from torch import nn
+
+from trimtab.core.plan import Plan
+from trimtab.core.state_parts import Load, loading_parts
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.muon import Momentum
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.stopping import StopTest
@@ -24,9 +29,15 @@ class Resumable:
     _recovery: Recovery
     _control: BatchControl | FixedBatch
     _precision: MixedPrecision
+    plan: Plan
+    model: nn.Module
+    _optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, the precision in use and its loss scaler, k with its averages, and the limits in force."""
+        """Return counters, the precision in use and its loss scaler, k with its averages, limits in force, momentum.
+
+        Plain numbers, but for the momentum of a plan with Muon, which are tensors.
+        """
         return {name: part.state_dict() for name, part in self._parts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -35,14 +46,25 @@ class Resumable:
         Raises:
             UsageError: not such a state, or one saved under another plan or precision; nothing was changed.
         """
-        loading_parts(dict(self._parts()), state)()
-        self._note_precision("it was left before")
+        self.loading(state)()
+
+    def loading(self, state: Any) -> Load:
+        """Return what continues from `state_dict()`; errors as there."""
+        load_parts = loading_parts(dict(self._parts()), state)
+
+        def load() -> None:
+            load_parts()
+            self._note_precision("it was left before")
+
+        return load
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
         yield "memory", self._recovery.limit
         if isinstance(self._control, BatchControl):
             yield "batch", self._control
+        if self.plan.optimizer.value == "muon":
+            yield "muon", Momentum(self.model, self._optimizer)
         yield "precision", self._precision
 
     def _note_precision(self, reason: str) -> None:

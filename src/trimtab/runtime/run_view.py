@@ -34,6 +34,11 @@ class RunView:
         return self._consumed.rows
 
     @property
+    def num_windows(self) -> int:
+        """Windows that are over, voided ones too."""
+        return self._consumed.windows
+
+    @property
     def applied_steps(self) -> int:
         """Optimizer steps taken."""
         return self._consumed.applied

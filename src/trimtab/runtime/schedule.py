@@ -1,4 +1,4 @@
-"""Learning rate: warm-up and cosine by progress, and what follows the batch (paper eqs. 10, 11; math: section 5).
+"""A plan's learning rate: its scale and schedule, and what follows the batch (paper eqs. 10, 11; math: section 5).
 
 Applied only inside the step.
 """
@@ -13,27 +13,8 @@ import torch
 
 from trimtab.core import checks
 from trimtab.core.plan import Plan
+from trimtab.core.schedule import warmup_cosine
 from trimtab.core.state_parts import Load, Part, require_keys
-
-WARMUP_FRACTION = 0.05
-FINAL_FRACTION = 0.1
-
-
-def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float = FINAL_FRACTION) -> float:
-    """Return the factor on the base learning rate.
-
-    Args:
-        progress: samples consumed *after* this window over samples planned, so that the first step is not at rate 0;
-            clamped to [0, 1].
-        warmup: fraction of the run that rises linearly. final: factor at the end.
-
-    Source: paper eq. 10, indexed by progress because the number of steps is unknown when k adapts.
-    """
-    progress = min(max(progress, 0.0), 1.0)
-    if progress < warmup:
-        return progress / warmup
-    phase = (progress - warmup) / (1 - warmup)
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * phase))
 
 
 def rate_factor(plan: Plan, progress: float | None) -> float:

@@ -20,13 +20,18 @@ _STATE = ("average", "weight", "seen", "reason", "conditions")
 
 
 class StopTest(Part):
-    """The conditions of one run. `reason` is None while it goes on."""
+    """The conditions of one run. `reason` is None while it goes on.
+
+    Attributes:
+        asked: what this rank asks all to stop for, after the next window that they say anything in.
+    """
 
     def __init__(self, stop: Stop | None) -> None:
         self._stop = stop
         self._norm: Late | None = None
         self._average, self._weight, self._seen = 0.0, 0.0, 0
         self.reason: StopReason | None = None
+        self.asked: StopReason | None = None
 
     @property
     def _conditions(self) -> dict[str, Any] | None:
@@ -70,7 +75,8 @@ class StopTest(Part):
         if self._norm is not None:
             self._add(self._norm.read()[0])
             self._norm = None
-        reason = None if self.reason is None else self.reason.value
+        is_over = self.reason not in (None, StopReason.INTERRUPTED)  # it was interrupted to be gone on with
+        reason = self.reason.value if self.reason is not None and is_over else None
         average = {"average": self._average, "weight": self._weight, "seen": self._seen}
         return average | {"reason": reason, "conditions": self._conditions}
 

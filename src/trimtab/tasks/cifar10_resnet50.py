@@ -22,7 +22,7 @@ ADAPTED_ROWS = 10 * EVAL_EVERY_ROWS
 
 
 def make_task(stem: str, name: str) -> Task:
-    """Return the task of a stem, "3x3" or "7x7"; which rungs are in reach of which recipe is not known beforehand."""
+    """Return the task of a stem, "3x3" or "7x7"; its ladder is given, not measured."""
     return Task(
         name=name,
         description=f"CIFAR-10, ResNet-50, {stem} stem",

@@ -16,16 +16,14 @@ from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import Batch, Metric
 
 
-def mean_cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy (nats) of `batch`: images (B, C, H, W) float, labels (B,) int64."""
-    images, labels = batch
-    return F.cross_entropy(model(images).float(), labels)
+def mean_cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor], *, label_smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy (nats) of `batch`: images (B, C, H, W) float, labels (B,) int64.
 
-
-def smoothed_cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor], smoothing: float) -> Tensor:
-    """Return the mean cross-entropy against labels that leave a share to all classes alike (Szegedy et al. 2015)."""
+    Args:
+        label_smoothing: the share of a label that all classes have alike (Szegedy et al. 2015).
+    """
     images, labels = batch
-    return F.cross_entropy(model(images).float(), labels, label_smoothing=smoothing)
+    return F.cross_entropy(model(images).float(), labels, label_smoothing=label_smoothing)
 
 
 def accuracy(model: nn.Module, batches: Sequence[Batch]) -> float:

@@ -1,9 +1,10 @@
 """The hand-made recipes a task is judged against: the paper's baseline (P0), a strong tuned one (P2), and Muon's (P3).
 
-Peak rates of the small tasks come from the sweeps in docs/LOG.md. Those of the tasks at the paper's size are published
-ones, and have not been swept here: 0.1 of SGD at batch 128 is He et al.'s (2015, section 4.2), 6e-4 of AdamW with betas
-(0.9, 0.95), weight decay 0.1 and clipping at 1 is that of the model of this size in Brown et al. 2020 (table 2.1,
-appendix B).
+Peak rates of the small tasks come from the sweeps in docs/LOG.md. Those of the tasks at the paper's size, and Muon's,
+are published rates, from memory, not swept here: 0.1 of SGD at batch 128 is He et al.'s (2015, section 4.2), 6e-4 of
+AdamW with betas (0.9, 0.95), weight decay 0.1 and clipping at 1 is that of the model of this size in Brown et al. 2020
+(table 2.1, appendix B), 0.02 of Muon is that of its authors' GPT-2 runs (Jordan et al. 2024). Muon's weight decay is
+0.1 here, as AdamW's beside it: ours, neither published nor swept. Comparisons say so in their notes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch
 from torch import nn
 
 from trimtab.core.objective import Reference
-from trimtab.tasks.image_classification import smoothed_cross_entropy
-from trimtab.tasks.muon import muon_with_adamw
+from trimtab.tasks.image_classification import mean_cross_entropy
+from trimtab.tasks.muon_with_adamw import muon_with_adamw
 from trimtab.tasks.task import StrongRecipe
 
 PAPER_REFERENCE = Reference("fp32", declared=True)
 LABEL_SMOOTHING = 0.1
-MUON_RATE = 0.02  # that of its authors' GPT-2 runs (Jordan et al. 2024)
+MUON_RATE = 0.02
+GPT_BETAS, GPT_DECAY = (0.9, 0.95), 0.1
+NOT_SWEPT = "published rate, not swept"
 
 
 def paper_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -38,7 +41,8 @@ def strong_gpt(budget_rows: int, peak_rate: float) -> StrongRecipe:
 
 def strong_gpt2(budget_rows: int, make_model: Callable[[], nn.Module]) -> StrongRecipe:
     """Return P2 for GPT-2 Small: that, at a published rate, by cosine, clipped, and the model with more dropout."""
-    return replace(strong_gpt(budget_rows, peak_rate=6e-4), decay="cosine", clip_norm=1.0, make_model=make_model)
+    small = strong_gpt(budget_rows, peak_rate=6e-4)
+    return replace(small, decay="cosine", clip_norm=1.0, make_model=make_model, rates=NOT_SWEPT)
 
 
 def strong_resnet(budget_rows: int) -> StrongRecipe:
@@ -48,13 +52,15 @@ def strong_resnet(budget_rows: int) -> StrongRecipe:
 
 def strong_resnet50(budget_rows: int) -> StrongRecipe:
     """Return P2 for ResNet-50: that, by cosine, its labels smoothed by a tenth."""
-    loss_fn = functools.partial(smoothed_cross_entropy, smoothing=LABEL_SMOOTHING)
-    return replace(strong_resnet(budget_rows), decay="cosine", loss_fn=loss_fn)
+    loss_fn = functools.partial(mean_cross_entropy, label_smoothing=LABEL_SMOOTHING)
+    return replace(strong_resnet(budget_rows), decay="cosine", loss_fn=loss_fn, rates=NOT_SWEPT)
 
 
 def muon_gpt(strong: StrongRecipe, rate: float) -> StrongRecipe:
     """Return P3 for a GPT: its P2 with Muon for the matrices of its blocks, and AdamW at `rate` for the rest."""
-    return replace(strong, make_optimizer=functools.partial(_gpt_muon, rate=rate))
+    rates = f"Muon at {MUON_RATE:g}, {NOT_SWEPT}, its weight decay {GPT_DECAY:g}; AdamW at {rate:g}"
+    its = f", {strong.rates}" if strong.rates else ", as swept without Muon"
+    return replace(strong, make_optimizer=functools.partial(_gpt_muon, rate=rate), rates=rates + its)
 
 
 def tuned_precision() -> str:
@@ -70,7 +76,7 @@ def tuned_precision() -> str:
 
 
 def _gpt_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=GPT_BETAS, weight_decay=GPT_DECAY, fused=True)
 
 
 def _gpt_muon(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -78,7 +84,8 @@ def _gpt_muon(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in blocks.parameters() if parameter.ndim == 2]
     inside = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    return muon_with_adamw(matrices, others, muon_rate=MUON_RATE, adamw_rate=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    shared = {"betas": GPT_BETAS, "weight_decay": GPT_DECAY}
+    return muon_with_adamw(matrices, others, muon_rate=MUON_RATE, adamw_rate=rate, **shared)
 
 
 def _resnet_sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -19,11 +19,12 @@ RESIDENT, HOST = "device", "host"
 _NAMES = {"cuda": "GPU", "cpu": "processor"}
 
 
-def placement(num_bytes: int, kind: str, free_bytes: int | None) -> Choice:
+def placement(num_bytes: int, kind: str, free_bytes: int | None, *, augments: bool = False) -> Choice:
     """Return where so many bytes of training data are to lie, and why.
 
     Args:
         kind: of device. free_bytes: of its memory, as measured before training; None where that is the host's.
+        augments: whether rows are augmented there, whose arithmetic is then the device's: same maths, other rounding.
     """
     device = _NAMES.get(kind, kind)
     if free_bytes is None:
@@ -31,7 +32,8 @@ def placement(num_bytes: int, kind: str, free_bytes: int | None) -> Choice:
     share = f"{format_bytes(num_bytes)} against {format_bytes(free_bytes)} free on the {device}"
     if num_bytes <= MOST * free_bytes:
         lost = (Rejected(HOST, "each batch would be copied"),)
-        return Choice(RESIDENT, f"{share}, beside what a step takes", Mark.EXACT, changed=True, losers=lost)
+        mark = Mark.ROUNDING if augments else Mark.EXACT
+        return Choice(RESIDENT, f"{share}, beside what a step takes", mark, changed=True, losers=lost)
     reason = f"{share}, more than a tenth: batches are copied from pinned memory, one ahead"
     return Choice(HOST, reason, Mark.EXACT, losers=(Rejected(RESIDENT, "it would take memory from the step"),))
 
@@ -39,11 +41,15 @@ def placement(num_bytes: int, kind: str, free_bytes: int | None) -> Choice:
 def placement_of(data: TaskData, device: torch.device) -> Choice:
     """Return where data is to lie for training on a device, by what is free there now."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return placement(sum(column.nbytes for column in data.columns), device.type, free)
+    num_bytes = sum(column.nbytes for column in data.columns)
+    return placement(num_bytes, device.type, free, augments=data.augment is not None)
 
 
 def placed(data: TaskData, device: torch.device) -> tuple[TaskData, Choice]:
-    """Return the data with its columns where they belong for a device, and the choice; batches stay the same."""
+    """Return the data with its columns where they belong for a device, and the choice.
+
+    Batches stay the same; those that are augmented to rounding, as a device may fuse what a processor rounds twice.
+    """
     choice = placement_of(data, device)
     if choice.value == HOST:
         return data, choice

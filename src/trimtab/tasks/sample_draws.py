@@ -1,17 +1,20 @@
-"""Random numbers that belong to a row: the same whatever batch, micro-batch, rank or resumed run the row is seen in.
+"""Random numbers that belong to a row: the same whatever batch, micro-batch or rank the row is seen in.
 
 A counter is hashed instead of a generator advanced: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014), in torch's wrapping int64, so that a device draws what a processor draws.
+number generators", 2014), in torch's wrapping int64, so that a device draws what a processor draws. Nothing is copied
+to the device: what is not the rows' own is plain numbers.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
+
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _BITS = 1 << 64
+_Int64 = TypeVar("_Int64", int, Tensor)
 
 
 class SampleDraws:
@@ -22,8 +25,8 @@ class SampleDraws:
     """
 
     def __init__(self, seed: int, epoch: int, rows: Tensor) -> None:
-        start = _mixed(torch.tensor([_signed(seed * _GOLDEN)])) + _signed((epoch + 1) * _MULTIPLIERS[0])
-        self._keys = _mixed(_mixed(start).to(rows.device) + (rows + 1) * _signed(_GOLDEN))
+        start = _mixed(_signed(_mixed(_signed(seed * _GOLDEN)) + (epoch + 1) * _MULTIPLIERS[0]))
+        self._keys = _mixed((rows + 1) * _signed(_GOLDEN) + start)
         self._drawn = 0
 
     def integers(self, high: int) -> Tensor:
@@ -36,15 +39,16 @@ class SampleDraws:
         return self.integers(1 << 31) < share * (1 << 31)
 
 
-def _mixed(values: Tensor) -> Tensor:
+def _mixed(values: _Int64) -> _Int64:
     """Return the finaliser of SplitMix64 of each."""
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         values = (values ^ _shifted(values, shift)) * _signed(multiplier)
+        values = _signed(values) if isinstance(values, int) else values  # a tensor wraps by itself
     return values ^ _shifted(values, 31)
 
 
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return the values as unsigned, shifted right: torch's own shift of int64 drags the sign along."""
+def _shifted(values: _Int64, bits: int) -> _Int64:
+    """Return the values as unsigned, shifted right: a shift of signed ones drags the sign along."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

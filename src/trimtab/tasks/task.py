@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from trimtab.tasks.sample_draws import SampleDraws
 
 METRIC_UNITS = ("share", "percent", "relative")
 DECAYS = ("linear", "cosine")
+# Fields of a task that hold a hand-tuned recipe: P2, and P3.
+RECIPES = ("strong", "muon")
 Batch = Any
 LossFn = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor | int | float]]
 
@@ -100,7 +102,7 @@ class TaskData:
     def batches(self, seed: int, batch_rows: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed.
 
-        They are where the columns are, order and augmentation the same on every device.
+        They are where the columns are, order and draws the same on every device, floats of `augment` to rounding.
         """
         checks.integer("batch_rows", batch_rows, high=self.num_rows)
         generator = torch.Generator().manual_seed(seed)
@@ -122,6 +124,7 @@ class StrongRecipe:
         decay: "linear", or "cosine".
         make_model: of the same shape, where the recipe regularises it otherwise; None: the task's.
         loss_fn: what it trains by, where that is another; None: the task's. It is judged by the task's metric.
+        rates: where its rates are from, if they were not swept for this task; a comparison's notes say it.
     """
 
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -133,6 +136,7 @@ class StrongRecipe:
     decay: str = "linear"
     make_model: Callable[[], nn.Module] | None = None
     loss_fn: LossFn | None = None
+    rates: str = ""
 
     def __post_init__(self) -> None:
         checks.one_of("recipe.decay", self.decay, DECAYS)
@@ -186,12 +190,17 @@ class Task:
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")
-        kinds = {"metric": Metric, "reference": Reference, "strong": StrongRecipe, "muon": StrongRecipe}
+        kinds = {"metric": Metric, "reference": Reference} | dict.fromkeys(RECIPES, StrongRecipe)
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and not (kind is StrongRecipe and value is None):
                 raise ValueGivenError(f"task.{name}", given=repr(value), expected=f"a {kind.__name__}")
         self._check_targets()
+
+    @property
+    def recipes(self) -> Mapping[str, StrongRecipe]:
+        """The hand-tuned recipes that it has, by the name of their field."""
+        return {name: recipe for name in RECIPES if (recipe := getattr(self, name)) is not None}
 
     def shortened(self, *, batch_rows: int | None = None, judged_batches: int | None = None) -> Task:
         """Return the task with fewer rows a step, or judged by fewer of its batches: to see that it runs, not how well.

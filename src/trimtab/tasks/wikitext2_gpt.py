@@ -21,12 +21,15 @@ EVALUATION_BATCH = 1
 EVAL_EVERY_ROWS = 32 * BATCH_ROWS
 BUDGET_ROWS = 16 * EVAL_EVERY_ROWS
 ADAPTED_ROWS = 4 * EVAL_EVERY_ROWS
+PEAK_RATE = 3e-3
 
 
 def make_model() -> GPT:
     """Return 4 layers of width 128 with 4 heads, the head tied: 7.2M parameters, 6.4M of them the embedding."""
     return GPT(GPTShape(VOCAB_SIZE, CONTEXT, num_layers=4, num_heads=4, width=128, dropout=0.1, tied_head=True))
 
+
+STRONG = strong_gpt(ADAPTED_ROWS, peak_rate=PEAK_RATE)
 
 TASK = Task(
     name="wikitext2_gpt",
@@ -43,8 +46,8 @@ TASK = Task(
     terms="tokens",
     terms_per_row=CONTEXT,
     adapted_rows=ADAPTED_ROWS,
-    strong=strong_gpt(ADAPTED_ROWS, peak_rate=3e-3),
-    muon=muon_gpt(strong_gpt(ADAPTED_ROWS, peak_rate=3e-3), rate=3e-3),
+    strong=STRONG,
+    muon=muon_gpt(STRONG, rate=PEAK_RATE),
     reference=PAPER_REFERENCE,
     example=functools.partial(example, CONTEXT),
 )

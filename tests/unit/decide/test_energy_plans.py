@@ -14,7 +14,7 @@ from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.profile import Trial
 from trimtab.decide import space
-from trimtab.decide.cost_model import CostModel, Predicted
+from trimtab.decide.cost_model import CostModel
 from trimtab.decide.finals import decide
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import control_interval, score_ratio
@@ -193,18 +193,13 @@ def test_the_front_has_who_takes_least_energy_where_that_counts():
     assert plan.stands_between is None  # of the weights of memory and time alone
 
 
-def test_joules_that_are_not_known_beat_nobody_on_the_front_and_are_beaten_by_nobody():
-    profile = measured(machine(), objective=BY_BOTH, can_retain=False)
-    named = profile.reference_candidate
-
-    def point(rows: int, step_s: float, peak: int, energy_j: float | None) -> space.Point:
-        return space.Point(replace(named, micro_batch=rows), Predicted(step_s, peak, energy_j=energy_j))
-
-    thrifty, hidden, worse = point(1, 1.0, 10, 5.0), point(2, 2.0, 20, None), point(3, 2.0, 20, 9.0)
-    assert space.front([thrifty, hidden, worse], with_energy=True) == (thrifty, hidden)
-    fast = point(4, 0.5, 5, None)  # a zero would beat all of them
-    assert space.front([fast, thrifty], with_energy=True) == (fast, thrifty)
-    assert space.front([fast, thrifty, hidden]) == (fast,)
+def test_what_is_not_known_is_on_no_front_that_it_counts_for():
+    found = space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
+    known = [point for point in found if point.refusal is None][:3]
+    cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
+    unknown = replace(known[0], cost=cost)
+    assert space.front([*known, unknown], with_energy=True) == space.front(known, with_energy=True)
+    assert space.front([*known, unknown]) == (unknown,)
 
 
 def test_where_energy_is_weighed_a_faster_setting_that_lost_says_at_which_energy():

@@ -106,6 +106,11 @@ def test_watts_of_a_machine_are_counted_once_though_each_rank_has_a_gpu(monkeypa
     }
 
 
+def test_a_meter_of_ones_own_is_of_a_machine_too():
+    found = [reads_of(ON_TWO_GPUS, rank, Metering(meter=GivenWatts(5))) for rank in (0, 1)]
+    assert found == [Reads(True, False), Reads(False, False)]
+
+
 def test_what_all_ranks_count_is_the_same_on_each_and_a_record_says_what_is_not_in_it(monkeypatch):
     def found(reads: Reads) -> Found:
         names = ("nvml gpu 0", "rapl package-0") if reads.processor else ("nvml gpu 1",)

@@ -11,16 +11,19 @@ from tiny_task import task as tiny
 from torch.nn import functional as F
 
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
 from trimtab.experiments import compare as compare_module
-from trimtab.experiments.compare import PEERS, USUAL_PEERS, Settings, compare
+from trimtab.experiments.compare import Settings, compare
 from trimtab.experiments.compare_command import Asked
 from trimtab.experiments.fingerprint import code_of
 from trimtab.experiments.inspect_arm import measure_arm
+from trimtab.experiments.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
 from trimtab.experiments.planning import Plans, example_batch
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import load_task
+from trimtab.tasks.task import RECIPES
 
 CPU = torch.device("cpu")
 
@@ -31,7 +34,7 @@ def all_peers():
 
 def entries(task, **settings):
     plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
-    found = compare_module._entries(task, plans, Settings(adapt=False, **settings), 0.001, brief=False)
+    found = compare_module._entries(task, plans, Settings(adapt=(), **settings), 0.001, brief=False)
     return {entry.name: entry for entry in found}
 
 
@@ -52,10 +55,32 @@ def test_peers_are_raced_by_name_and_to_their_own_ends():
 def test_a_peer_that_is_none_is_refused():
     with pytest.raises(ValueGivenError, match="against: given 'fast'"):
         Settings(against=("strong", "fast"))
-    for name in ("cifar10_resnet50", "digits_resnet"):
-        with pytest.raises(ValueGivenError, match=f"muon of {name}, which has no recipe with it"):
-            compare_module._require_peers(load_task(name), Settings(against=("muon",)))
-    compare_module._require_peers(load_task("digits_resnet"), Settings(against=("muon",), peers=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "why"),
+    [
+        ({"muon": None}, ("strong", "muon"), "muon of tiny, which has no such recipe; expected strict, paper, strong"),
+        ({"strong": None}, ("paper", "strong"), "strong of tiny, which has no such recipe; expected strict, paper, mu"),
+        ({"reference": Reference("bf16")}, ("muon", "strict"), "strict of tiny, whose reference computes in bf16"),
+    ],
+)
+def test_every_peer_that_is_named_is_checked_before_anything_runs(changes, named, why, tmp_path):
+    def nothing():
+        raise AssertionError("the data was read")
+
+    task = replace(all_peers(), load_data=nothing, **changes)
+    with pytest.raises(ValueGivenError, match=f"against: given {why}"):
+        compare(task, tmp_path / "out", Settings(2, against=named), command="")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_usual_peer_that_a_task_does_not_have_is_left_out():
+    assert list(entries(replace(tiny, strong=None))) == ["reference", "self", "plan_S", "paper"]
+
+
+def test_every_hand_tuned_recipe_has_its_loop():
+    assert set(HAND_TUNED) == set(RECIPES)
 
 
 def test_naming_peers_is_asking_for_them():
@@ -70,14 +95,17 @@ def test_naming_peers_is_asking_for_them():
 
 
 def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
-    before = ProcessState.capture()
-    found = compare(all_peers(), tmp_path, Settings(2, adapt=False, against=("strict", "muon")), command="")
+    before, task = ProcessState.capture(), all_peers()
+    task = replace(task, muon=replace(task.muon, rates="published rates, not swept here"))
+    found = compare(task, tmp_path, Settings(2, adapt=(), against=("strict", "muon")), command="")
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "strict", "muon"]
     assert {"strict", "muon"} <= {row.against for row in found.ratios if row.arm == "plan_S"}
     assert {row.against for row in found.target_rows if row.arm == "plan_S"} == {"reference", "strict"}
     assert set(found.plans) == {"S"}  # a plan is made for the strong recipe where that is raced
     assert found.arm("muon").final_rows == 8 * BATCH_ROWS
     assert not found.arm("strict").error
+    assert "muon: published rates, not swept here" in found.notes
+    assert not any(note.startswith("strong:") for note in found.notes)
     after = ProcessState.capture()
     assert (after.fp32_modes, after.num_threads) == (before.fp32_modes, before.num_threads)
 

@@ -88,7 +88,7 @@ def test_ranks_see_the_rows_of_the_whole_batch(num_ranks):
             assert torch.equal(column, torch.cat(its_parts))
 
 
-def test_a_run_gone_on_with_sees_what_was_left():
+def test_batches_drawn_anew_are_those_of_before():
     whole = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 8))
     torch.rand(5)  # what else was drawn in between is no matter
     rest = list(itertools.islice(load_data().batches(3, BATCH_ROWS), 5, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -23,7 +24,8 @@ from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
 from trimtab.experiments import compare as compare_module
-from trimtab.experiments import inspect_arm
+from trimtab.experiments import inspect_arm, race_folder
+from trimtab.experiments import lengths as lengths_module
 from trimtab.experiments import planning as planning_module
 from trimtab.experiments import race as race_module
 from trimtab.experiments.arm_facts import ArmFacts
@@ -37,6 +39,7 @@ from trimtab.experiments.result import Comparison
 from trimtab.experiments.rows import benchmark_object
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import TaskData, load_task
+from trimtab.tasks.models.gpt import GPTShape
 
 CPU = torch.device("cpu")
 TASK_FILE = f"{Path(__file__).with_name('tiny_task.py')}:task"
@@ -73,7 +76,7 @@ def folder(finished, tmp_path) -> Path:
 
 
 def first_look() -> Settings:
-    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=False, peers=False)
+    return Settings(num_pairs=2, whole_pairs=0, quick=True, adapt=(), peers=False)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -96,9 +99,9 @@ def test_a_comparison_without_peers_races_the_loop_its_control_and_both_plans(fi
 
 def test_some_pairs_may_be_only_timed(tmp_path, monkeypatch):
     """Throughput from both pairs, targets and final metrics from the whole one; a longer second try keeps the first."""
-    monkeypatch.setattr(compare_module, "_FEW_STEPS", 6)
-    monkeypatch.setattr(compare_module, "_FEW_S", 0.0)
-    monkeypatch.setattr(compare_module, "_CONTROL_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_FEW_STEPS", 6)
+    monkeypatch.setattr(lengths_module, "_FEW_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_CONTROL_S", 0.0)
     its = replace(load_task(TASK_FILE), adapted_rows=BUDGET_ROWS // 2)
     folder = tmp_path / "out"
     found = run(folder, Settings(num_pairs=2, whole_pairs=1), its)
@@ -131,7 +134,7 @@ def test_whole_pairs_are_among_the_pairs(whole):
 
 
 def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_S", 0.0)
     found = run(tmp_path / "out", first_look())
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"brief-0", "brief-1"}
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
@@ -146,20 +149,20 @@ def test_a_quick_comparison_times_a_few_steps_of_tier_s(tmp_path, monkeypatch):
     assert "No arm ran to its end" in page
 
 
-@pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": True}, {"peers": True}])
+@pytest.mark.parametrize("others", [{}, {"whole_pairs": 3}, {"adapt": ("learning_rate",)}, {"peers": True}])
 def test_quick_is_throughput_of_tier_s_alone(others):
-    settings = {"quick": True, "whole_pairs": 0, "adapt": False, "peers": False}
+    settings = {"quick": True, "whole_pairs": 0, "adapt": (), "peers": False}
     with pytest.raises(ValueGivenError, match="quick: given whole pairs, tier F or peers with it"):
         Settings(**(settings | others if others else {"quick": True}))
 
 
 def test_a_quick_comparison_ends_when_its_time_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "_QUICK_S", 0.0)
-    monkeypatch.setattr(compare_module, "_QUICK_END_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(lengths_module, "_QUICK_END_S", 0.0)
     found = run(tmp_path / "out", first_look())
     assert found.num_pairs == 1
     assert found.headline.kind == "no verdict"
-    monkeypatch.setattr(compare_module, "_QUICK_END_S", 1e9)
+    monkeypatch.setattr(lengths_module, "_QUICK_END_S", 1e9)
     assert run(tmp_path / "out", first_look()).num_pairs == 2
 
 
@@ -188,7 +191,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
     monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
-        monkeypatch.setattr(compare_module, "measure_arm", lambda *_: ArmFacts(100))
+        monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmFacts(100))
     found = run(tmp_path / "out")
     for name in ("plan_S", "plan_F"):
         arm = found.arm(name)
@@ -293,9 +296,9 @@ def test_every_stage_leaves_its_result(finished):
 
 
 def test_a_finished_comparison_is_read_back_without_running(finished, folder, monkeypatch):
-    monkeypatch.setattr(compare_module, "race", None)
+    monkeypatch.setattr(race_folder, "race", None)
     monkeypatch.setattr(compare_module, "make_plans", None)
-    monkeypatch.setattr(compare_module, "measure_arm", None)
+    monkeypatch.setattr(race_folder, "measure_arm", None)
     again = run(folder)
     said = f"2 of 2 races were read back from {folder}, where an earlier run of this comparison left them"
     assert again.notes == (*finished[1].notes, said)
@@ -304,7 +307,7 @@ def test_a_finished_comparison_is_read_back_without_running(finished, folder, mo
 
 def test_the_environment_is_that_of_the_races(folder, finished, monkeypatch):
     today = finished[1].environment | {"python": "another"}
-    monkeypatch.setattr(compare_module, "environment", lambda: today)
+    monkeypatch.setattr(race_folder, "environment", lambda: today)
     assert run(folder).environment == finished[1].environment != today
 
 
@@ -343,6 +346,15 @@ def test_a_race_that_is_cut_off_leaves_nothing_that_counts(folder):
     assert run(folder).num_pairs == 2
 
 
+def test_data_is_placed_once_for_all_races(folder, monkeypatch):
+    placed, given = race_folder.placed, []
+    monkeypatch.setattr(race_folder, "placed", lambda *args: given.append(args) or placed(*args))
+    for race in folder.glob("race-*"):
+        shutil.rmtree(race)
+    assert run(folder).num_pairs == 2
+    assert len(given) == 1
+
+
 def test_more_pairs_may_be_added(folder):
     before = files(folder)
     found = run(folder, replace(PAIRS, num_pairs=3))
@@ -355,8 +367,8 @@ def test_more_pairs_may_be_added(folder):
 @pytest.mark.parametrize(
     ("changes", "options", "named"),
     [
-        ({"quick": True, "whole_pairs": 0, "adapt": False}, {}, "adapt, quick"),
-        ({"adapt": False}, {}, "adapt"),
+        ({"quick": True, "whole_pairs": 0, "adapt": ()}, {}, "adapt, quick"),
+        ({"adapt": ()}, {}, "adapt"),
         ({"cap_s": 9.0}, {}, "cap_s"),
         ({}, {"budget": Budget(memory="1GiB")}, "budget, objective"),
         ({}, {"objective": Objective(time=1, memory=1)}, "budget, objective"),
@@ -386,7 +398,7 @@ def retuned(model, lr):
         ({"eval_every_rows": BATCH_ROWS}, "eval_every_rows"),
         ({"adapted_rows": BATCH_ROWS}, "adapted_rows"),
         ({"strong": replace(tiny.strong, budget_rows=BATCH_ROWS)}, "strong_budget_rows"),
-        ({"strong": None}, "strong_budget_rows"),
+        ({"strong": None}, "code, strong_budget_rows"),
         ({"reference": Reference("bf16")}, "reference_precision"),
         ({"load_data": lambda: other_data()}, "code, data_sha256"),
         ({"make_model": lambda: torch.nn.Linear(3, 3)}, "code, model or optimizer"),
@@ -436,6 +448,22 @@ def test_looking_at_a_task_draws_no_random_number():
     before = torch.get_rng_state()
     assert build_of(tiny) == build_of(tiny)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def held_at(number: object):
+    """Return the code of a task whose loss is bound to something."""
+    return code_of(replace(tiny, loss_fn=partial(tiny.loss_fn, number)))
+
+
+def test_what_is_bound_to_a_tasks_parts_tells_it_from_others():
+    """As `functools.partial(load_cifar10, 2000)` does from one of 3,000."""
+    shape, other = GPTShape(20, 8, width=8), GPTShape(20, 8, width=16)
+    bound = [2000, 3000, "2000", [2000], {"rows": 2000}, shape, other, partial(retuned, lr=1), partial(retuned, lr=2)]
+    assert len({code_of(tiny), *map(held_at, bound)}) == len(bound) + 1
+    assert [held_at(each) for each in bound] == [held_at(each) for each in copy.deepcopy(bound)]
+    assert held_at(object()) == held_at(object())  # where something lies in memory is not what it is
+    recipes = [replace(tiny.strong, make_optimizer=partial(retuned, lr=lr)) for lr in (1, 2)]
+    assert len({code_of(replace(tiny, strong=recipe)) for recipe in recipes}) == 2
 
 
 def other_data() -> TaskData:
@@ -488,7 +516,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
 
 
 def test_a_whole_comparison_races_the_peers_too(tmp_path):
-    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=False))
+    found = run(tmp_path / "out", Settings(num_pairs=1, adapt=()))
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "paper", "strong", "strong_plan"]
     assert set(found.plans) == {"S", "strong"}
     assert found.plans["strong"].reference.clip_norm == 1.0
@@ -516,14 +544,14 @@ def test_a_users_own_step_is_what_is_compared_against(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_STEP)
     task = load_task(f"{tmp_path / 'mine.py'}:task")
     calls = task.step.__globals__["calls"]
-    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)
+    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S"]
     assert set(calls) == {BATCH_ROWS}
     measured = 2 + 1 + 4 + 1  # of memory, phases and FLOP, apart from the race
     checked = 2  # against the declared maths
     raced = 2 * (BUDGET_ROWS // BATCH_ROWS + measured)  # by the reference and its control, by no plan
     assert len(calls) == raced + checked
-    run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=False), task=task)  # read back: nothing is trained
+    run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=()), task=task)  # read back: nothing is trained
     assert len(calls) == raced + checked
 
 

@@ -23,17 +23,26 @@ from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
 from trimtab.experiments.report import plan_tables, tables, terminal_report, wording, write_report
+from trimtab.experiments.report.document import Picture
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
-from trimtab.experiments.report.html import html_report
+from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
-from trimtab.experiments.report.markdown import markdown_report
-from trimtab.experiments.report.outline import Picture, sections
+from trimtab.experiments.report.markdown import markdown_page
+from trimtab.experiments.report.outline import document, sections
 from trimtab.experiments.report.planning_figures import memory_time
 from trimtab.experiments.result import PLAN_ARMS, Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.rows import benchmark_object
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
+
+
+def html_report(comparison: Comparison) -> str:
+    return html_page(document(comparison))
+
+
+def markdown_report(comparison: Comparison) -> str:
+    return markdown_page(document(comparison))
 
 
 def interval(pairs: list[float], *, log: bool = True) -> Ratio:

@@ -417,7 +417,7 @@ def test_the_cost_of_all_plans_counts_the_common_part_once():
 
 
 def test_what_the_intervals_do_not_hold_is_told():
-    told = "one plan, 5 seeds: the variance of planning and of the range test is not in the intervals"
+    told = "one plan, 5 seeds: the variance of planning and of its search is not in the intervals"
     assert told in comparison().notes
     assert not any("one plan" in note for note in comparison(races(1)).notes)
 

@@ -42,6 +42,18 @@ def test_tf32_is_off_everywhere_in_a_step_and_back_after(rounding):
     assert modes() == rounding
 
 
+def test_a_mode_that_is_right_already_is_left_to_follow_the_one_above_it():
+    above, before = torch.backends.fp32_precision, ProcessState.capture()
+    try:
+        torch.backends.fp32_precision = "ieee"
+        StrictLoop(make_task(), CPU).close()
+        torch.backends.fp32_precision = "tf32"
+        assert modes() == ["tf32"] * 6
+    finally:
+        torch.backends.fp32_precision = above
+        before.restore()
+
+
 def test_by_default_a_convolution_on_cuda_may_round():
     """Why there are two: as torch is found, its convolutions are not strict."""
     conv = torch.backends.cudnn.conv

@@ -26,6 +26,7 @@ from trimtab.measure.spent import Spent
 from trimtab.measure.window_clock import Stamped
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.exchange import Alone
+from trimtab.runtime.keeping import NotKept
 
 DIM, NOISE = 5, 0.7
 TRUE = torch.linspace(-1, 1, DIM, dtype=torch.float64)
@@ -881,7 +882,7 @@ def test_a_bound_that_allows_no_other_batch_is_said(policy, warns):
     """Of a batch that is cut into four micro-batches the next larger window has eight."""
     problem = Regression(16, BatchRule(policy, k_max=7), micro=4)
     with pytest.warns(RuntimeWarning, match="k never changes") if warns else contextlib.nullcontext():
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
 
 
 def test_the_default_rule_is_of_loader_batches():
@@ -900,7 +901,7 @@ def test_a_model_sharded_in_part_is_refused():
     problem.model = nn.Sequential(Sharded(DIM, DIM), nn.Linear(DIM, 1)).double()
     problem.optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*FSDP2 holds a part"):
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
 
 
 def test_one_under_fsdp1_is_refused():
@@ -910,7 +911,7 @@ def test_one_under_fsdp1_is_refused():
     problem = Regression(8, BatchRule())
     problem.model = FullyShardedDataParallel(DIM, 1).double()
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*FSDP1"):
-        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+        BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
 
 
 def test_usual_windows_tell_what_another_took_beyond_them():
@@ -936,9 +937,9 @@ def test_waiting_for_the_device_is_on_no_account(always_measured, monkeypatch, c
 
 def test_a_compiled_models_batch_is_not_split():
     problem = Regression(8, BatchRule("goodput", k_max=2))
-    monitored = BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None)
+    monitored = BatchControl(problem.plan, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
     compiled = dataclasses.replace(problem.plan, compiled=Choice(True, "by hand", Mark.ROUNDING, changed=True))
-    other = BatchControl(compiled, problem.model, problem.optimizer, Alone(), lambda *_: None)
+    other = BatchControl(compiled, problem.model, problem.optimizer, Alone(), lambda *_: None, NotKept())
     assert [each._probing._may_split for each in (monitored, other)] == [True, False]
 
 

@@ -97,7 +97,8 @@ def test_gpt_sees_no_later_token():
 def test_gpt_starts_as_gpt_2_does():
     torch.manual_seed(0)
     model = GPT(GPTShape(vocab_size=500, context=64, num_layers=4, num_heads=4, width=128, tied_head=True))
-    assert model.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for embedding in (model.token_embedding, model.position_embedding):
+        assert embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for block in model.blocks:
         assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
         assert block.contract.weight.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.05)

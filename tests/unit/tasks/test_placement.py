@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trimtab.core.plan import Mark
 from trimtab.tasks import DataSource, TaskData
@@ -40,6 +42,11 @@ def test_data_lies_on_the_device_where_it_takes_a_tenth_at_the_most(num_bytes, f
     assert bool(choice.losers) == (free is not None)
 
 
+def test_rows_augmented_on_the_device_are_the_hosts_to_rounding():
+    for free, augments, mark in ((2**34, True, Mark.ROUNDING), (2**34, False, Mark.EXACT), (2**10, True, Mark.EXACT)):
+        assert placement(2**20, "cuda", free, augments=augments).mark is mark
+
+
 def test_on_a_processor_nothing_is_moved():
     given = data()
     kept, choice = placed(given, CPU)
@@ -53,6 +60,33 @@ def test_batches_are_made_where_the_columns_are():
     assert (images.device.type, labels.device.type) == ("meta", "meta")
     assert images.shape == (4, 3, 32, 32)
     assert images.dtype == torch.float32
+
+
+class HostTensors(TorchDispatchMode):
+    """What operators are given or make on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        on_host = [leaf for leaf in tree_leaves((args, kwargs, made)) if getattr(leaf, "device", None) == CPU]
+        self.seen += [func] if on_host else []
+        return made
+
+
+def test_a_batch_takes_nothing_from_the_host():
+    """A copy from there, however small, waits for the device; an epoch's order and constants are sent once."""
+    batches = data("meta").batches(0, 4)
+    next(batches)
+    with HostTensors() as host:
+        for _ in range(3):
+            next(batches)
+    assert host.seen == []
+    with host:
+        next(batches)
+    assert host.seen  # of the next epoch's order: the watch sees what is on the host
 
 
 def test_on_a_processor_batches_are_drawn_as_they_are_asked_for():

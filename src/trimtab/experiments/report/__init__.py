@@ -1,45 +1,81 @@
-"""The report of a comparison: one self-contained page, the same as Markdown, the values as JSON, and a terminal view.
+"""Reports: one self-contained page, the same as Markdown, the values as JSON, and a terminal view.
 
-Reads values of `Comparison` only. matplotlib (figures) and rich (terminal) are optional and loaded on first use.
+Reads values only. matplotlib (figures) and rich (terminal) are optional and loaded on first use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.core.codec import to_json, write_whole
+from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.experiments.ablation import Ablation
+from trimtab.experiments.evaluation import Run
+from trimtab.experiments.evaluation_rows import evaluation_object
+from trimtab.experiments.report import ablation_outline, evaluation_outline, outline
+from trimtab.experiments.report.document import Document
 from trimtab.experiments.result import Comparison
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["terminal_report", "write_report"]
+__all__ = ["read_report", "terminal_evaluation", "terminal_report", "write_evaluation", "write_report"]
 
 
-def write_report(comparison: Comparison, directory: Path) -> dict[str, Path]:
+def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Path]:
     """Write `report.html`, `report.md` and `report.json`; return their paths by kind: html, md, json.
 
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
     """
-    from trimtab.experiments.report.html import html_report
-    from trimtab.experiments.report.markdown import markdown_report
+    return _write(partial(_document, found), partial(to_json, found, indent=1), "report", directory)
 
-    texts = {
-        "html": html_report(comparison),
-        "md": markdown_report(comparison),
-        "json": to_json(comparison, indent=1) + "\n",
-    }
+
+def write_evaluation(runs: Sequence[Run], directory: Path, command: str) -> dict[str, Path]:
+    """Write `evaluation.html`, `evaluation.md` and `evaluation.json` of several runs; return their paths by kind.
+
+    Raises:
+        DependencyError: matplotlib is not installed; nothing is written then.
+    """
+
+    def values() -> str:
+        return json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
+
+    return _write(partial(evaluation_outline.document, runs, command), values, "evaluation", directory)
+
+
+def _write(make: Callable[[], Document], values: Callable[[], str], stem: str, directory: Path) -> dict[str, Path]:
+    # What draws is missing before anything is made, not after.
+    from trimtab.experiments.report.html import html_page
+    from trimtab.experiments.report.markdown import markdown_page
+
+    document = make()
+    texts = {"html": html_page(document), "md": markdown_page(document), "json": values() + "\n"}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    paths = {kind: directory / f"report.{kind}" for kind in texts}
+    paths = {kind: directory / f"{stem}.{kind}" for kind in texts}
     for kind, path in paths.items():
         write_whole(path, texts[kind])
     return paths
 
 
-def terminal_report(comparison: Comparison) -> RenderableType:
+def read_report(path: Path) -> Comparison | Ablation:
+    """Return what a `report.json` holds.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    kind: type[Comparison] | type[Ablation] = Comparison
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        kind = Ablation if json.loads(path.read_text(encoding="utf-8")).get("kind") == "ablation" else Comparison
+    return read_json(kind, path)
+
+
+def terminal_report(found: Comparison | Ablation) -> RenderableType:
     """Return what `rich.print` shows: verdict, key figures and the main tables.
 
     Raises:
@@ -47,4 +83,19 @@ def terminal_report(comparison: Comparison) -> RenderableType:
     """
     from trimtab.experiments.report.terminal import terminal_view
 
-    return terminal_view(comparison)
+    return terminal_view(_document(found))
+
+
+def terminal_evaluation(runs: Sequence[Run], command: str) -> RenderableType:
+    """Return what `rich.print` shows of several runs.
+
+    Raises:
+        DependencyError: rich is not installed.
+    """
+    from trimtab.experiments.report.terminal import terminal_view
+
+    return terminal_view(evaluation_outline.document(runs, command))
+
+
+def _document(found: Comparison | Ablation) -> Document:
+    return ablation_outline.document(found) if isinstance(found, Ablation) else outline.document(found)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from trimtab.experiments.report import memory_figures, planning_figures, svg, tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.document import Picture
 from trimtab.experiments.report.drawing import LABEL, Drawing, Key, border, dash, series, time_unit
-from trimtab.experiments.report.outline import Picture
 from trimtab.experiments.report.svg import COLOUR, NUM_PARTS
 from trimtab.experiments.result import Arm, ArmCurve, Comparison, Ratio, RatioRow
 
@@ -139,7 +139,7 @@ def forest(comparison: Comparison, tier: str) -> Drawing:
             ax.axvspan(control.low, control.high, color=COLOUR["s0"], alpha=0.25, linewidth=0)
         ax.axvline(1, color=COLOUR["ink"], linewidth=0.8)
         for height, row in enumerate(rows):
-            _paint_ratio(ax, height, row.ratio)
+            paint_ratio(ax, height, row.ratio)
         labels = [_forest_label(row, comparison) for row in rows]
         ax.set_yticks(range(len(rows)), labels)
         ax.set_ylim(len(rows) - 0.4, -0.6)
@@ -159,14 +159,15 @@ def _forest_label(row: RatioRow, comparison: Comparison) -> str:
     return f"{say.named(comparison, row.arm, LABEL)}\nvs {say.named(comparison, row.against, LABEL)}"
 
 
-def _paint_ratio(ax: Any, height: float, ratio: Ratio) -> None:
+def paint_ratio(ax: Any, height: float, ratio: Ratio, role: str = "s4") -> None:
+    """Draw a ratio at a height: its pairs, and of five or more its mean and interval."""
     pairs = [pair for pair in ratio.pairs if 0 < pair < np.inf]
     ax.plot(pairs, [height + 0.22] * len(pairs), "o", color=COLOUR["ink"], alpha=0.45, markersize=2.6, linewidth=0)
     if ratio.n < say.PAIRS_FOR_A_VERDICT:
         return
     if ratio.low is not None and ratio.high is not None:
-        ax.plot([ratio.low, ratio.high], [height, height], color=COLOUR["s4"], linewidth=2, solid_capstyle="butt")
-    ax.plot([ratio.mean], [height], "D", color=COLOUR["s4"], markersize=5)
+        ax.plot([ratio.low, ratio.high], [height, height], color=COLOUR[role], linewidth=2, solid_capstyle="butt")
+    ax.plot([ratio.mean], [height], "D", color=COLOUR[role], markersize=5)
 
 
 def phases(comparison: Comparison) -> Drawing:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import html
 import re
 
-from trimtab.experiments.report import outline
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Picture,
+    Section,
+    Tile,
+)
 from trimtab.experiments.report.drawing import Drawing, Key
-from trimtab.experiments.report.figures import draw
-from trimtab.experiments.report.key_figures import Tile, key_figures
-from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.style import style_sheet
 from trimtab.experiments.report.svg import variable
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Comparison, Verdict
+from trimtab.experiments.result import Verdict
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_BADGES = {"gain": "gain", "pass": "gain", "harm": "harm", "fail": "harm"}
 _MAX_ASIDE = 12
 _TIGHT = 26  # characters of a cell that stays on one line
 _LONG_WORD = 22
@@ -25,11 +33,11 @@ _SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 _PIECE = re.compile(r"[^/_.,;:=-]{1,22}[/_.,;:=-]?|[/_.,;:=-]{1,22}")
 
 
-def html_report(comparison: Comparison) -> str:
+def html_page(document: Document) -> str:
     """Return the page."""
-    parts = outline.sections(comparison)
-    body = [_header(comparison), _contents(parts), *(_section(part, comparison) for part in parts)]
-    return page(f"{comparison.task}: trimtab comparison", "\n".join(body))
+    parts = document.sections
+    body = [_header(document), _contents(parts), *(_section(part, document) for part in parts)]
+    return page(f"{document.task}: trimtab {document.kind}", "\n".join(body))
 
 
 def page(title: str, body: str) -> str:
@@ -48,20 +56,19 @@ def escape(text: object, limit: int = say.MAX_TEXT) -> str:
     return html.escape(say.one_line(text, limit))
 
 
-def _header(comparison: Comparison) -> str:
-    verdict = outline.headline(comparison)
+def _header(document: Document) -> str:
+    verdict = document.verdict
     title, *more = _SENTENCE_END.split(verdict.sentence, maxsplit=1)
     lead = "".join(f'<p class="lead">{escape(text)}</p>' for text in more)
     return (
-        f'<header><p class="over">trimtab comparison · {escape(comparison.task)}</p>{_badge(verdict.kind)}'
-        f"<h1>{escape(title)}</h1>{lead}<p>{escape(comparison.description)}</p>"
-        f'<p class="muted">{escape(outline.byline(comparison))}</p>{_tiles(key_figures(comparison))}</header>'
+        f'<header><p class="over">trimtab {document.kind} · {escape(document.task)}</p>{_badge(verdict.kind)}'
+        f"<h1>{escape(title)}</h1>{lead}<p>{escape(document.description)}</p>"
+        f'<p class="muted">{escape(document.byline)}</p>{_tiles(document.tiles)}</header>'
     )
 
 
 def _badge(kind: str) -> str:
-    known = kind if kind in ("gain", "harm") else "other"
-    return f'<span class="badge {known}">{escape(kind, 24)}</span>'
+    return f'<span class="badge {_BADGES.get(kind, "other")}">{escape(kind, 24)}</span>'
 
 
 def _tiles(tiles: tuple[Tile, ...]) -> str:
@@ -82,17 +89,17 @@ def _anchor(part: Section) -> str:
     return "".join(c if c.isalnum() else "-" for c in part.title.lower())
 
 
-def _section(part: Section, comparison: Comparison) -> str:
-    blocks = "\n".join(_block(block, comparison) for block in part.blocks)
+def _section(part: Section, document: Document) -> str:
+    blocks = "\n".join(_block(block, document) for block in part.blocks)
     return f'<section id="{_anchor(part)}"><h2>{escape(part.title)}</h2>\n{blocks}</section>'
 
 
-def _block(block: Block, comparison: Comparison) -> str:
+def _block(block: Block, document: Document) -> str:
     match block:
         case Table():
             return _table(block)
         case Picture():
-            return _figure(draw(block, comparison))
+            return _figure(document.draw(block))
         case Heading(text):
             return f"<h3>{escape(text)}</h3>"
         case Paragraph(text):

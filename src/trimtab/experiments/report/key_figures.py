@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.document import Tile
 from trimtab.experiments.result import PLAN_ARMS, Arm, Comparison, Ratio
 
 _LABEL = 48  # characters of a name under a figure
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One key figure: what it is, the figure, and how sure it is."""
-
-    label: str
-    value: str
-    detail: str
 
 
 def key_figures(comparison: Comparison) -> tuple[Tile, ...]:
@@ -40,7 +32,7 @@ def _ratio_tile(comparison: Comparison, arm: Arm, name: str) -> Tile:
     label = say.measure(name, comparison).capitalize()
     if row is None:
         return Tile(label, say.UNMEASURED, say.arm_name(arm))
-    return _tile(
+    return tile_of(
         label, row.ratio, say.words_for(row, comparison), f"against {say.named(comparison, row.against, _LABEL)}"
     )
 
@@ -55,14 +47,15 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
     label = f"Time to {comparison.metric} {say.metric(row.target)}, planning counted"
     value, _ = tables.target_estimate(row)
     if row.ratio and not row.bound and row.reached_arm:
-        return (_tile(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)
+        return (tile_of(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)
     reached = f"reached by {row.reached_arm} of {row.n}, other arm {row.reached_against}"
     if row.n < say.PAIRS_FOR_A_VERDICT:
         return (Tile(label, say.NO_VERDICT, f"{value}; {reached}"),)
     return (Tile(label, value, reached),)
 
 
-def _tile(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
+def tile_of(label: str, value: Ratio, words: say.Words, against: str) -> Tile:
+    """Return a ratio as a key figure: its interval, or under five pairs the raw pairs, beside it."""
     if value.counted:
         return Tile(label, words(value.mean), f"count of allocated bytes; {against}")
     if value.n < say.PAIRS_FOR_A_VERDICT:

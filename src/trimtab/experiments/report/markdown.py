@@ -5,29 +5,29 @@ from __future__ import annotations
 import html
 import re
 
-from trimtab.experiments.report import outline, tables
+from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.key_figures import key_figures
-from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Picture, Section
+from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Comparison, Verdict
+from trimtab.experiments.result import Verdict
 
 # An underscore inside a word is no emphasis, and `plan_S` reads better unescaped.
 _SPECIAL = re.compile(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
-def markdown_report(comparison: Comparison) -> str:
+def markdown_page(document: Document) -> str:
     """Return the report as GitHub-flavoured Markdown."""
-    verdict = outline.headline(comparison)
     lines = [
-        f"# {escape(comparison.task)}: trimtab comparison",
-        f"**{escape(verdict.kind)}**: {escape(verdict.sentence)}",
-        escape(comparison.description),
-        escape(outline.byline(comparison)),
+        f"# {escape(document.task)}: trimtab {document.kind}",
+        f"**{escape(document.verdict.kind)}**: {escape(document.verdict.sentence)}",
+        escape(document.description),
+        escape(document.byline),
     ]
-    if tiles := key_figures(comparison):
-        lines.append("\n".join(f"- {escape(t.label)}: **{escape(t.value)}** ({escape(t.detail)})" for t in tiles))
-    lines += [_section(part) for part in outline.sections(comparison)]
+    if document.tiles:
+        lines.append(
+            "\n".join(f"- {escape(t.label)}: **{escape(t.value)}** ({escape(t.detail)})" for t in document.tiles)
+        )
+    lines += [_section(part) for part in document.sections]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 

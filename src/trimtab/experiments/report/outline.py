@@ -1,14 +1,29 @@
-"""The order of the report, once for every rendering: verdict first, then evidence, then how to repeat it."""
+"""The report of a comparison in its order: verdict first, then evidence, then how to repeat it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from trimtab.experiments.report import energy_tables, plan_tables, tables
 from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Picture,
+    Section,
+)
+from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.tables import Table
-from trimtab.experiments.result import Comparison, Verdict
+from trimtab.experiments.result import Comparison
+
+if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
+    from trimtab.experiments.report.drawing import Drawing
 
 TIER_NOTE = (
     "Tier S keeps the same maths (same batch, learning rate, schedule and optimizer; at most rounding differs). "
@@ -20,57 +35,24 @@ CURVE_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Heading:
-    """A heading inside a section."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    """Running text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Bullets:
-    """Sentences of equal rank."""
-
-    items: tuple[str, ...]
+def document(comparison: Comparison) -> Document:
+    """Return the report of a comparison."""
+    return Document(
+        "comparison",
+        comparison.task,
+        say.honest(comparison.headline, comparison.num_pairs),
+        comparison.description,
+        byline(comparison),
+        key_figures(comparison),
+        sections(comparison),
+        partial(_draw, comparison),
+    )
 
 
-@dataclass(frozen=True)
-class Code:
-    """Something to type."""
+def _draw(comparison: Comparison, picture: Picture) -> Drawing:
+    from trimtab.experiments.report.figures import draw
 
-    text: str
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure by name (a function of `figures`), of one tier where plans are compared."""
-
-    name: str
-    tier: str = ""
-
-
-Block = Heading | Paragraph | Bullets | Code | Picture | Table
-
-
-@dataclass(frozen=True)
-class Section:
-    """A titled part; `brief` ones are shown in the terminal too."""
-
-    title: str
-    blocks: tuple[Block, ...]
-    brief: bool = False
-
-
-def headline(comparison: Comparison) -> Verdict:
-    """Return the verdict that is read first."""
-    return say.honest(comparison.headline, comparison.num_pairs)
+    return draw(picture, comparison)
 
 
 def byline(comparison: Comparison) -> str:
@@ -182,9 +164,10 @@ def _cost(comparison: Comparison) -> tuple[Block, ...]:
 
 
 def _environment(comparison: Comparison) -> tuple[Block, ...]:
-    return _facts("Environment", comparison.environment), _facts("Data source", comparison.data_source)
+    return facts("Environment", comparison.environment), facts("Data source", comparison.data_source)
 
 
-def _facts(title: str, facts: Mapping[str, str]) -> Table:
-    rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in facts.items())
+def facts(title: str, found: Mapping[str, str]) -> Table:
+    """Return what is known of something, a line each."""
+    rows = tuple((say.one_line(key).replace("_", " "), say.one_line(value)) for key, value in found.items())
     return Table(title, ("", " "), rows, f"{title}: not recorded.")

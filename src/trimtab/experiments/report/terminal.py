@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from trimtab.core.errors import DependencyError
-from trimtab.experiments.report import outline
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.key_figures import Tile, key_figures
-from trimtab.experiments.report.outline import Block, Bullets, Code, Heading, Paragraph, Section
+from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Section, Tile
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Comparison, Verdict
+from trimtab.experiments.result import Verdict
 
 try:
     from rich import box
@@ -25,13 +23,13 @@ except ImportError as error:
         way_out="Run `pip install trimtab[cli]`.",
     ) from error
 
-_STYLES = {"gain": "bold green", "harm": "bold red"}
+_STYLES = {"gain": "bold green", "pass": "bold green", "harm": "bold red", "fail": "bold red"}
 
 
-def terminal_view(comparison: Comparison) -> RenderableType:
+def terminal_view(document: Document) -> RenderableType:
     """Return the report for `rich.print`."""
-    parts = [part for part in outline.sections(comparison) if part.brief]
-    return Group(_headline(comparison), _tiles(key_figures(comparison)), *(_section(part) for part in parts))
+    parts = [part for part in document.sections if part.brief]
+    return Group(_headline(document), _tiles(document.tiles), *(_section(part) for part in parts))
 
 
 def _text(words: object, style: str = "") -> Text:
@@ -39,16 +37,16 @@ def _text(words: object, style: str = "") -> Text:
     return Text(say.one_line(words, 4 * say.MAX_TEXT), style=style)
 
 
-def _headline(comparison: Comparison) -> RenderableType:
-    verdict = outline.headline(comparison)
+def _headline(document: Document) -> RenderableType:
+    verdict = document.verdict
     words = Text.assemble(
         (say.one_line(verdict.kind), _STYLES.get(verdict.kind, "bold")),
         "\n",
         (say.one_line(verdict.sentence), "bold"),
         "\n",
-        (outline.byline(comparison), "dim"),
+        (document.byline, "dim"),
     )
-    return Panel(words, title=_text(comparison.task), title_align="left", box=box.ROUNDED)
+    return Panel(words, title=_text(document.task), title_align="left", box=box.ROUNDED)
 
 
 def _tiles(tiles: tuple[Tile, ...]) -> RenderableType:

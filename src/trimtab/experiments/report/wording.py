@@ -98,10 +98,15 @@ def spread(values: Sequence[float], words: Callable[[float | None], str]) -> str
 
 
 def words_for(row: RatioRow, comparison: Comparison) -> Words:
-    """Return how a row's figures are written: a ratio, or a difference of the held-out metric."""
-    if row.metric != "final_metric_difference":
+    """Return how a row's figures are written."""
+    return words_of(row.metric, comparison.unit)
+
+
+def words_of(measured: str, unit: str) -> Words:
+    """Return how figures of a measure are written: a ratio, or a difference of the held-out metric in its unit."""
+    if measured != "final_metric_difference":
         return ratio
-    return relative if comparison.unit == "relative" else points
+    return relative if unit == "relative" else points
 
 
 def relative(value: float) -> str:
@@ -116,8 +121,13 @@ def is_perplexity(comparison: Comparison) -> bool:
 
 def measure(name: str, comparison: Comparison) -> str:
     """Return what a ratio row's metric is called."""
+    return measure_of(name, comparison.metric)
+
+
+def measure_of(name: str, held_out: str) -> str:
+    """Return what a measure is called, of a task with this held-out metric."""
     if name == "final_metric_difference":
-        return f"final {comparison.metric}, difference"
+        return f"final {one_line(held_out)}, difference"
     return name.replace("_", " ")
 
 

@@ -1,7 +1,7 @@
 """A compact GPT: pre-norm decoder blocks, learned positions, causal attention through torch's SDPA.
 
-Layout and initialisation follow GPT-2 (Radford et al. 2019). Shapes in comments: B rows, T tokens, D width, H heads,
-V vocabulary.
+Layout and initialisation follow GPT-2 (Radford et al. 2019); positions are drawn from N(0, 0.02) as all else is, where
+its authors' code has 0.01. Shapes in comments: B rows, T tokens, D width, H heads, V vocabulary.
 """
 
 from __future__ import annotations

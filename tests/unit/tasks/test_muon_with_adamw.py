@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.core.errors import DependencyError
-from trimtab.tasks import load_task, muon
+from trimtab.tasks import load_task
 from trimtab.tasks.models.gpt import GPT, GPTShape
-from trimtab.tasks.muon import MuonWithAdamW, muon_with_adamw
+from trimtab.tasks.muon_with_adamw import MuonWithAdamW, muon_with_adamw
 
 SHAPE = GPTShape(vocab_size=20, context=8, num_layers=2, num_heads=2, width=8, tied_head=True)
 
@@ -98,12 +97,6 @@ def test_step_hooks_and_a_closure_are_called_once():
     optimizer.register_step_post_hook(lambda *args: calls.append("after"))
     assert optimizer.step(lambda: calls.append("closure") or 2.0) == 2.0
     assert calls == ["before", "closure", "after"]
-
-
-def test_a_torch_without_it_is_named(monkeypatch):
-    monkeypatch.setattr(muon, "_MUON", None)
-    with pytest.raises(DependencyError, match=r"torch\.optim\.Muon: given none in torch"):
-        made(gpt())
 
 
 @pytest.mark.parametrize(("name", "rate"), [("wikitext2_gpt", 3e-3), ("wikitext2_gpt2", 6e-4)])

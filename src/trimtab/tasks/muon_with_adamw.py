@@ -12,26 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.core.errors import DependencyError
-
-_MUON: Any = getattr(torch.optim, "Muon", None)
-
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Two optimizers over shared groups and state; a group's key "muon" says which of them steps it.
 
     Args:
         groups: each with "muon", and what its optimizer takes.
-
-    Raises:
-        DependencyError: this torch has no Muon.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        if _MUON is None:
-            raise DependencyError(
-                "torch.optim.Muon", given=f"none in torch {torch.__version__}", expected="torch 2.9 or newer"
-            )
         super().__init__([self._completed(dict(group)) for group in groups], {})
 
     @staticmethod
@@ -76,5 +65,4 @@ def muon_with_adamw(
 
 
 def _build(params: Any, is_muon: bool, options: dict[str, Any]) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = (_MUON if is_muon else torch.optim.AdamW)(params, **options)
-    return made
+    return (torch.optim.Muon if is_muon else torch.optim.AdamW)(params, **options)

@@ -1,0 +1,332 @@
+"""The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
+
+`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is
+not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices, `--summary` says how the goals
+stand; neither runs anything. `--json` prints the summary as one object.
+
+Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice, written
+whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice that is done
+is not run again; where sources or its command have changed since, it is called stale: to measure it again, remove its
+file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended, and
+goes on from the last race that it finished when it is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import command
+from evaluation_goals import GOALS, reached
+from evaluation_slices import HALF, SIZES, TASKS, Slice, slices
+
+from trimtab.core.checks import number
+from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.experiments.evaluation import MACHINE, Run
+from trimtab.experiments.evaluation_files import KINDS, RECORD, read_runs
+from trimtab.experiments.report import write_evaluation
+from trimtab.measure.machine import environment
+
+HERE = Path(__file__).resolve().parent
+DONE, STALE, TO_DO, CANNOT = "done", "stale", "to do", "cannot run here"
+END_S = 10  # that a slice that is ended has to leave
+RUN, CUT, FAILED = "run", "cut off", "failed"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What is written down of a slice when it has ended."""
+
+    slice: str
+    command: str
+    sources: str
+    environment: dict[str, str]
+    seconds: float
+    result: str
+    schema: int = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where slices run: their folder, and what this machine is and has."""
+
+    folder: Path
+    environment: dict[str, str]
+    num_gpus: int = 0
+    has_meter: bool = False
+    commands: tuple[str, ...] = ()
+
+    def ran(self, each: Slice) -> Path:
+        """Return the file of a slice that has ended."""
+        return self.folder / "done" / f"{each.name}.json"
+
+    def missing(self, each: Slice) -> str:
+        """Say what a slice needs that is not here, or ""."""
+        return ", ".join(need for need in each.needs if not self._has(need))
+
+    def _has(self, need: str) -> bool:
+        if match := re.fullmatch(r"(\d+) gpus", need):
+            return self.num_gpus >= int(match[1])
+        if need.startswith("command "):
+            return need.removeprefix("command ") in self.commands
+        known = {"gpu": self.num_gpus > 0, "meter": self.has_meter}
+        return known[need] if need in known else (self.folder / need).is_file()
+
+    def state(self, each: Slice) -> tuple[str, str]:
+        """Return how a slice stands, and why."""
+        path = self.ran(each)
+        if not path.is_file():
+            missing = self.missing(each)
+            return (CANNOT, f"needs {missing}") if missing else (TO_DO, f"about {each.minutes:g} minutes")
+        ran = read_json(Ran, path)
+        changed = [] if ran.command == shlex.join(each.command) else ["its command has changed"]
+        if ran.sources != self.environment.get("sources"):
+            changed.append(f"measured with sources {ran.sources}, now {self.environment.get('sources')}")
+        return (STALE, "; ".join(changed)) if changed else (DONE, f"{ran.seconds:.0f} s")
+
+
+def main() -> None:
+    """Run what is not done, and say how the goals stand."""
+    parser = command.parser(__doc__)
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="of tasks: for two cores, for a GPU, or a trial")
+    parser.add_argument("--slice-minutes", type=float, default=9.0, help="after which a slice is ended")
+    parser.add_argument("--most", type=int, help="slices to run now; all by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these slices or their folders")
+    parser.add_argument("--folder", type=Path, help="of results; by default named for this machine")
+    parser.add_argument("--dry-run", action="store_true", help="list the slices, run nothing")
+    parser.add_argument("--summary", action="store_true", help="say how the goals stand, run nothing")
+    options = parser.parse_args()
+    try:
+        number("--slice-minutes", options.slice_minutes, low=0, open_low=True)
+        size = "tiny" if options.quick else options.size
+        wanted, place = chosen(slices(size), options.only), here(size, options.folder)
+        if options.dry_run:
+            print("\n".join(listed(wanted, place)))
+            return
+        if not options.summary:
+            for line in run_slices(wanted, place, 60 * options.slice_minutes, options.most):
+                print(line, file=sys.stderr, flush=True)
+        found = summary(size, wanted, place)
+        print(json.dumps(found) if options.json else "\n".join(text(found)))
+    except TrimtabError as error:
+        sys.exit(f"evaluation: {error}")
+
+
+def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, ...]:
+    """Return the slices of these names or folders.
+
+    Raises:
+        FormatError: there is none of a name.
+    """
+    for name in only or ():
+        if not any(name in (each.name, each.folder) for each in found):
+            names = ", ".join(dict.fromkeys(each.folder for each in found))
+            raise FormatError("--only", given=repr(name), expected=f"a slice, or all of a folder: {names}")
+    return tuple(each for each in found if not only or each.name in only or each.folder in only)
+
+
+def here(size: str, folder: Path | None = None) -> Place:
+    """Return this machine, with a folder that is its own; a trial's is not among the results.
+
+    Raises:
+        FormatError: the folder is of another machine. ValueGivenError: its GPU would train what is for its processor.
+    """
+    import torch
+
+    from trimtab.cli.entry import app
+    from trimtab.measure.meters import find_meter
+
+    found, gpus = environment(), torch.cuda.device_count()
+    refuse_gpu(size, gpus)
+    meter = find_meter(torch.device("cuda" if gpus else "cpu"))
+    results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
+    folder = folder or results / f"evaluation-{slug(found, gpus)}"
+    claim(folder, found)
+    names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
+    return Place(folder, found, gpus, not meter.facts.is_absent, names)
+
+
+def refuse_gpu(size: str, num_gpus: int) -> None:
+    """Raise where loops would run on a GPU that are to be measured on the processor."""
+    if size == "cpu" and num_gpus:
+        way_out = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
+        raise ValueGivenError("--size", given="cpu on a machine with a GPU", expected="gpu", way_out=way_out)
+
+
+def slug(found: Mapping[str, str], gpus: int = 0) -> str:
+    """Return a machine's name as part of a folder's: its GPUs, or its processor with extensions and cores."""
+    name = found["gpu"] if "gpu" in found else found["cpu"]
+    words = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU|AMD|Intel|NVIDIA)\b", " ", name)
+    parts = re.findall(r"[a-z0-9_]+", words.lower())
+    number_of = f"x{gpus}" if "gpu" in found else f"{found['cpu_cores']}core"
+    return "-".join([*parts, number_of])
+
+
+def claim(folder: Path, found: Mapping[str, str]) -> None:
+    """Write down whose folder it is, or refuse one of another machine."""
+    mine, path = {key: found[key] for key in MACHINE if key in found}, folder / "machine.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(mine, indent=1))
+        return
+    try:
+        theirs = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a machine's facts") from None
+    if theirs != mine:
+        differs = ", ".join(sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)))
+        raise FormatError(str(folder), given=f"results of another {differs}", expected="those of this machine")
+
+
+def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
+    """Yield a line of each slice: how it stands, and its command."""
+    for each in found:
+        state, why = place.state(each)
+        yield f"{state:<16} {each.name:<22} {each.says} ({why})\n{'':17}{shlex.join(each.command)}"
+    left = sum(each.minutes for each in found if place.state(each)[0] == TO_DO)
+    yield f"{len(found)} slices in {place.folder.name}; about {left:.0f} minutes are left to do here"
+
+
+def run_slices(found: Sequence[Slice], place: Place, limit_s: float, most: int | None = None) -> Iterator[str]:
+    """Run what is to do, and yield what became of each; a folder whose slice did not end is left for another time."""
+    left, broken = len(found) if most is None else most, set()
+    for each in found:
+        if left <= 0:
+            return
+        if place.state(each)[0] != TO_DO or each.folder in broken:
+            continue
+        left -= 1
+        yield f"{each.name}: {each.says}, about {each.minutes:g} minutes"
+        outcome, said = run_slice(each, place, limit_s)
+        yield f"{each.name}: {outcome}, {said}"
+        if outcome != RUN:
+            broken.add(each.folder)
+
+
+def run_slice(each: Slice, place: Place, limit_s: float) -> tuple[str, str]:
+    """Run one within so many seconds; return what became of it, and what is to be said of that."""
+    result, begun = place.folder / each.result, time.perf_counter()
+    if each.begins_anew:
+        result.unlink(missing_ok=True)
+    code, out, err = _run(_argv(each, place.folder), place.folder, limit_s)
+    seconds = time.perf_counter() - begun
+    if code is None:
+        return CUT, f"at {limit_s / 60:g} minutes: started again it goes on from its last whole race"
+    if code:
+        return FAILED, err.strip()[-2000:] or f"exit status {code}"
+    if each.prints:
+        write_whole(result, out)
+    if not result.is_file():
+        return FAILED, f"it left no {each.result}"
+    path = place.ran(each)
+    path.parent.mkdir(exist_ok=True)
+    sources = place.environment.get("sources", "unknown")
+    ran = Ran(each.name, shlex.join(each.command), sources, place.environment, round(seconds, 1), each.result)
+    write_whole(path, to_json(ran, indent=1))
+    return RUN, f"{seconds:.0f} s"
+
+
+def _argv(each: Slice, folder: Path) -> list[str]:
+    """Return what runs a slice from its folder."""
+    tasks = os.path.relpath(HERE / "evaluation_tasks.py", folder)
+    first, *rest = (_limit(part, folder).replace(TASKS, tasks) for part in each.command)
+    program = [str(HERE / first)] if first.endswith(".py") else ["-m", "trimtab.cli", first]
+    return [sys.executable, *program, *rest]
+
+
+def _limit(part: str, folder: Path) -> str:
+    """Return half the peak that a file of an arm holds, where a part of a command asks for it."""
+    if not part.startswith(HALF):
+        return part
+    path = folder / part.removeprefix(HALF)
+    try:
+        return f"{int(json.loads(path.read_text(encoding='utf-8'))['peak_bytes']) // 2}B"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(str(path), given=f"no peak ({error!r})", expected="an arm that was counted") from None
+
+
+def _run(argv: Sequence[str], folder: Path, limit_s: float) -> tuple[int | None, str, str]:
+    """Return (exit status, output, errors); no status of what had to be ended, with all that it started."""
+    paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    how = {"cwd": folder, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, start_new_session=True, **how) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None, *_end(process)
+        except BaseException:
+            _end(process)
+            raise
+    return process.returncode, out, err
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    for what in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, what)
+            return process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            break
+    return process.communicate()
+
+
+def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
+    """Return how slices and goals stand; the page of all runs is written beside them."""
+    runs = runs_in(found, place.folder)
+    paper = f"python benchmarks/evaluation.py --size {size}"
+    if runs:
+        write_evaluation(tuple(runs.values()), place.folder, paper)
+    goals = reached([goal for goal in GOALS if goal.size == size], place.folder, runs)
+    states = [(each, *place.state(each)) for each in found]
+    made = {
+        "schema": 1,
+        "name": "evaluation",
+        "environment": place.environment | {"command": paper},
+        "rows": [
+            *({"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals),
+            *({"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states),
+        ],
+    }
+    write_whole(place.folder / "summary.json", json.dumps(made, indent=1) + "\n")
+    return made
+
+
+def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
+    """Return the runs that slices have left, by their folder or file."""
+    files = {kind.file for kind in KINDS}
+    there = dict.fromkeys(each.result for each in found if (folder / each.result).is_file())
+    wanted = [path for path in there if Path(path).name in files or path.endswith(RECORD)]
+    runs = read_runs([folder / path for path in wanted])
+    named = [path.partition("/")[0] for path in wanted]
+    return {name: replace(run, name=name) for name, run in zip(named, runs, strict=True)}
+
+
+def text(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the goals stand, a line each, and how many slices are done."""
+    goals = [row for row in found["rows"] if row["metric"] == "goal"]
+    states = [row["state"] for row in found["rows"] if row["metric"] == "slice"]
+    for row in goals:
+        yield f"{row['status']:<13} {row['says']}{': ' if row['figure'] else ''}{row['figure']}"
+    counted = ", ".join(f"{states.count(state)} {state}" for state in (DONE, STALE, TO_DO, CANNOT) if state in states)
+    yield f"slices: {counted}"
+    for row in found["rows"]:
+        if row["metric"] == "slice" and row["state"] == STALE:
+            yield f"stale: {row['slice']}, {row['why']}"
+
+
+if __name__ == "__main__":
+    main()

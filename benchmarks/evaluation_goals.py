@@ -1,0 +1,211 @@
+"""The goals of the evaluation as data, and whether what a folder holds meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.core.codec import read_json
+from trimtab.core.plan import Plan
+from trimtab.experiments.evaluation import Finding, Run
+from trimtab.experiments.evaluation_findings import inverse
+from trimtab.experiments.paper_claims import FAIL, PASS, met, nearest
+from trimtab.experiments.paper_figures import LEAST, MOST, WITHIN
+
+MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
+MONITOR, TOLD = "monitor_overhead_ratio", "predicted_peak"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure and its bar.
+
+    Args:
+        size: of the evaluation. run: its folder or file. measure, arm, against, charged, target: of the finding; no
+            target: the hardest rung whose time is known. of_value: whether the arm's own figure is meant, and not what
+            it is over the other's. unit: how it is told.
+    """
+
+    says: str
+    size: str
+    run: str
+    measure: str
+    arm: str
+    against: str
+    sense: str
+    bar: float
+    charged: bool = False
+    target: float | None = None
+    of_value: bool = False
+    unit: str = "x"
+
+
+def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
+    recipes, longer = f"{kind}-recipes", f"{kind}-freed"
+    return (
+        Goal(f"{kind}: S {same}x P0", "cpu", recipes, "throughput", "plan_S", "reference", LEAST, same),
+        Goal(
+            f"{kind}: F {freed:g}x P0 to the target, search charged",
+            *("cpu", longer, "time_to_target", "plan_F", "reference", MOST, 1 / freed, True),
+        ),
+        Goal(f"{kind}: no harm to P2, 0.97", "cpu", recipes, "do_no_harm", "strong_plan", "strong", LEAST, 0.97),
+        Goal(
+            f"{kind}: S within 0.5% of P0's quality",
+            *("cpu", recipes, "final_metric", "plan_S", "reference", WITHIN, 0.5),
+            unit=" points or %",
+        ),
+    )
+
+
+GOALS = (
+    *_cpu("wikitext", 1.3, 4.0),
+    *_cpu("cifar", 1.8, 3.0),
+    Goal("GPT-2: S 8x P0", "gpu", "gpt2-recipes", "throughput", "plan_S", "reference", LEAST, 8),
+    Goal(
+        "GPT-2: S 370,000 tokens/s",
+        *("gpu", "gpt2-recipes", "throughput", "plan_S", "reference", LEAST, 370e3),
+        of_value=True,
+        unit=" tokens/s",
+    ),
+    Goal(
+        "GPT-2: S 465,000 tokens/s (stretch: the published H100 level)",
+        *("gpu", "gpt2-recipes", "throughput", "plan_S", "reference", LEAST, 465e3),
+        of_value=True,
+        unit=" tokens/s",
+    ),
+    Goal("ResNet-50 3x3: S 4x P0", "gpu", "resnet-recipes", "throughput", "plan_S", "reference", LEAST, 4),
+    Goal(
+        "ResNet-50 3x3: S 15,000 images/s",
+        *("gpu", "resnet-recipes", "throughput", "plan_S", "reference", LEAST, 15e3),
+        of_value=True,
+        unit=" images/s",
+    ),
+    Goal(
+        "GPT-2: F 30x P0 to the target, search charged",
+        *("gpu", "gpt2-freed", "time_to_target", "plan_F", "reference", MOST, 1 / 30, True),
+    ),
+    Goal(
+        "ResNet-50 3x3: F 20x P0 to the target, search charged",
+        *("gpu", "resnet-freed", "time_to_target", "plan_F", "reference", MOST, 1 / 20, True),
+    ),
+    Goal(
+        "ResNet-50 3x3: F 85% in 60 s, planning counted",
+        *("gpu", "resnet-freed", "time_to_target", "plan_F", "reference", MOST, 60.0, True, 0.85),
+        of_value=True,
+        unit=" s",
+    ),
+    Goal("GPT-2: half of P2's memory", "gpu", "gpt2-half", "peak_memory", "strong_plan", "strong", MOST, 0.5),
+    Goal("GPT-2: and 0.98x its speed", "gpu", "gpt2-half", "do_no_harm", "strong_plan", "strong", LEAST, 0.98),
+    Goal(
+        "GPT-2: within 4.5 GB",
+        *("gpu", "gpt2-small", "peak_memory", "strong_plan", "strong", MOST, 4.5e9),
+        of_value=True,
+        unit=" bytes",
+    ),
+    Goal("GPT-2: and 1.35x P2's time", "gpu", "gpt2-small", "do_no_harm", "strong_plan", "strong", LEAST, 1 / 1.35),
+    *(
+        Goal(
+            "GPT-2: within 4.5 GB, as told for an H200",
+            *(size, "prediction-small.json", TOLD, "", "", MOST, 4.5e9),
+            of_value=True,
+            unit=" bytes",
+        )
+        for size in ("cpu", "gpu")
+    ),
+    Goal("the noise monitor takes 0.25%", "gpu", "monitor.json", MONITOR, "", "", MOST, 1.0025),
+)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A goal with what was measured: its status, and the figure as text."""
+
+    goal: Goal
+    status: str
+    figure: str
+
+
+def reached(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
+    """Return how each goal stands.
+
+    Args:
+        runs: by their folder.
+    """
+    return tuple(_reached(goal, folder, runs) for goal in goals)
+
+
+def _reached(goal: Goal, folder: Path, runs: Mapping[str, Run]) -> Reached:
+    if goal.measure == MONITOR:
+        return _monitor(goal, folder / goal.run)
+    if goal.measure == TOLD:
+        return _told(goal, folder / goal.run)
+    found = _finding(goal, runs.get(goal.run))
+    if found is None:
+        return Reached(goal, NOT_MEASURED, "")
+    return _of_value(goal, found) if goal.of_value else _of_figure(goal, found)
+
+
+def _finding(goal: Goal, run: Run | None) -> Finding | None:
+    wanted = (goal.measure, goal.arm, goal.against, goal.charged)
+    found = [
+        each
+        for each in (run.findings if run else ())
+        if (each.measure, each.arm, each.against, each.charged) == wanted
+        and (goal.target is None or each.target == goal.target)
+    ]
+    return nearest(found, goal.target) if found else None
+
+
+def _of_value(goal: Goal, found: Finding) -> Reached:
+    if found.value is None:
+        return Reached(goal, NOT_MEASURED, found.said)
+    beyond = found.value >= goal.bar if goal.sense == LEAST else found.value <= goal.bar
+    figure = f"{found.value:,.0f}" if found.value >= 1000 else f"{found.value:.4g}"
+    said = f"{figure}{goal.unit}" + ("" if found.has_verdict else f"; {found.said}")
+    return Reached(goal, NOT_SHOWN if not found.has_verdict else MET if beyond else MISSED, said)
+
+
+def _of_figure(goal: Goal, found: Finding) -> Reached:
+    """Return a goal on a ratio; of a time what is told is how many times as fast."""
+    figure, is_time = found.figure, goal.measure == "time_to_target"
+    if figure is None:
+        return _bounded(goal, found)
+    status = {PASS: MET, FAIL: MISSED}.get(met(goal.sense, goal.bar, found), NOT_SHOWN)
+    shown = inverse(figure) if is_time else figure
+    is_bounded = shown.low is not None and shown.high is not None
+    interval = f" (95% {shown.low:.3f} to {shown.high:.3f}, n = {shown.n})" if is_bounded else ""
+    rung = "" if found.target is None else f" to {found.target:g}"
+    why = f"; {found.said}" if found.said else ""
+    return Reached(goal, status, f"{shown.mean:.3f}{goal.unit}{interval}{rung}{why}")
+
+
+def _bounded(goal: Goal, found: Finding) -> Reached:
+    """Return a goal on a time of which a bound is known: `>= 3.1x`."""
+    bound = re.match(r">= (\d+(?:\.\d+)?)x", found.said)
+    if bound is None:
+        return Reached(goal, NOT_SHOWN if found.said else NOT_MEASURED, found.said)
+    return Reached(goal, MET if float(bound[1]) * goal.bar >= 1 else NOT_SHOWN, f"{found.said} to {found.target:g}")
+
+
+def _monitor(goal: Goal, path: Path) -> Reached:
+    """Return whether the upper end is within the bar and the control's half-width (math: section 8)."""
+    if not path.is_file():
+        return Reached(goal, NOT_MEASURED, "")
+    (row, *_) = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["metric"] == MONITOR]
+    bar = goal.bar + row["control_half_width"]
+    status = MET if row["high"] <= bar else NOT_SHOWN if row["low"] <= bar else MISSED
+    figure = f"{row['mean']:.4f}x (95% {row['low']:.4f} to {row['high']:.4f}, n = {row['n']}), bar {bar:.4f}"
+    return Reached(goal, status, f"{row['task']}: {figure}")
+
+
+def _told(goal: Goal, path: Path) -> Reached:
+    if not path.is_file():
+        return Reached(goal, NOT_MEASURED, "")
+    told = read_json(Plan, path).predicted
+    if told is None or told.peak_bytes is None:
+        return Reached(goal, NOT_MEASURED, "nothing was told")
+    figure = f"{told.peak_bytes:,} bytes at {told.step_s:.3g} s a step, told and not measured"
+    return Reached(goal, MET if told.peak_bytes <= goal.bar else MISSED, figure)

@@ -1,0 +1,56 @@
+"""Tasks of the evaluation on two cores: the small tasks with fewer rows, so that a whole race ends within nine minutes.
+
+`_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too. `_half`: longer, so
+that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: of half the rows a
+step, for a race of a dozen arms. Which rungs are in reach of which recipe is not known beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from trimtab.tasks import cifar10_resnet as cifar
+from trimtab.tasks import wikitext2_gpt as wikitext
+from trimtab.tasks.cifar10 import load_cifar10
+from trimtab.tasks.peers import muon_gpt, strong_gpt, strong_resnet
+from trimtab.tasks.task import Task
+
+JUDGED_IMAGES = 1_000
+
+
+def _images(name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...]) -> Task:
+    """Return the image task of so many evaluations, `eval_steps` apart; what frees its rate trains on `adapted`."""
+    every = eval_steps * cifar.BATCH_ROWS
+    return replace(
+        cifar.TASK,
+        name=name,
+        load_data=functools.partial(load_cifar10, JUDGED_IMAGES),
+        eval_every_rows=every,
+        budget_rows=evals * every,
+        adapted_rows=adapted * every,
+        strong=strong_resnet(adapted * every),
+        targets=targets,
+    )
+
+
+def _tokens(name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...]) -> Task:
+    every = eval_steps * wikitext.BATCH_ROWS
+    strong = strong_gpt(adapted * every, peak_rate=3e-3)
+    return replace(
+        wikitext.TASK,
+        name=name,
+        eval_every_rows=every,
+        budget_rows=evals * every,
+        adapted_rows=adapted * every,
+        strong=strong,
+        muon=muon_gpt(strong, rate=3e-3),
+        targets=targets,
+    )
+
+
+cifar10_short = _images("cifar10_resnet_short", 20, 16, 5, (0.25, 0.30, 0.35))
+cifar10_half = _images("cifar10_resnet_half", 40, 16, 5, (0.30, 0.35, 0.40, 0.42))
+wikitext2_short = _tokens("wikitext2_gpt_short", 8, 10, 3, (10_000.0, 6_000.0, 4_000.0))
+wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)
+wikitext2_half = _tokens("wikitext2_gpt_half", 16, 12, 4, (4_000.0, 2_000.0, 1_000.0))

@@ -1,0 +1,91 @@
+"""Two plans raced over a few steps of training in pairs, on the user's own data; puts everything back."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
+from trimtab.measure.loader_state import borrowed
+from trimtab.measure.snapshot import Snapshot
+from trimtab.measure.timing import synchronize
+from trimtab.runtime.batches import count_rows, iterate
+from trimtab.runtime.engine import Run
+
+NUM_STEPS = 60
+NUM_PAIRS = 5  # fewer have no verdict (math: section 8)
+
+
+def short_race(
+    subject: Subject,
+    stands: Plan,
+    rival: Plan,
+    batches: Iterable[Any],
+    progress: Callable[[str], None],
+    num_steps: int = NUM_STEPS,
+    num_pairs: int = NUM_PAIRS,
+) -> tuple[ShortPair, ...]:
+    """Return the pairs that were run: all, or until the rival lost one. Leaves no trace.
+
+    A schedule by progress is run through whole in each training. Pairs differ in batches and random numbers; within one
+    they are the same, but that the plan as it stands, run again, draws others.
+
+    Args:
+        batches: training batches; gone through again where they end. A loader is left as `borrowed` says.
+
+    Raises:
+        ValueGivenError: there are too few batches. BatchError: there is nothing to iterate over.
+    """
+    pairs: list[ShortPair] = []
+    with borrowed(batches) as lent, Snapshot(subject.model, subject.optimizer) as snapshot:
+        drawn = _endless(lent)
+        for index in range(num_pairs):
+            data = list(itertools.islice(drawn, num_steps))
+            if len(data) < num_steps:
+                given, expected = f"{len(data)} batches", f"at least the {num_steps} of one training of the race"
+                raise ValueGivenError("data", given=given, expected=expected)
+
+            def run(name: str, plan: Plan, seed: int, data: list[Any] = data, index: int = index) -> ShortRun:
+                progress(f"race of {name}, pair {index + 1} of {num_pairs}")
+                snapshot.restore()
+                torch.manual_seed(seed)
+                return _train(subject, plan, data)
+
+            pair = ShortPair(run("the plan as it stands", stands, index), run("its rival", rival, index))
+            if is_lost(pair):
+                return (*pairs, pair)
+            again = run("the plan as it stands, again", stands, num_pairs + index)
+            pairs.append(ShortPair(pair.stands, pair.rival, again))
+    return tuple(pairs)
+
+
+def _train(subject: Subject, plan: Plan, data: list[Any]) -> ShortRun:
+    rows = sum(map(count_rows, data))
+    losses, seconds = [], []
+    given = {"total_samples": rows, "out_of_memory": "stop", "on_trial": True}
+    with Run(subject.model, subject.optimizer, plan, **given) as run:  # type: ignore[arg-type]
+        for batch in data:
+            begin = time.perf_counter()
+            losses.append(run.train_step(run.window(batch), subject.loss_fn))
+            synchronize(subject.device)
+            seconds.append(time.perf_counter() - begin)
+    return ShortRun(tuple(float(loss) for loss in losses), statistics.median(seconds))
+
+
+def _endless(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, again from the start where they end; none where a whole pass has none, or an iterator ended."""
+    while True:
+        count = 0
+        for batch in iterate("data", data):
+            count += 1
+            yield batch
+        if not count or isinstance(data, Iterator):
+            return

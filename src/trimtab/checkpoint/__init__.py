@@ -1,0 +1,1 @@
+"""Runs kept on disk, and gone on with after whatever ended them."""

@@ -1,0 +1,308 @@
+"""A folder that is there whole or not at all, and knows when a bit of it changed.
+
+    NAME.tmp-*/  ->  files, each synced  ->  manifest, synced  ->  rename to NAME  ->  parent synced  ->  hint `latest`
+
+A folder counts where its manifest agrees with every byte of it; `latest` is for people. Nothing is ever written into a
+folder that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, crc32_of_chunks
+from trimtab.checkpoint.lock import try_lock
+from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
+from trimtab.core import checks
+from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
+
+LATEST = "latest"
+TEMPORARY, DAMAGED = ".tmp-", ".damaged-"
+NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
+
+
+def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> Path:
+    """Write a folder, whole or not at all; returns it.
+
+    Args:
+        fill: writes the files into the folder it is given. about: JSON; its `step` says how far it is.
+
+    Raises:
+        FormatError: there is something of that name, or what was filled in is not files alone. ValueGivenError: the
+            name is none, or `about` has no step or is not JSON. SaveError: it could not be written.
+            What was there is as it was, whichever it is, or whatever else `fill` raises.
+    """
+    Manifest({}, about).encoded()  # refused before hours of writing
+    if not is_plain(name) or TEMPORARY in name or DAMAGED in name:
+        raise ValueGivenError("name", given=repr(name), expected="a name that a committed folder can have")
+    final = parent / name
+    _require_absent(final)
+    try:
+        with _temporary(final) as beside:
+            fill(beside)
+            seal(beside, about)
+            _require_absent(final)
+            os.rename(beside, final)
+        sync(parent)
+    except SaveError:
+        raise
+    except OSError as error:
+        raise _not_saved(final, error) from error
+    with contextlib.suppress(OSError):  # a hint that nobody relies upon
+        _hint(parent / LATEST, name)
+    return final
+
+
+def _hint(path: Path, name: str) -> None:
+    beside = _set_apart(path)
+    try:
+        with beside.open("x", encoding="utf-8") as file:  # never through a link that somebody laid
+            file.write(f"{name}\n")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _temporary(final: Path) -> Iterator[Path]:
+    """Make a folder beside, which a lock shows to be in use; what becomes of it, no trace of it is left there."""
+    beside, descriptor = _set_apart(final), None
+    beside.mkdir()
+    try:
+        descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks: `clean` leaves it alone there
+            try_lock(descriptor)
+        yield beside
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def seal(folder: Path, about: Mapping[str, Any]) -> Manifest:
+    """Bring a folder's files to disk, and write their manifest.
+
+    Raises:
+        FormatError: it holds a folder, a link or a manifest. OSError: it cannot be written.
+    """
+    files = {}
+    with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(1) as disk:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if not entry.is_file(follow_symlinks=False) or entry.name == NAME:
+                raise FormatError(entry.path, given="a folder, a link or a manifest", expected="files alone")
+            files[entry.name] = _synced(Path(entry.path), pool, disk)
+    manifest = Manifest(files, about)
+    (folder / NAME).write_bytes(manifest.encoded())
+    sync(folder / NAME)
+    sync(folder)
+    return manifest
+
+
+def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> File:
+    """Return a file's size and checksums, once it is on disk: one takes a processor, the other waits."""
+    descriptor, size = open_file(path)
+    try:
+        under_way = disk.submit(os.fsync, descriptor)
+        found = File(size, crc32_of_chunks(descriptor, size, pool))
+        under_way.result()
+        return found
+    finally:
+        os.close(descriptor)
+
+
+def verify(folder: Path) -> Manifest:
+    """Read every byte of a folder, and return its manifest.
+
+    Raises:
+        DamagedError: a file is missing, is one too many, has another size or other bytes, or is none; or the manifest.
+        FormatError: the manifest has another schema.
+    """
+    manifest = manifest_of(folder)
+    try:
+        there = {entry.name for entry in os.scandir(folder)} - {NAME}
+    except OSError as error:
+        raise damaged(folder, "", f"nothing that can be read ({error})", "a folder") from None
+    if extra := sorted(there - manifest.files.keys()):
+        raise damaged(folder, extra[0], "a file that the manifest does not know")
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for name, said in manifest.files.items():
+            if name not in there:
+                raise damaged(folder, name, "nothing", "a file")
+            _compare(folder, name, said, pool)
+    return manifest
+
+
+def _compare(folder: Path, name: str, said: File, pool: ThreadPoolExecutor) -> None:
+    try:
+        descriptor, size = open_file(folder / name)
+        try:
+            if size != said.bytes:
+                raise damaged(folder, name, f"{size} bytes", f"{said.bytes}")
+            if crc32_of_chunks(descriptor, size, pool) != said.crc32:
+                raise damaged(folder, name, "other bytes than were written")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise damaged(folder, name, f"what cannot be read ({error.strerror or error})", "a file") from None
+
+
+class Refused(NamedTuple):
+    """A folder that is not whole, and why."""
+
+    folder: Path
+    error: DamagedError
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+class Found(NamedTuple):
+    """The newest folder that is whole, if any; `refused` are those that would have been newer, or cannot be told."""
+
+    folder: Path | None
+    manifest: Manifest | None
+    refused: list[Refused]
+
+
+def found(parent: Path) -> list[Path]:
+    """Return the committed folders, the newest first by the steps in their manifests; no file is looked at."""
+    steps = [(step, folder.name, folder) for folder in _candidates(parent) if (step := _step(folder)) is not None]
+    return [folder for *_, folder in sorted(steps, reverse=True)]
+
+
+def newest_good(parent: Path) -> Found:
+    """Return the newest folder of which every byte is as it was written.
+
+    Raises:
+        FormatError: one that may be newer has another schema: whoever wrote it can read it.
+    """
+    refused: list[Refused] = []
+    for folder in sorted(_candidates(parent), key=_place, reverse=True):
+        try:
+            return Found(folder, verify(folder), refused)
+        except DamagedError as error:
+            refused.append(Refused(folder, error))
+    return Found(None, None, refused)
+
+
+def _candidates(parent: Path) -> list[Path]:
+    """Return what is a committed folder, or was one."""
+    try:
+        names = os.listdir(parent)
+    except FileNotFoundError:
+        return []
+    paths = [parent / name for name in names if TEMPORARY not in name and DAMAGED not in name]
+    return [path for path in paths if NAMED.fullmatch(path.name) or os.path.lexists(path / NAME)]
+
+
+def _step(folder: Path) -> int | None:
+    """Return how far a folder says that it is; None where it cannot be believed."""
+    try:
+        return manifest_of(folder).step
+    except FormatError:
+        return None
+
+
+def _place(folder: Path) -> tuple[float, str]:
+    """Return a folder's place in their order: by its name where its manifest is lost, else before all."""
+    step, named = _step(folder), NAMED.fullmatch(folder.name)
+    return (step if step is not None else int(named[1]) if named else math.inf), folder.name
+
+
+def retain(parent: Path, keep_last: int) -> list[Path]:
+    """Delete all but the newest folders, once the newest is found whole; returns what was deleted.
+
+    Raises:
+        FormatError: the newest is not whole; nothing was deleted. SaveError: what is older cannot be deleted.
+    """
+    checks.integer("keep_last", keep_last)
+    newest, *others = found(parent) or [None]
+    old = others[keep_last - 1 :]
+    if newest is None or not old:
+        return []
+    verify(newest)
+    for folder in old:
+        try:
+            remove(folder)
+        except OSError as error:
+            raise _not_saved(folder, error) from error
+    return old
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders, and say so
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _set_apart(final: Path) -> Path:
+    """Return a name that no committed folder has."""
+    return final.with_name(f"{final.name}{TEMPORARY}{uuid.uuid4().hex}")
+
+
+def remove(folder: Path) -> None:
+    """Delete a committed folder: it is none from the first moment on, and never half of one."""
+    aside = _set_apart(folder)
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clean(parent: Path) -> list[Path]:
+    """Delete what writers left that were ended, and return it; those that live hold a lock, however old theirs is."""
+    left = [Path(entry.path) for entry in os.scandir(parent) if _is_left(entry)]
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return left
+
+
+def _is_left(entry: os.DirEntry[str]) -> bool:
+    if TEMPORARY not in entry.name or entry.is_symlink():
+        return False
+    try:
+        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return try_lock(descriptor)
+    except OSError:  # a file system without locks: whose it is cannot be told
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _require_absent(final: Path) -> None:
+    if os.path.lexists(final):
+        raise FormatError(str(final), given="something of that name", expected="a new folder")
+
+
+def _not_saved(final: Path, error: OSError) -> SaveError:
+    said = SaveError(
+        str(final),
+        given=f"a file system that says: {error.strerror or error}",
+        expected="a folder that can be written, and room in it",
+        way_out="Whatever was committed before is as it was.",
+    )
+    said.errno = error.errno
+    return said

@@ -1,0 +1,264 @@
+"""A run that is kept: saved where it is due, gone on with where it was cut off, left where a signal asks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.checkpoint import envelope, journal
+from trimtab.checkpoint.background import Background
+from trimtab.checkpoint.envelope import Found, newest_good, retain
+from trimtab.checkpoint.journal import Journal
+from trimtab.checkpoint.lock import Lock, locked
+from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
+from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.signals import Signals
+from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.steps import committed, name_of, put_aside
+from trimtab.checkpoint.tensors import require_library, snapshot
+from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
+from trimtab.core.codec import to_jsonable
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.core.state_parts import Load, loading_parts
+from trimtab.core.stop import StopReason
+from trimtab.runtime.engine import Run
+from trimtab.runtime.keeping import Decided
+
+
+class KeptRun:
+    """The keeper of one run: `runtime.keeping.Keeper`.
+
+    Args:
+        plan: what is started.
+
+    Raises:
+        FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
+    """
+
+    keeps = True
+
+    def __init__(self, settings: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        require_library()
+        self._settings, self._plan = settings, plan
+        self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
+        self._also, self._model = Given(settings.also), model
+        self._saved_at = self._last_begun = 0
+        self._saved_s = time.monotonic()
+        self._run: Run | None = None
+        self._signals, self._background = Signals(), Background()
+        self._lock = _opened(settings.path)
+        try:
+            self._found = self._looked_for()
+            where = settings.path if settings.follows is None else Path(settings.follows)
+            self._journal = Journal(where / journal.NAME, follows=settings.follows is not None)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _looked_for(self) -> Found | None:
+        settings = self._settings
+        envelope.clean(settings.path)
+        if settings.resume == "never":
+            if there := committed(settings.path):
+                given, way_out = f"{there[0].name} in {settings.path}", 'resume="auto" goes on from it.'
+                raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
+            (settings.path / journal.NAME).unlink(missing_ok=True)
+            return None
+        found = newest_good(settings.path)
+        if found.folder is None and (found.refused or settings.resume == "always"):
+            damaged = "; ".join(str(error) for error in found.refused) or "no checkpoint"
+            raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
+        return found
+
+    def attach(self, run: Run) -> None:
+        """Begin to keep a run, or go on with it; what was not whole is put aside, and told.
+
+        Raises:
+            UsageError: it cannot go on with what was saved; neither run nor model was changed.
+        """
+        self._run, found = run, self._found
+        world = world_of(self._model, self._plan, 1)
+        run.position.may_differ = "data" in self._settings.accepts
+        if found is not None and found.folder is not None and found.manifest is not None:
+            about = found.manifest.about
+            apart = changes(about["world"], world)
+            require_accepted(apart, self._settings.accepts)
+            state = read_state(found.folder)
+            load = self._loading(state)
+            for error in found.refused:
+                put_aside(error.folder)
+                warnings.warn(f"{error} It was put aside, and {found.folder.name} is gone on from.", stacklevel=3)
+            self._also.loading(state["also"])()  # the user's own, which may yet refuse
+            load()
+            detail = {"from": found.folder.name, "changed": in_words(apart), "damaged": [*map(str, found.refused)]}
+            run.note("resumed", detail)
+        self._world = world
+        self._signals.install()
+
+    def _loading(self, state: Mapping[str, Any]) -> Load:
+        run = self._run
+        assert run is not None
+        parts = self._parts | {"run": run, "data": run.position}
+        recorder = run.recorder if state.get("record") is not None else None
+        load_record = None if recorder is None else recorder.loading(state["record"])
+        load_parts = loading_parts(
+            parts, {name: each for name, each in state.items() if name not in ("also", "record")}
+        )
+
+        def load() -> None:
+            if load_record is not None:
+                load_record()  # first, as it may yet refuse
+            load_parts()
+            self._saved_at = run.num_windows
+
+        return load
+
+    # What the run tells.
+
+    def between(self) -> None:
+        """Save where it is due; leave where a signal came.
+
+        Raises:
+            OSError, TrimtabError: a save failed, and the run is to stop at that. KeyboardInterrupt, SystemExit: a
+                signal came, and the run is saved.
+        """
+        assert self._run is not None
+        if self._signals.came is not None:
+            self._run.interrupt()
+        leaves = self._run.stop_reason is StopReason.INTERRUPTED
+        if leaves or self._is_due():
+            self.save()
+        if leaves:
+            self._background.wait()
+            self._signals.leave()
+
+    def _is_due(self) -> bool:
+        assert self._run is not None
+        settings, since = self._settings, self._run.num_windows - self._saved_at
+        if since <= 0:
+            return False
+        by_steps = settings.every_steps is not None and since >= settings.every_steps
+        return by_steps or (settings.every_s is not None and time.monotonic() - self._saved_s >= settings.every_s)
+
+    def save(self) -> None:
+        """Save the run as it is, unless that was done already.
+
+        Raises:
+            OSError, TrimtabError: as of `between`.
+        """
+        assert self._run is not None
+        windows = self._run.num_windows
+        if windows == self._saved_at and committed(self._settings.path):
+            return
+        with self._told(self._last_begun):
+            self._background.wait()
+        with self._told(windows):
+            write = self._writing(self._state(), windows)
+            self._last_begun = windows
+            self._background.begin(write) if self._settings.background else write()
+        self._saved_at, self._saved_s = windows, time.monotonic()
+
+    @contextlib.contextmanager
+    def _told(self, windows: int) -> Iterator[None]:
+        """Let a failure end the run, or be told."""
+        try:
+            yield
+        except (OSError, TrimtabError) as error:
+            if self._settings.on_failure == "stop":
+                raise
+            if self._run is not None:
+                self._run.note("checkpoint", {"windows": windows, "failed": str(error)})
+            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=5)
+
+    def _state(self) -> dict[str, Any]:
+        run = self._run
+        assert run is not None
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
+        return state | {"record": None if run.recorder is None else run.recorder.state_dict()}
+
+    def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
+        """Return what writes a state; it may be called while the run goes on, where it is of copies."""
+        settings, run = self._settings, self._run
+        assert run is not None
+        about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
+        taken = snapshot(state) if settings.background else state
+
+        def write() -> None:
+            def fill(folder: Path) -> None:
+                write_state(folder, taken)
+
+            envelope.write(settings.path, name_of(windows), fill, about)
+            retain(settings.path, settings.keep_last)
+
+        return write
+
+    def decided(self, index: int, window: Decided) -> None:
+        """Write what a window is made by."""
+        self._journal.add(index, window)
+
+    def decided_before(self, index: int) -> Decided | None:
+        """Return what a window was made by."""
+        return self._journal.before(index)
+
+    def close(self) -> None:
+        """Save nothing more: what is under way is waited for, and its failure raised."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._lock.release)
+            last.callback(self._signals.restore)
+            last.callback(self._journal.close)
+            last.callback(self._background.end)
+            with self._told(self._last_begun):
+                self._background.wait()
+
+
+def kept(
+    settings: Checkpoints,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    options: Mapping[str, Any],
+) -> Run:
+    """Return a run that is kept, or gone on with.
+
+    Args:
+        options: of `Run`.
+
+    Raises:
+        UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
+    """
+    exchange = options["backend"].exchange
+    if exchange.num_ranks > 1 or exchange.has_peers:
+        given, expected = "one of several ranks", "a run of one process: those of several are not kept yet"
+        raise ValueGivenError("checkpoints", given=given, expected=expected)
+    keeper = KeptRun(settings, model, optimizer, plan)
+    try:
+        run = Run(model, optimizer, plan, keeper=keeper, **options)
+    except BaseException:
+        keeper.close()
+        raise
+    try:
+        keeper.attach(run)
+    except BaseException as error:
+        run.close(error)
+        raise
+    return run
+
+
+def _opened(folder: Path) -> Lock:
+    """Return the lock of a run's folder, made where it is not there."""
+    try:
+        if not folder.exists():
+            folder.mkdir()
+        return locked(folder)
+    except OSError as error:
+        given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"
+        raise FormatError("checkpoints.folder", given=given, expected=expected) from None

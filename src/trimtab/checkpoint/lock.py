@@ -1,0 +1,140 @@
+"""One run a folder: a lock that the kernel lets go of with the process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import socket
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from trimtab.core.errors import FormatError
+
+NAME = "run.lock"
+_HELD = (errno.EAGAIN, errno.EACCES)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a folder, or that held it and ended without a word."""
+
+    pid: int
+    host: str
+    boot_id: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        """Return this process."""
+        try:
+            boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        except OSError:  # not Linux
+            boot_id = ""
+        return cls(os.getpid(), socket.gethostname(), boot_id)
+
+    @classmethod
+    def said(cls, text: bytes) -> Holder | None:
+        """Return who a lock's file says; None where it says nobody."""
+        try:
+            data = json.loads(text)
+            return cls(int(data["pid"]), f"{data['host']!s:.80}", f"{data['boot_id']!s:.40}")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Lock:
+    """A folder held by this process, until `release` or the end of a `with` block. Made by `locked`.
+
+    Attributes:
+        recovered: who held it and was killed; None where the last one let go of it.
+    """
+
+    def __init__(self, descriptor: int, recovered: Holder | None) -> None:
+        self._descriptor: int | None = descriptor
+        self.recovered = recovered
+        _forget_in_children()
+        _LOCKS.add(self)
+
+    def release(self) -> None:
+        """Let go; the file stays, as another may hold it by now."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file alone: a forked child's copy of it would hold the folder after its parent's end."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+def locked(folder: Path) -> Lock:
+    """Hold a folder for this process.
+
+    Raises:
+        FormatError: another process holds it, and which; or its file system has no locks. OSError: it is no folder
+            that can be written.
+    """
+    descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        holder = _taken(folder, descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(Holder.here())).encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Lock(descriptor, holder)
+
+
+def _taken(folder: Path, descriptor: int) -> Holder | None:
+    """Lock an open file; returns who held it and ended without a word."""
+    expected = "one run a folder"
+    try:
+        is_free = try_lock(descriptor)
+    except OSError as error:
+        given = f"a file system that has no locks ({error.strerror})"
+        way_out = "Choose a folder on a disk of this machine."
+        raise FormatError(str(folder), given=given, expected=expected, way_out=way_out) from None
+    holder = Holder.said(os.pread(descriptor, 1000, 0))
+    if not is_free:
+        given = f"a folder that another run holds ({holder or 'it does not say which'})"
+        way_out = "Wait for its end, or choose another folder."
+        raise FormatError(str(folder), given=given, expected=expected, way_out=way_out)
+    return holder
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder; returns False where another process holds it.
+
+    Raises:
+        OSError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        raise
+    return True
+
+
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@functools.cache  # once, and not at import
+def _forget_in_children() -> None:
+    os.register_at_fork(after_in_child=lambda: [lock.forget() for lock in _LOCKS])

@@ -1,0 +1,135 @@
+"""What a committed folder says of itself: size and checksums of every file, what it is about, and its own checksum.
+
+CRC-32 of every 64 MiB finds any one changed bit, any burst of 32, and of all else what is not one in four billion; it
+runs several times faster than SHA-256, which would find no more of what disks do. No checksum beside the data is a
+signature: who can write there can write a manifest. The manifest itself, upon which the rest hangs, is small: SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.core import checks
+from trimtab.core.codec import from_jsonable, to_jsonable
+from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
+
+SCHEMA = 1
+NAME = "manifest.json"
+STEP = "step"  # the one thing every folder has to say: how far it is
+_LONGEST = 2**26
+_WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's size, and the CRC-32 of each of its chunks in hexadecimal."""
+
+    bytes: int
+    crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds: files by their names, and what is said about them."""
+
+    files: Mapping[str, File]
+    about: Mapping[str, Any]
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        checks.integer(f"about[{STEP!r}]", self.about.get(STEP), low=0)
+        for name in self.files:
+            if not is_plain(name) or name == NAME:
+                raise FormatError(NAME, given=f"the file {name!r}", expected="the name of a file in the folder")
+
+    @property
+    def step(self) -> int:
+        """How far the folder is: of two, the one with more is newer, whatever clocks say."""
+        return int(self.about[STEP])
+
+    def encoded(self) -> bytes:
+        """Return its text, checksum included.
+
+        Raises:
+            ValueGivenError: what it says is not JSON.
+        """
+        try:
+            return _encoded(to_jsonable(self))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueGivenError("about", given=f"{error}", expected="what JSON can hold") from None
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Return a folder's manifest; its files are not looked at.
+
+    Raises:
+        DamagedError: there is none, it is not as it was written, or it names what is no file of the folder.
+        FormatError: it has another schema.
+    """
+    text = _bytes_of(folder)
+    try:
+        data = json.loads(text)
+        said = {key: value for key, value in data.items() if key != "sha256"}
+        is_whole = _encoded(said) == text
+    except (ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise damaged(folder, NAME, f"what is no manifest ({error})") from None
+    if not is_whole:
+        raise damaged(folder, NAME, "other bytes than were written")
+    if said.get("schema") != SCHEMA:
+        raise FormatError(f"{folder / NAME}: schema", given=repr(said.get("schema")), expected=str(SCHEMA))
+    try:
+        return from_jsonable(Manifest, said)
+    except (FormatError, ValueGivenError) as error:
+        raise damaged(folder, NAME, f"what no writer of it writes ({error})") from None
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name is one of a file in a folder, and of none elsewhere."""
+    return name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def open_file(path: Path) -> tuple[int, int]:
+    """Open a file for reading; returns its descriptor, and its size.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe or anything else that is no file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise OSError("it is no file")
+    return descriptor, found.st_size
+
+
+def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
+    """Return the error that names a file of a folder, or the folder."""
+    return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
+
+
+def _bytes_of(folder: Path) -> bytes:
+    try:
+        descriptor, size = open_file(folder / NAME)
+        with os.fdopen(descriptor, "rb") as file:
+            if size <= _LONGEST:
+                return file.read(_LONGEST)
+    except OSError as error:
+        raise damaged(folder, NAME, f"nothing that can be read ({error.strerror or error})", "a manifest") from None
+    raise damaged(folder, NAME, f"{size} bytes", f"a manifest of at most {_LONGEST}")
+
+
+def _encoded(data: Mapping[str, Any]) -> bytes:
+    """Return the one text of a manifest: whatever bit of it changes, it is another."""
+    whole = dict(data) | {"sha256": hashlib.sha256(_text(data)).hexdigest()}
+    return _text(whole) + b"\n"
+
+
+def _text(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, sort_keys=True, indent=1, allow_nan=False).encode()

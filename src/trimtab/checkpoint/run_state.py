@@ -1,0 +1,147 @@
+"""All that defines a run, as one state: model, optimizer, the loop's counters and averages, data and random numbers.
+
+Taken between two windows, when no gradient is held. What is put back is looked at as a whole first: a state that does
+not fit changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
+from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.runtime.layout import align_state
+
+_HIDDEN = "hidden"  # buffers that a model keeps out of its state_dict, and trains by all the same
+
+
+class ModelState(Part):
+    """A model's parameters and buffers, and what else its modules put into `state_dict()`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return values where they lie, not copies."""
+        own = {name: _detached(value) for name, value in self._model.state_dict().items()}
+        return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
+
+    def _hidden(self) -> dict[str, Tensor]:
+        known = self._model.state_dict().keys()
+        return {name: value for name, value in self._model.named_buffers() if name not in known}
+
+    def loading(self, state: Any) -> Load:
+        """Return what puts the values into the very same tensors.
+
+        Raises:
+            ModelError: other names, shapes or types than the model's.
+        """
+        require_keys("state.model", state, ("own", _HIDDEN))
+        _require_alike("model", state["own"], self._model.state_dict())
+        hidden = self._hidden()
+        _require_alike("model's buffers", state[_HIDDEN], hidden)
+
+        def load() -> None:
+            self._model.load_state_dict(state["own"])
+            with torch.no_grad():
+                for name, value in hidden.items():
+                    value.copy_(state[_HIDDEN][name])
+
+        return load
+
+
+class OptimizerState(Part):
+    """An optimizer's groups and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer itself does."""
+        return self._optimizer.state_dict()
+
+    def loading(self, state: Any) -> Load:
+        """Return what has the optimizer go on.
+
+        Raises:
+            OptimizerError: groups of other parameters.
+        """
+        require_keys("state.optimizer", state, ("state", "param_groups"))
+        now = [len(group["params"]) for group in self._optimizer.param_groups]
+        then = [len(group["params"]) for group in state["param_groups"]]
+        if now != then:
+            given, expected = f"groups of {now} parameters", f"those of {then}, as the run was saved with"
+            raise OptimizerError("optimizer", given=given, expected=expected)
+
+        def load() -> None:
+            self._optimizer.load_state_dict(state)
+            self._keep_types(state["state"])
+            align_state(self._optimizer)
+
+        return load
+
+    def _keep_types(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Undo torch's cast of state to its parameter's type: an optimizer may have chosen another."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, values in saved.items():
+            own = self._optimizer.state[parameters[index]]
+            for name, value in values.items():
+                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
+                    own[name] = value.to(own[name].device, copy=True)
+
+
+class Given(Part):
+    """What the user wants kept too: anything with `state_dict` and `load_state_dict`.
+
+    Raises:
+        ValueGivenError: one of them has not both.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        for name, thing in things.items():
+            if not all(callable(getattr(thing, verb, None)) for verb in ("state_dict", "load_state_dict")):
+                expected = "something with state_dict() and load_state_dict()"
+                raise ValueGivenError(f"checkpoints.also[{name!r}]", given=type(thing).__name__, expected=expected)
+        self._things = dict(things)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return each one's own."""
+        return {name: thing.state_dict() for name, thing in self._things.items()}
+
+    def loading(self, state: Any) -> Load:
+        """Return what hands each its state; whether it fits is for each to say, as it is loaded."""
+        require_keys("state.also", state, self._things)
+
+        def load() -> None:
+            for name, thing in self._things.items():
+                thing.load_state_dict(state[name])
+
+        return load
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _require_alike(what: str, saved: Any, now: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise FormatError(f"state.{what}", given=f"a {type(saved).__name__}", expected="a mapping")
+    if apart := sorted(saved.keys() ^ now.keys()):
+        where = "the checkpoint" if apart[0] in saved else "the model"
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        given = f"{apart[0]}{more} in {where} alone"
+        raise ModelError(what, given=given, expected="the model that the run was saved with")
+    for name, value in saved.items():
+        if _kind(value) != _kind(now[name]):
+            given, expected = f"{_kind(now[name])}", f"{_kind(value)}, as the run was saved with"
+            raise ModelError(f"{what}: {name}", given=given, expected=expected)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

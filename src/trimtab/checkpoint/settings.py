@@ -1,0 +1,87 @@
+"""Where a run is kept, how often, and what becomes of it where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.manifest import manifest_of
+from trimtab.checkpoint.run_state import Given
+from trimtab.checkpoint.steps import committed
+from trimtab.checkpoint.world import accepted
+from trimtab.core import checks
+from trimtab.core.codec import from_jsonable
+from trimtab.core.errors import DamagedError, ValueGivenError
+from trimtab.core.plan import Plan
+
+RESUMES = ("auto", "never", "always")
+FAILURES = ("stop", "warn")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Keeps a run: `trimtab.start(..., checkpoints=Checkpoints("runs/mine"))`.
+
+    Args:
+        folder: of this run alone; made where its parent is there.
+        every_steps: windows between two checkpoints. every_s: seconds, at the first end of a window after them. Either,
+            or both; None and None: at the run's end and at a signal only.
+        keep_last: how many are kept; older ones are deleted once a newer one is on disk.
+        resume: "auto" goes on from the newest one that is whole, and begins where there is none; "always" wants one;
+            "never" wants a folder without.
+        accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, data. Recorded.
+        also: the user's own things that are part of the run (a scheduler, an average of weights), each with
+            `state_dict()` and `load_state_dict()`.
+        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due.
+        background: whether it is written beside the training, from a copy in memory.
+        follows: the folder of a run that is to be repeated: windows are made as they were there.
+
+    Raises:
+        ValueGivenError: a value is out of range.
+    """
+
+    folder: Path | str
+    every_steps: int | None = None
+    every_s: float | None = 600.0
+    keep_last: int = 2
+    resume: str = "auto"
+    accepts: tuple[str, ...] = ()
+    also: Mapping[str, Any] = field(default_factory=dict)
+    on_failure: str = "stop"
+    background: bool = False
+    follows: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | Path) or not str(self.folder):
+            raise ValueGivenError("checkpoints.folder", given=repr(self.folder), expected="a path")
+        object.__setattr__(self, "folder", Path(self.folder))
+        if self.every_steps is not None:
+            checks.integer("checkpoints.every_steps", self.every_steps)
+        if self.every_s is not None:
+            checks.number("checkpoints.every_s", self.every_s, low=0, open_low=True)
+        checks.integer("checkpoints.keep_last", self.keep_last)
+        checks.one_of("checkpoints.resume", self.resume, RESUMES)
+        checks.one_of("checkpoints.on_failure", self.on_failure, FAILURES)
+        object.__setattr__(self, "accepts", accepted(self.accepts))
+        Given(self.also)
+
+    def saved_plan(self) -> Plan | None:
+        """Return the plan that the run was last saved with; None where it was not saved yet.
+
+        Raises:
+            FormatError: it is of another version of trimtab.
+        """
+        if self.resume == "never":
+            return None
+        for folder in committed(self.path):
+            with contextlib.suppress(DamagedError):
+                return from_jsonable(Plan, manifest_of(folder).about["plan"])
+        return None
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.folder)

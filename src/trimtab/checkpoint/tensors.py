@@ -1,0 +1,210 @@
+"""Tensors and arrays of a state, bit for bit, in a file that holds numbers and nothing that runs (safetensors)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.checkpoint.tree import Packed
+from trimtab.core.errors import DependencyError, FormatError, SaveError
+
+_TYPES = (Tensor, torch.nn.Parameter)
+# Types that every safetensors knows; of any other the file holds bytes.
+_WRITTEN = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+_ARRAYS = "?bhilqBHILQefd"  # dtype codes: truth values, whole numbers and floats, in the machine's byte order
+
+
+class Packer:
+    """Packs tensors and arrays; `tensors` are those to be written: on the host, dense, the same memory once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._named: dict[tuple[Any, ...], str] = {}
+        self._met: list[Tensor] = []  # alive, so that no address is another tensor's by now
+
+    def leaf(self, value: Any, path: str) -> dict[str, Packed] | None:
+        """Return a tensor or array as JSON that names one of `tensors`; None of any other value.
+
+        Raises:
+            FormatError: it does not hold its values, or they are no numbers.
+        """
+        if type(value) in _TYPES:
+            return {"tensor": self._packed(value, path)}
+        if isinstance(value, np.generic) or type(value) is np.ndarray:
+            return {"array": self._packed_array(value, path)}
+        return None
+
+    def _packed(self, tensor: Tensor, path: str) -> Packed:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            given = f"a tensor that is {'without values' if tensor.is_meta else tensor.layout}"
+            raise FormatError(path, given=given, expected="one that holds its values")
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        name = self._named.get(memory := memory_of(tensor))
+        if name is None:
+            name = self._named[memory] = f"{len(self.tensors)} {path.removeprefix('state')}"
+            self._met.append(tensor)
+            self.tensors[name] = _written(tensor, path)
+        packed = {"name": name, "shape": list(tensor.shape), "type": _name(tensor.dtype)}
+        order = _order(tensor)
+        return packed if order == sorted(order) else packed | {"order": order}
+
+    def _packed_array(self, array: Any, path: str) -> Packed:
+        kind = array.dtype
+        if kind.char not in _ARRAYS or not kind.isnative:
+            raise FormatError(path, given=f"an array of {kind!r}", expected="one of truth values or real numbers")
+        whole = np.array(array, order="C")  # a copy of what may be read only, which torch would warn of
+        packed = self._packed(torch.from_numpy(whole.reshape(-1).view(np.uint8)), path)
+        is_scalar = isinstance(array, np.generic)
+        return {"bytes": packed, "shape": list(whole.shape), "type": kind.name, "is_scalar": is_scalar}
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common that are the same numbers in the same memory."""
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def snapshot(state: Any) -> Any:
+    """Return a state whose tensors and arrays nobody else changes, on the host; what is one memory stays one."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if (memory := memory_of(value)) not in copies:
+                copies[memory] = value.detach().to("cpu", copy=True)
+            return copies[memory]
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, dict):
+            return {key: copy(each) for key, each in value.items()}
+        return type(value)(map(copy, value)) if type(value) in (list, tuple) else value
+
+    return copy(state)
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost, of a tensor without gaps; else as named."""
+    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d], d))
+    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
+
+
+def _written(tensor: Tensor, path: str) -> Tensor:
+    """Return what a file holds of a tensor: its numbers in the order of memory, with memory to itself."""
+    dense = tensor.permute(_order(tensor)).cpu().contiguous()
+    if dense.untyped_storage().nbytes() != dense.nbytes:
+        dense = dense.clone()
+    try:
+        return dense if dense.dtype in _WRITTEN else dense.reshape(-1).view(torch.uint8)
+    except RuntimeError as error:
+        raise FormatError(path, given=f"a tensor of {_name(tensor.dtype)} ({error})", expected="one of bytes") from None
+
+
+class Unpacker:
+    """Gives the tensors of a file to those that name them; those that name one get the same object."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._given: dict[str, tuple[Packed, Tensor]] = {}
+        self.leaves = {"tensor": self._tensor, "array": self._array}
+
+    def require_all_given(self, path: str = "state") -> None:
+        """Raise `FormatError` where the file has tensors that nothing names."""
+        if unnamed := sorted(self._tensors.keys() - self._given.keys()):
+            raise FormatError(path, given=f"the tensor {unnamed[0]!r}, which is nowhere in it", expected="none such")
+
+    def _tensor(self, packed: Packed, path: str) -> Tensor:
+        name, shape, dtype, order = _parts(packed, path)
+        if name not in self._tensors:
+            raise FormatError(path, given=f"no tensor {name!r}", expected="one of the file's")
+        if name in self._given:
+            before, tensor = self._given[name]
+            if before != packed:
+                raise FormatError(path, given=f"{packed!r:.80}", expected=f"{before!r:.80}, as elsewhere")
+            return tensor
+        tensor, laid_out = self._tensors[name], [shape[d] for d in order]
+        is_bytes = dtype not in _WRITTEN
+        if is_bytes and tensor.dtype is torch.uint8 and tensor.numel() == math.prod(shape) * dtype.itemsize:
+            tensor = tensor.view(dtype).reshape(laid_out)
+        if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
+            given = f"a tensor of {_name(tensor.dtype)}, {list(tensor.shape)}"
+            raise FormatError(path, given=given, expected=f"{_name(dtype)}, {laid_out}")
+        tensor = tensor.permute([order.index(d) for d in range(len(order))])
+        self._given[name] = (packed, tensor)
+        return tensor
+
+    def _array(self, packed: Packed, path: str) -> Any:
+        found = self._tensor(packed["bytes"], path).numpy().view(np.dtype(str(packed["type"])))
+        if found.dtype.char not in _ARRAYS:
+            raise ValueError("it is of no numbers")
+        array = found.reshape(packed["shape"])
+        return array[()] if packed["is_scalar"] else array
+
+
+def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list[int]]:
+    """Return name, shape, type and order of a packed tensor."""
+    shape = packed["shape"]
+    order = packed.get("order", list(range(len(shape))))
+    dtype = getattr(torch, str(packed["type"]), None)
+    are_sizes = all(type(size) is int and size >= 0 for size in shape)
+    if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
+        raise FormatError(path, given=f"{packed!r:.80}", expected="a tensor's shape, type and order")
+    return str(packed["name"]), shape, dtype, order
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write named tensors that are on the host and dense.
+
+    Raises:
+        SaveError: they cannot be written. DependencyError: safetensors is not installed.
+    """
+    library = _library()
+    try:
+        library.torch.save_file(dict(tensors), path)
+    except (library.SafetensorError, OSError) as error:
+        given, expected = f"a file system that says: {error}", "room and leave to write"
+        raise SaveError(str(path), given=given, expected=expected) from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a file, into memory of their own: what becomes of the file is nothing to them.
+
+    Raises:
+        FormatError: it is no such file, or says of itself what is not so. DependencyError: safetensors is missing.
+    """
+    library = _library()
+    try:
+        return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
+    except (library.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a file of tensors") from None
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise DependencyError(
+            "checkpoints",
+            given="no safetensors",
+            expected="the library that tensors are written with",
+            way_out="pip install 'trimtab[checkpoint]'",
+        ) from None
+    return safetensors
+
+
+def require_library() -> None:
+    """Raise `DependencyError` where tensors cannot be written or read here."""
+    _library()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,142 @@
+"""A state as JSON, bit for bit, and back: no pickle, nothing that could run.
+
+JSON's own None, truth values, texts, finite floats and whole numbers of 64 bits stand for themselves; all else is an
+object of one key that says what it is. What tree knows nothing of (tensors, arrays) is packed by who calls.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trimtab.core.errors import FormatError
+
+Packed = Any  # JSON
+Leaf = Callable[[Any, str], Mapping[str, Packed] | None]  # (value, path) -> object of one key; None: it is none of them
+Read = Callable[[Packed, str], Any]  # (what stands under the key, path) -> value
+MAX_DEPTH = 100  # what holds itself has no end
+_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)  # read back as a dict
+_WORD = 2**63
+
+
+def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
+    """Return a value as JSON.
+
+    Args:
+        leaf: packs what is not of Python's own types.
+
+    Raises:
+        FormatError: something in it is of another type, or it has no end; names where.
+    """
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind in _SCALARS:
+        return _SCALARS[kind](value, path)
+    if depth > MAX_DEPTH:
+        raise FormatError(path, given=f"more than {MAX_DEPTH} levels", expected="a state that has an end")
+    if kind in _MAPPINGS:
+        return {"map": [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]}
+    if kind in (list, tuple):
+        return {kind.__name__: [pack(each, leaf, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
+    if (packed := leaf(value, path)) is not None:
+        return dict(packed)
+    raise FormatError(
+        path,
+        given=f"a {kind.__module__}.{kind.__qualname__}",
+        expected="tensors, arrays, numbers, texts, bytes, None, and lists, tuples and dicts of them",
+        way_out="Return its numbers from state_dict(), and make it of them in load_state_dict().",
+    )
+
+
+def _key(key: Any, path: str) -> Packed:
+    if type(key) not in (str, int):
+        raise FormatError(f"{path} key {key!r:.40}", given=f"a {type(key).__name__}", expected="a text or whole number")
+    return _SCALARS[type(key)](key, path)
+
+
+def _integer(value: int, path: str) -> Packed:
+    return value if -_WORD <= value < _WORD else {"int": hex(value)}
+
+
+def _float(value: float, path: str) -> Packed:
+    return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
+
+
+def _text(value: str, path: str) -> Packed:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise FormatError(path, given=f"{value!r:.40}", expected="a text that UTF-8 can hold") from None
+    return value
+
+
+_SCALARS: dict[type, Callable[[Any, str], Packed]] = {
+    int: _integer,
+    float: _float,
+    str: _text,
+    bytes: lambda value, path: {"bytes": base64.b64encode(value).decode()},
+}
+
+
+def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> Any:
+    """Return what was packed.
+
+    Args:
+        leaves: by their key, what reads what `leaf` packed.
+
+    Raises:
+        FormatError: no packed state.
+    """
+    if packed is None or isinstance(packed, bool | str | int | float):
+        return packed
+    if not isinstance(packed, dict) or len(packed) != 1:
+        raise FormatError(path, given=f"{packed!r:.60}", expected="an object of one key")
+    (kind, inside), readers = next(iter(packed.items())), _READERS | dict(leaves)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](inside, leaves, path)
+    if kind not in readers:
+        raise FormatError(path, given=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
+    try:
+        return readers[kind](inside, path)
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(path, given=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None
+
+
+def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for item in _items(items, path):
+        if not isinstance(item, list) or len(item) != 2:
+            raise FormatError(path, given=f"{item!r:.60}", expected="a key and a value")
+        key = unpack(item[0], {}, f"{path} key")
+        if type(key) not in (str, int) or key in found:
+            raise FormatError(path, given=f"the key {key!r:.60}", expected="each text or whole number once")
+        found[key] = unpack(item[1], leaves, f"{path}[{key!r}]")
+    return found
+
+
+def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
+    return [unpack(each, leaves, f"{path}[{index}]") for index, each in enumerate(_items(items, path))]
+
+
+def _items(items: Packed, path: str) -> list[Packed]:
+    if not isinstance(items, list):
+        raise FormatError(path, given=f"{items!r:.60}", expected="a list")
+    return items
+
+
+_CONTAINERS: dict[str, Callable[[Packed, Mapping[str, Read], str], Any]] = {
+    "map": _map,
+    "list": _list,
+    "tuple": lambda items, leaves, path: tuple(_list(items, leaves, path)),
+}
+_READERS: dict[str, Read] = {
+    "int": lambda text, path: int(text, 16),
+    "float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
+    "bytes": lambda text, path: base64.b64decode(text, validate=True),
+}

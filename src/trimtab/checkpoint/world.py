@@ -1,0 +1,79 @@
+"""The world a run is in: what its numbers depend on besides its own state, and what of that has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.measure.machine import environment
+from trimtab.measure.process_state import fp32_places
+
+# What a resumed run is refused for unless it is accepted by name, with what else could be done about it.
+WAYS_OUT = {
+    "torch": "Install the torch that it was saved with",
+    "threads": "torch.set_num_threads as it was",
+    "device": "Train where it was trained",
+    "fp32": "Leave torch's fp32 precision as it was",
+    "ranks": "Start as many ranks",
+    "plan": "Start it with the plan that is in its checkpoint",
+    "data": "Give the loader that it was trained on",
+}
+_SAID_ALONE = ("cpu", "gpu", "numpy", "trimtab", "sources")  # changes that are noted, and refused for nothing
+
+
+def world_of(model: nn.Module, plan: Plan, num_ranks: int) -> dict[str, str]:
+    """Return what a run's numbers depend on: versions, threads, device, types, ranks, and the plan's values."""
+    here, first = environment(), next(model.parameters())
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    values = (f"{name}={getattr(plan, name).value}" for name in Plan.marks())
+    facts = {name: here[name] for name in ("torch", "threads", *_SAID_ALONE) if name in here}
+    return facts | {
+        "device": first.device.type,
+        "dtype": ", ".join(kinds),
+        "fp32": ", ".join(place.fp32_precision for place in fp32_places()),
+        "ranks": str(num_ranks),
+        "plan": f"batch_rows={plan.batch_rows}, batch_rule={plan.batch_rule}, " + ", ".join(values),
+    }
+
+
+def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what differs, of what both know: name -> (then, now)."""
+    return {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
+
+
+def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:
+    """Raise `ValueGivenError` for what has changed and was not accepted by name.
+
+    Of a plan the message shows the fields that differ.
+    """
+    for name, way_out in WAYS_OUT.items():
+        if name in found and name not in accepts:
+            then, now = _differing(*found[name]) if name == "plan" else found[name]
+            raise ValueGivenError(
+                f"resume: {name}",
+                given=now,
+                expected=f"{then}, as the run was saved with",
+                way_out=f'{way_out}, or accept the change: Checkpoints(..., accepts=("{name}",)).',
+            )
+
+
+def accepted(names: object) -> tuple[str, ...]:
+    """Return the names of changes that are accepted; raises `ValueGivenError` for one that is none."""
+    given = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
+    return tuple(checks.one_of("checkpoints.accepts", name, tuple(WAYS_OUT)) for name in given)
+
+
+def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Return the changes for a record."""
+    shown = {name: _differing(*both) if name == "plan" else both for name, both in found.items()}
+    return {name: f"{then} -> {now}" for name, (then, now) in shown.items()}
+
+
+def _differing(then: str, now: str) -> tuple[str, str]:
+    pairs = list(zip(then.split(", "), now.split(", "), strict=False))
+    apart = [pair for pair in pairs if pair[0] != pair[1]] or pairs
+    return ", ".join(pair[0] for pair in apart), ", ".join(pair[1] for pair in apart)

@@ -1,0 +1,52 @@
+"""Commands for what a run left on disk: checkpoint verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.options import Json
+from trimtab.cli.printing import print_json
+
+app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def checkpoint() -> None:
+    """Look at the checkpoints of a run."""
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
+    as_json: Json = False,
+) -> None:
+    """Read every byte of a run's checkpoints, and say which are whole; fails where one is not, or there is none."""
+    from trimtab.checkpoint.steps import committed, verified
+    from trimtab.core.errors import FormatError
+
+    folders = [folder] if (folder / "manifest.json").is_file() else committed(folder)
+    if not folders:
+        raise FormatError(str(folder), given="no checkpoint", expected="a run's folder, or a checkpoint")
+    rows = [_row(each, verified(each)) for each in folders]
+    if as_json:
+        print_json({"schema": 1, "name": "checkpoint_verify", "rows": rows})
+    else:
+        typer.echo("\n".join(f"{'ok' if row['is_whole'] else '--'}  {row['folder']:<14} {row['says']}" for row in rows))
+    if not all(row["is_whole"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _row(folder: Path, found: Any) -> dict[str, Any]:
+    from trimtab.checkpoint.manifest import Manifest
+    from trimtab.core.units import format_bytes
+
+    row = {"folder": folder.name, "is_whole": isinstance(found, Manifest)}
+    if not isinstance(found, Manifest):
+        return row | {"says": str(found)}
+    size = sum(file.bytes for file in found.files.values())
+    about = {name: found.about.get(name) for name in ("step", "rows")}
+    says = f"{about['step']} windows, {about['rows']} rows; {len(found.files)} files of {format_bytes(size)}"
+    return row | about | {"bytes": size, "says": says}

@@ -1,0 +1,119 @@
+"""What short paired trainings of two plans say: which reaches the other's loss in less time, and whether that is clear.
+
+In a pair both train from the same weights on the same batches. The target is the smoothed loss that the plan as it
+stands ends at; the rival's steps to it, and its seconds a step, are held against that plan's. As the smoothed loss lags
+behind, few steps to it are told as more than they were. The plan as it stands,
+trained once more, is the control: what is told of it is what cannot be told from nothing (math: section 8).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.decide.learning_rate import falls_clearly, smoothed
+from trimtab.decide.statistics import Interval, is_gain, ratio_interval, resolution
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """One training: the loss of each step from before it, and the median seconds of a step."""
+
+    losses: tuple[float, ...]
+    step_s: float
+
+    @property
+    def ended_at(self) -> float:
+        """The smoothed loss at its end."""
+        return smoothed(self.losses)[-1] if self.losses else math.nan
+
+    def steps_to(self, target: float) -> float:
+        """Return after how many steps the smoothed loss is at a target and stays there for another; inf: never."""
+        smooth = smoothed(self.losses)
+        for index, loss in enumerate(smooth):
+            if loss <= target and smooth[min(index + 1, len(smooth) - 1)] <= target:
+                if index == 0:
+                    return 1.0
+                before = smooth[index - 1]
+                return index + (before - target) / (before - loss)
+        return math.inf
+
+
+@dataclass(frozen=True)
+class ShortPair:
+    """The plan as it stands, its rival, and the first again; None where the rival had lost already."""
+
+    stands: ShortRun
+    rival: ShortRun
+    again: ShortRun | None = None
+
+    @property
+    def samples(self) -> float:
+        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did."""
+        return self._ratio(self.rival)
+
+    @property
+    def time(self) -> float:
+        """How many times less time it took."""
+        return self.samples * self.stands.step_s / self.rival.step_s
+
+    @property
+    def control(self) -> float | None:
+        """The same of the plan as it stands, trained again; None where it was not, or never came there."""
+        if self.again is None:
+            return None
+        return self._ratio(self.again) * self.stands.step_s / self.again.step_s or None
+
+    def _ratio(self, other: ShortRun) -> float:
+        return len(self.stands.losses) / other.steps_to(self.stands.ended_at)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the rival is better, and why; how many times the seconds of a step it takes."""
+
+    is_gain: bool
+    reason: str
+    step_ratio: float = 1.0
+
+
+def is_lost(pair: ShortPair) -> bool:
+    """Return whether a pair ends the race: the rival took as much time, or there is nothing to be raced to."""
+    return not falls_clearly(pair.stands.losses) or not pair.time > 1
+
+
+def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
+    """Return what a race says of a rival, by name; it was run until a pair was lost, or for all pairs."""
+    last, count = pairs[-1], len(pairs)
+    steps = len(last.stands.losses)
+    where = f"raced over {steps} steps from the weights as they are"
+    if not falls_clearly(last.stands.losses):
+        return Verdict(False, f"{where}: the loss did not fall clearly, and there is nothing to be raced to")
+    if is_lost(last):
+        slower = f"a step took {last.rival.step_s / last.stands.step_s:.2f}x the time"
+        if last.samples == 0:
+            return Verdict(False, f"{where}, {rival} did not reach the loss that the loop's own ended at; {slower}")
+        told = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
+        return Verdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
+    effect = ratio_interval([pair.time for pair in pairs])
+    controls = [again for pair in pairs if (again := pair.control) is not None]
+    control = ratio_interval(controls) if len(controls) == count > 1 else None
+    told = f"{_in_words(ratio_interval([pair.samples for pair in pairs]))} fewer samples to the same loss, "
+    told += f"{_in_words(effect)} less time"
+    ratio = statistics.median(pair.rival.step_s / pair.stands.step_s for pair in pairs)
+    if not is_gain(effect, control):
+        return Verdict(False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control)}")
+    return Verdict(True, f"{where} in {count} pairs: {told}; what comes after them was not tried", ratio)
+
+
+def _unclear(effect: Interval, control: Interval | None) -> str:
+    least = resolution(control)
+    if not effect.low > 1 or math.isinf(least):
+        return "not clear of chance"
+    return f"below the {100 * least:.2g}% that the loop against itself is apart"
+
+
+def _in_words(interval: Interval) -> str:
+    return f"{interval.mean:.2f}x ({interval.low:.2f} to {interval.high:.2f})"

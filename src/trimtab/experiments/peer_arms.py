@@ -1,0 +1,32 @@
+"""The recipes that a reference and its plans can be raced against: by name, and which of them a task has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.recipes.loop import MakeLoop
+from trimtab.recipes.muon import MuonLoop
+from trimtab.recipes.strong import StrongLoop
+from trimtab.tasks.task import RECIPES, Task
+
+PEERS = ("strict", "paper", *RECIPES)
+# Those that are raced where none are named.
+USUAL_PEERS = ("paper", "strong")
+HAND_TUNED: Mapping[str, MakeLoop] = {loop.field: loop for loop in (StrongLoop, MuonLoop)}
+
+
+def require_peers(task: Task, named: Iterable[str]) -> None:
+    """Raise where a peer was asked for by name that the task cannot be raced against.
+
+    Raises:
+        ValueGivenError: it has no such recipe, or its reference computes in something else than fp32.
+    """
+    lacking = {name: "which has no such recipe" for name in RECIPES if name not in task.recipes}
+    if task.reference.precision != "fp32":
+        lacking["strict"] = f"whose reference computes in {task.reference.precision}"
+    for name in named:
+        if name in lacking:
+            way_out = f"Task(..., {name}=StrongRecipe(...))." if name in RECIPES else "Leave it out."
+            given, has = f"{name} of {task.name}, {lacking[name]}", ", ".join(p for p in PEERS if p not in lacking)
+            raise ValueGivenError("against", given=given, expected=has, way_out=way_out)

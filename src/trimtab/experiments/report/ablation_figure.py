@@ -1,0 +1,58 @@
+"""The figure of an ablation: what each change is worth in throughput, alone and in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trimtab.experiments.ablation import ALONE, WITHIN, Ablation
+from trimtab.experiments.report import svg
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.drawing import LABEL, Drawing, Key
+from trimtab.experiments.report.figures import paint_ratio
+from trimtab.experiments.report.svg import COLOUR
+from trimtab.experiments.report.tables import tier_title
+from trimtab.experiments.result import Ratio
+
+_ROLES = {ALONE: "s2", WITHIN: "s4"}
+
+
+def effects_figure(ablation: Ablation, tier: str) -> Drawing:
+    """Throughput of each change of a tier in both settings with intervals; the wider A/A control is shaded around 1."""
+    rows = [
+        (change, setting, effect.ratio)
+        for change in ablation.changes
+        for setting in _ROLES
+        if change.tier == tier and (effect := ablation.effect(change.name, setting)) is not None
+    ]
+    if not rows:
+        return Drawing("", "No figure: no effect was timed.")
+    control = _widest([row.ratio for row in ablation.controls])
+
+    def paint(axes: Sequence[Any]) -> None:
+        (ax,) = axes
+        if control:
+            ax.axvspan(*control, color=COLOUR["s0"], alpha=0.25, linewidth=0)
+        ax.axvline(1, color=COLOUR["ink"], linewidth=0.8)
+        for height, (_, setting, ratio) in enumerate(rows):
+            paint_ratio(ax, height, ratio, _ROLES[setting])
+        labels = [f"{say.one_line(change.says, LABEL)}\n{setting}" for change, setting, _ in rows]
+        ax.set_yticks(range(len(rows)), labels)
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.grid(visible=False, axis="y")
+        ax.set_xlabel("throughput with the change over without (log scale)")
+        svg.plain_log(ax, "x")
+
+    keys = [Key(role, setting) for setting, role in _ROLES.items()] + [Key("ink", "raw pair", "dotted")]
+    keys += [Key("s0", "A/A control: not told from noise")] if control else []
+    title = f"What each change is worth in throughput, {tier_title(tier)}"
+    drawn = svg.render(paint, name=f"effects-{tier}", title=title, height=70 + 30 * len(rows))
+    return Drawing(drawn, "Dots: raw pairs. Under 5 pairs there is no interval, only the pairs.", tuple(keys))
+
+
+def _widest(controls: Sequence[Ratio]) -> tuple[float, float] | None:
+    """Return what all controls hold; None where one of them resolves nothing."""
+    if not controls or not all(map(say.is_resolved, controls)):
+        return None
+    bounds = [(ratio.low, ratio.high) for ratio in controls if ratio.low is not None and ratio.high is not None]
+    return min(low for low, _ in bounds), max(high for _, high in bounds)

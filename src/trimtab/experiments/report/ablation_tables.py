@@ -1,0 +1,159 @@
+"""The tables of an ablation: the plan as a whole, each change alone and in the plan, and every arm as it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trimtab.core.units import format_seconds
+from trimtab.experiments.ablation import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Cell, Table
+from trimtab.experiments.result import RatioRow, Verdict
+
+_SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
+_ALL = ("all changes", "together, over each alone")
+_READ = {
+    "throughput": "Above 1 is faster.",
+    "peak_memory": "Below 1 is better. Counted, so that there is no interval.",
+    "final_metric_difference": "Above 0 is better. After the same rows, paired by seed.",
+}
+_NOT_TRIED = Verdict("no verdict", "it could not be tried so")
+_COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
+
+
+def whole_table(ablation: Ablation, tier: str) -> Table:
+    """Return the plan and the engine that changes nothing, each against the user's loop."""
+    rows = [row for row in ablation.whole if row.tier == tier]
+    return Table(
+        title="",
+        columns=("Measure", *_COLUMNS),
+        rows=tuple((_capital(say.measure_of(row.metric, ablation.metric)), *_cells(row, ablation)) for row in rows),
+        empty="The plan as a whole was not timed.",
+        note="Throughput: above 1 is better. Peak memory: below 1 is better.",
+        numeric=_COLUMNS[:3],
+        groups=tuple(f"{_capital(_label(ablation, row.arm))} against {_label(ablation, row.against)}" for row in rows),
+    )
+
+
+def control_table(ablation: Ablation) -> Table:
+    """Return what each loop is against itself: what an effect has to be clear of."""
+    found = [(f"{_capital(_label(ablation, row.against))}, against itself", row.ratio) for row in ablation.controls]
+    if ablation.interaction_control is not None:
+        found.append(("Both of them together, over apart", ablation.interaction_control))
+    return Table(
+        title="What can be told from nothing",
+        columns=("A/A control", *_COLUMNS[:3]),
+        rows=tuple((what, *say.estimate(ratio, say.ratio), str(ratio.n)) for what, ratio in found),
+        empty="No A/A control ran, so small effects cannot be told from noise.",
+        note="Throughput. An effect inside its control's interval cannot be told from noise: of the loop for what is "
+        "alone, of the plan for what is in it, of both for what is over alone.",
+        numeric=_COLUMNS[:3],
+    )
+
+
+def _label(ablation: Ablation, name: str) -> str:
+    return say.one_line(next((arm.label for arm in ablation.arms if arm.name == name), name))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
+    """Return what each change of a tier is worth by one measure: alone, in the plan, and the one over the other."""
+    lines = [line for change in ablation.changes if change.tier == tier for line in _lines(ablation, change, measured)]
+    whole = ablation.effect("", INTERACTION, measured)
+    if whole is not None and whole.tier == tier:
+        lines.append((*_ALL, *_cells(whole, ablation)))
+    before = ["", *(line[0] for line in lines)]
+    return Table(
+        title=_capital(say.measure_of(measured, ablation.metric)),
+        columns=("Change", "Setting", *_COLUMNS),
+        rows=tuple(("" if line[0] == name else line[0], *line[1:]) for name, line in zip(before, lines, strict=False)),
+        empty="Not measured.",
+        note=_READ[measured],
+        numeric=_COLUMNS[:3],
+    )
+
+
+def _lines(ablation: Ablation, change: Change, measured: str) -> Iterator[tuple[Cell, ...]]:
+    for setting, words in _SETTINGS.items():
+        effect, name = ablation.effect(change.name, setting, measured), say.one_line(change.says)
+        if effect is not None:
+            yield (name, words, *_cells(effect, ablation))
+        elif setting in change.refusals:
+            yield (name, words, "none", "see the notes", "0", _NOT_TRIED)
+
+
+def _cells(row: RatioRow | Effect, ablation: Ablation) -> tuple[Cell, ...]:
+    figures = say.estimate(row.ratio, say.words_of(row.metric, ablation.unit))
+    return (*figures, str(row.ratio.n), say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted))
+
+
+def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
+    """Return what two changes are worth together, over the product of each alone."""
+    found = [e for e in ablation.effects if e.other and (e.metric, e.tier) == (measured, tier)]
+    return Table(
+        title=_capital(say.measure_of(measured, ablation.metric)),
+        columns=("Changes", *_COLUMNS),
+        rows=tuple((_pair(ablation, effect), *_cells(effect, ablation)) for effect in found),
+        empty="No two changes were run together.",
+        note="Both together, over the product of each alone: 1 where they act apart.",
+        numeric=_COLUMNS[:3],
+    )
+
+
+def _pair(ablation: Ablation, effect: Effect) -> str:
+    found = (ablation.change(name) for name in (effect.change, effect.other))
+    return " with ".join(say.one_line(change.says) for change in found if change is not None)
+
+
+def raw_table(ablation: Ablation, tier: str) -> Table:
+    """Return the raw pairs behind a tier's effects."""
+    rows = [e for e in ablation.effects if e.tier == tier and not e.ratio.counted]
+    return Table(
+        title="Raw pairs",
+        columns=("Measure", "Setting", "Pairs, by seed"),
+        rows=tuple(
+            (
+                say.measure_of(e.metric, ablation.metric),
+                _SETTINGS[e.setting] if e.change and not e.other else _ALL[1],
+                say.raw_pairs(e.ratio, say.words_of(e.metric, ablation.unit)),
+            )
+            for e in rows
+        ),
+        empty="No pair was recorded.",
+        folded=True,
+        groups=tuple(_of(ablation, e) for e in rows),
+    )
+
+
+def _of(ablation: Ablation, effect: Effect) -> str:
+    return _pair(ablation, effect) if effect.change else ", ".join(_ALL)
+
+
+def arm_table(ablation: Ablation) -> Table:
+    """Return every arm as it ran: the paper's table III."""
+    columns = ("Configuration", "Time per row", "Peak memory", f"Final {say.one_line(ablation.metric)}")
+    return Table(
+        title="",
+        columns=columns,
+        rows=tuple(_arm_row(arm) for arm in ablation.arms),
+        empty="No arm ran.",
+        note="Median over seeds (lowest to highest). Peak memory is counted apart from what is timed.",
+        numeric=columns[1:],
+    )
+
+
+def _arm_row(arm: AblatedArm) -> tuple[Cell, ...]:
+    return (
+        say.one_line(arm.label) + (": failed" if arm.error else ""),
+        say.spread(arm.row_s, lambda value: say.UNMEASURED if value is None else format_seconds(value)),
+        say.size(arm.peak_bytes),
+        say.spread(arm.final_metric, say.metric),
+    )
+
+
+def tiers_of(rows: Sequence[Change] | Sequence[Effect] | Sequence[RatioRow]) -> tuple[str, ...]:
+    """Return the tiers that occur, S first."""
+    return tuple(sorted({row.tier for row in rows}, key="SF".find))

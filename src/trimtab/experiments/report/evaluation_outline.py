@@ -1,0 +1,117 @@
+"""The report of several runs in its order: what the paper claims and whether it shows, its tables, what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from trimtab.experiments.evaluation import Run
+from trimtab.experiments.evaluation_machines import sameness
+from trimtab.experiments.paper_claims import LITERAL, Judged, headline, judge
+from trimtab.experiments.paper_figures import MACHINE, MAIN_TABLES, Claim, MainTable
+from trimtab.experiments.report import evaluation_tables as tables
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.document import (
+    Block,
+    Bullets,
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Picture,
+    Section,
+)
+
+_CLAIMED = (
+    f"The paper's figures are of {MACHINE}. P1 is its recipe as the text has it; what trimtab's plans reach is told "
+    "apart, and tier S (the same maths) apart from tier F (dynamics freed). Times are without planning: a run's own "
+    "report has them with it."
+)
+
+
+def document(runs: Sequence[Run], command: str) -> Document:
+    """Return the report of several runs."""
+    judged = judge(runs)
+    return Document(
+        "evaluation",
+        "the paper, re-made",
+        headline(judged),
+        "What the paper claims, beside what these runs measured.",
+        f"{len(runs)} runs of {len({run.task for run in runs})} tasks · {sameness(runs)[0]}",
+        (),
+        tuple(_sections(runs, judged, command)),
+        _no_drawing,
+    )
+
+
+def _no_drawing(picture: Picture) -> NoReturn:
+    raise ValueError(f"{picture.name}: this report draws nothing")
+
+
+def _sections(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]], command: str) -> Iterator[Section]:
+    yield Section("The paper's claims", tuple(_claims(runs, judged)), brief=True)
+    yield Section("What the paper's own figures come to", (tables.arithmetic_table(),), brief=True)
+    for table in MAIN_TABLES:
+        yield Section(f"{table.name}: {table.workload.says}", tuple(_main(table, runs)), brief=True)
+    yield Section("Table III: what each component is worth", tuple(_components(runs)), brief=True)
+    yield Section("Table IV: ranks", tuple(_ranks(runs)), brief=True)
+    yield Section("Single runs", (tables.record_table(runs),))
+    where = (Bullets(sameness(runs)), tables.run_table(runs), tables.machine_table(runs))
+    yield Section("Runs and machines", where, brief=True)
+    yield Section("Reproduce", (Code(command), *_commands(runs)))
+
+
+def _claims(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]]) -> Iterator[Block]:
+    yield Paragraph(_CLAIMED)
+    literal = {claim: [each for each in found if each.is_literal] for claim, found in judged.items()}
+    yield tables.claim_table(literal, "By the paper's own recipe (P1)", runs, whole=True)
+    for tier in ("S", "F"):
+        ours = {
+            claim: [each for each in found if not each.is_literal and each.finding.tier == tier]
+            for claim, found in judged.items()
+        }
+        yield tables.claim_table(ours, f"By trimtab's plans. {say.TIERS[tier]}", runs, whole=False)
+
+
+def _main(table: MainTable, runs: Sequence[Run]) -> Iterator[Block]:
+    yield tables.paper_table(table)
+    known = (*table.workload.tasks, *table.workload.smaller)
+    found = [(number, run) for number, run in enumerate(runs, 1) if run.kind == "comparison" and run.task in known]
+    if not found:
+        yield Paragraph("Not measured: no comparison of it was given.")
+    for number, run in found:
+        yield Heading(f"Run {number}: {say.one_line(run.task)}, {_where(run)}")
+        for arm in (LITERAL, "strict", "strong", "muon", "plan_S", "plan_F"):
+            if any(each.arm == arm and each.against == "reference" for each in run.findings):
+                yield tables.beside_table(table, run, arm)
+
+
+def _where(run: Run) -> str:
+    return say.one_line(run.environment.get("gpu") or run.environment.get("cpu") or "machine not recorded")
+
+
+def _components(runs: Sequence[Run]) -> Iterator[Block]:
+    yield tables.component_paper_table()
+    found = [run for run in runs if any(each.part for each in run.findings)]
+    if not found:
+        yield Paragraph("Not measured: no ablation was given.")
+    for run in found:
+        tiers = [tier for tier in ("S", "F") if any(each.tier == tier and each.part for each in run.findings)]
+        yield from (tables.component_table(run, tier) for tier in tiers)
+
+
+def _ranks(runs: Sequence[Run]) -> Iterator[Block]:
+    yield tables.ranks_paper_table()
+    found = [run for run in runs if any(each.ranks for each in run.findings)]
+    if not found:
+        yield Paragraph("Not measured: no scaling table was given.")
+    for run in found:
+        yield tables.ranks_table(run, "S")
+        if any(each.ranks and each.tier == "F" for each in run.findings):
+            yield tables.ranks_table(run, "F")
+
+
+def _commands(runs: Sequence[Run]) -> Iterator[Block]:
+    told = [run for run in runs if run.command]
+    if told:
+        yield Bullets(tuple(f"{say.one_line(run.name)}: {say.one_line(run.command)}" for run in told))

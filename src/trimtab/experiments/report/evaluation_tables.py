@@ -1,0 +1,264 @@
+"""The tables of several runs: what the paper claims, its tables beside what was measured, and where that was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from trimtab.core.units import format_count
+from trimtab.experiments.evaluation import Finding, Run
+from trimtab.experiments.evaluation_machines import letters
+from trimtab.experiments.paper_arithmetic import checks
+from trimtab.experiments.paper_claims import (
+    FAIL,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    PASS,
+    Judged,
+    nearest,
+)
+from trimtab.experiments.paper_figures import COMPONENTS, RANKS, Claim, Line, MainTable
+from trimtab.experiments.report import wording as say
+from trimtab.experiments.report.tables import Cell, Table
+from trimtab.experiments.result import Verdict
+
+_SHARES = ("mfu", "scaling_efficiency", "gain_share")
+_WOULD = {PASS: "there it would hold", FAIL: "there it would not hold"}
+_FIGURES = ("Figure", "95% interval", "n")
+
+
+def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequence[Run], *, whole: bool) -> Table:
+    """Return claims with what was measured of them, a row each.
+
+    Args:
+        whole: whether claims of which nothing was measured are shown too.
+    """
+    numbers = {id(run): number for number, run in enumerate(runs, 1)}
+    rows = []
+    for claim, found in judged.items():
+        for each in found:
+            where = f"{numbers[id(each.run)]}: {say.one_line(each.run.task)}{_part(each.finding)}"
+            rows.append((claim.says, claim.source, where, *figures(each.finding, each.run), _verdict(each)))
+        if not found and whole:
+            empty = Verdict(NOT_MEASURED, "no run of it was given")
+            rows.append((claim.says, claim.source, "", "", "", "", empty))
+    return Table(
+        title,
+        ("Claim", "Source", "Run", *_FIGURES, "Verdict"),
+        tuple(rows),
+        "Nothing was measured of it.",
+        "Pass: the whole interval is beyond what is claimed; fail: short of it. Between them, or below 5 pairs, there "
+        "is no verdict. What was measured on another kind of machine or at another size is never a pass.",
+        _FIGURES,
+    )
+
+
+def _part(finding: Finding) -> str:
+    return f", {say.one_line(finding.part).replace('_', ' ')} {finding.against}" if finding.part else ""
+
+
+def _verdict(each: Judged) -> Verdict:
+    would = _WOULD.get(each.here, "") if each.status == NOT_COMPARABLE else ""
+    return Verdict(each.status, "; ".join(text for text in (each.why, would) if text))
+
+
+def figures(finding: Finding, run: Run) -> tuple[str, str, str]:
+    """Return a finding's figure, its interval and its pairs, as text; what is said where it is not known."""
+    if finding.figure is None:
+        return say.one_line(finding.said) or say.UNMEASURED, "", ""
+    value, interval = say.estimate(finding.figure, words_of(finding, run))
+    return value, interval, str(finding.figure.n)
+
+
+def words_of(finding: Finding, run: Run) -> Callable[[float], str]:
+    """Return how the figure of a finding is written: a share, a difference, or how much more or less it is."""
+    if finding.measure in _SHARES:
+        return say.share
+    if finding.measure in ("final_metric", "component_quality"):
+        return say.words_of("final_metric_difference", run.unit)
+    return lambda ratio: say.percent(ratio - 1)
+
+
+def arithmetic_table() -> Table:
+    """Return what the paper says beside what its own figures give."""
+    kinds = {True: "holds", False: "does not hold"}
+    rows = tuple((each.says, each.source, each.gives, kinds[each.holds]) for each in checks())
+    return Table("", ("The paper says", "Source", "Its own figures give", "So it"), rows, "Nothing was checked.")
+
+
+def paper_table(table: MainTable) -> Table:
+    """Return the paper's own figures."""
+    rows = tuple((_first(line.says), *_printed(line)) for line in table.lines)
+    columns = ("Measure", "Baseline", "Optimised", "Change")
+    return Table("As the paper has it", columns, rows, "", "", columns[1:])
+
+
+def _printed(line: Line) -> tuple[str, str, str]:
+    unit = line.unit if line.unit in ("", "%") else f" {line.unit}"
+    return f"{line.baseline:,g}{unit}", f"{line.optimised:,g}{unit}", line.change
+
+
+def beside_table(table: MainTable, run: Run, arm: str) -> Table:
+    """Return the lines of table I or II for one arm of a run, against the reference, with the paper's change beside."""
+    rows = tuple(_beside(table, line, run, arm) for line in table.lines)
+    tier = next((each.tier for each in run.findings if each.arm == arm and each.tier), "")
+    label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {tier})" if tier else "")
+    columns = ("Measure", "Paper", "Reference", "This arm", "Change", "95% interval", "n")
+    return Table(f"{label}, against the reference", columns, rows, "", "", columns[1:])
+
+
+def _beside(table: MainTable, line: Line, run: Run, arm: str) -> tuple[Cell, ...]:
+    found = [
+        each
+        for each in run.findings
+        if (each.measure, each.arm, each.against) == (line.measure, arm, "reference") and not each.charged
+    ]
+    if not found:
+        return (_first(line.says), line.change, *(say.UNMEASURED for _ in range(3)), "", "")
+    one = nearest(found, table.target) if line.measure == "time_to_target" else found[0]
+    says = line.says if one.target in (None, table.target) else f"time to {run.metric} {say.metric(one.target)}"
+    values = (_value(one, value, run) for value in (one.baseline, one.value))
+    change = _more(one) if line.measure == "mfu" else figures(one, run)
+    return (_first(says), line.change, *values, *change)
+
+
+def _first(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _more(finding: Finding) -> tuple[str, str, str]:
+    """Return how much more one share is than another; its interval is that of the throughput."""
+    ours, theirs = finding.value, finding.baseline
+    return say.UNMEASURED if ours is None or not theirs else say.percent(ours / theirs - 1), "", ""
+
+
+def _value(finding: Finding, value: float | None, run: Run) -> str:
+    words: Mapping[str, Callable[[float | None], str]] = {
+        "time_to_target": say.seconds,
+        "peak_memory": say.size,
+        "final_metric": say.metric,
+        "mfu": say.share,
+        "throughput": lambda rate: say.rate(rate, run.terms),
+    }
+    return words[finding.measure](value)
+
+
+def component_paper_table() -> Table:
+    """Return table III as the paper has it: each line with all above it."""
+    base = COMPONENTS[0]
+    rows = tuple(
+        (
+            _first(each.says),
+            f"{each.minutes:g} min",
+            f"{each.memory_gb:g} GB",
+            f"{each.accuracy:g}%",
+            "" if each is base else f"{say.percent(each.minutes / base.minutes - 1)}",
+            "" if each is base else f"{say.percent(each.memory_gb / base.memory_gb - 1)}",
+        )
+        for each in COMPONENTS
+    )
+    columns = ("Configuration", "Time to 85%", "Memory", "Accuracy", "Time, against the baseline", "Memory, against it")
+    return Table("As the paper has it", columns, rows, "", "Every line has all lines above it.", columns[1:])
+
+
+def component_table(run: Run, tier: str) -> Table:
+    """Return what each change of an ablation's plan is worth, with the paper's component that it is."""
+    of = {choice: each.says for each in COMPONENTS for choice in each.choices}
+    rows = tuple(
+        (
+            say.one_line(run.labels.get(each.part, each.part)),
+            of.get(each.part, ""),
+            each.measure.removeprefix("component_").replace("_", " "),
+            each.against,
+            *figures(each, run),
+        )
+        for each in run.findings
+        if each.tier == tier and each.part
+    )
+    columns = ("Change", "Paper's component", "Measure", "Set in", "With it", "95% interval", "n")
+    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", "", columns[4:])
+
+
+def ranks_paper_table() -> Table:
+    """Return table IV as the paper has it."""
+    rows = tuple(
+        (
+            str(each.num),
+            f"{each.baseline_per_s:,g} img/s",
+            f"{each.optimised_per_s:,g} img/s",
+            say.share(each.baseline_efficiency),
+            say.share(each.optimised_efficiency),
+        )
+        for each in RANKS
+    )
+    columns = ("GPUs", "Baseline", "Optimised", "Efficiency, baseline", "Efficiency, optimised")
+    return Table("As the paper has it", columns, rows, "", "", columns)
+
+
+def ranks_table(run: Run, tier: str) -> Table:
+    """Return scaling efficiency of one tier's loops beside the plain one's, of the same rounds."""
+    rows = tuple(
+        (
+            say.one_line(run.labels.get(each.arm, each.arm)),
+            str(each.ranks),
+            "" if each.value is None else f"{format_count(each.value)} rows/s",
+            *(("100%", "", "") if each.ranks == 1 else figures(each, run)),
+        )
+        for each in run.findings
+        if each.measure == "scaling_efficiency" and each.tier in ("", tier)
+    )
+    columns = ("Loop", "Ranks", "Throughput", "Efficiency", "95% interval", "n")
+    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "No ranks were timed.", "", columns[1:])
+
+
+def _title(run: Run) -> str:
+    return f"{say.one_line(run.task)}, {say.one_line(run.name)}"
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """Return every run that was given, and its machine."""
+    named = letters(runs)
+    rows = tuple(
+        (
+            str(number),
+            say.one_line(run.name),
+            f"{run.kind} of {say.one_line(run.task)}",
+            named[run.machine],
+            say.one_line(run.headline.sentence),
+        )
+        for number, run in enumerate(runs, 1)
+    )
+    return Table("Runs", ("Run", "From", "What", "Machine", "It says"), rows, "No run was given.")
+
+
+def machine_table(runs: Sequence[Run]) -> Table:
+    """Return the machines, each with the versions its runs had."""
+    rows = tuple(_machines(runs))
+    columns = ("Machine", "Processor", "GPU", "Versions", "Runs")
+    return Table("Machines", columns, rows, "No machine was recorded.")
+
+
+def _machines(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    for machine, letter in letters(runs).items():
+        facts = dict(machine)
+        cores = f", {facts['cpu_cores']} cores" if "cpu_cores" in facts else ""
+        for versions in dict.fromkeys(run.versions for run in runs if run.machine == machine):
+            which = [str(n) for n, run in enumerate(runs, 1) if (run.machine, run.versions) == (machine, versions)]
+            said = ", ".join(f"{name} {say.one_line(value)}" for name, value in versions)
+            processor = say.one_line(facts.get("cpu", "unknown")) + cores
+            yield letter, processor, say.one_line(facts.get("gpu", "none")), said or "not recorded", ", ".join(which)
+
+
+def record_table(runs: Sequence[Run]) -> Table:
+    """Return single runs by their records: no ratio, for they are paired with nothing."""
+    rows = tuple(_records(runs))
+    columns = ("Run", "Task", "Throughput", "Final metric")
+    return Table("", columns, rows, "No record of a single run was given.", numeric=columns[2:])
+
+
+def _records(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    for number, run in enumerate(runs, 1):
+        if run.kind == "record":
+            found = {each.measure: each for each in run.findings}
+            rate, final = found.get("throughput"), found.get("final_metric")
+            said = say.UNMEASURED if final is None else f"{say.one_line(final.said)} {say.metric(final.value)}"
+            yield str(number), say.one_line(run.task), say.rate(rate and rate.value, "rows"), said

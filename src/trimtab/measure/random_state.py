@@ -1,0 +1,119 @@
+"""The random generators of a process as a state that can be written down: torch's, Python's and NumPy's global ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import FormatError
+from trimtab.core.state_parts import Load, require_keys
+
+_NAMES = ("cpu", "cuda", "python", "numpy")
+_WORDS = 624  # of a Mersenne twister, which Python's and NumPy's global generators are
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the global generators: tensors, numbers and lists of them.
+
+    Generators that the loop made itself (`torch.Generator()`, `numpy.random.default_rng()`) are not in it.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "words": torch.tensor(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+
+
+def loading_random_state(state: Any, where: str = "state.random") -> Load:
+    """Return what makes the global generators go on from `random_state()`.
+
+    Of GPUs as many are set as there were, or are; where their numbers differ it is the caller's to refuse.
+
+    Raises:
+        FormatError: not such a state; nothing was changed.
+    """
+    require_keys(where, state, _NAMES)
+    cpu, cuda = _words(f"{where}.cpu", state["cpu"]), [_words(f"{where}.cuda", each) for each in state["cuda"]]
+    if len(cpu) != len(torch.get_rng_state()):
+        raise FormatError(f"{where}.cpu", given=f"{len(cpu)} bytes", expected="those of this torch's generator")
+    python, numpy = _python(f"{where}.python", state["python"]), _numpy(f"{where}.numpy", state["numpy"])
+
+    def load() -> None:
+        torch.set_rng_state(cpu)
+        for index, each in enumerate(cuda[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, index)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return load
+
+
+def _words(where: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype is not torch.uint8 or value.dim() != 1:
+        raise FormatError(where, given=f"{value!r:.60}", expected="a tensor of bytes")
+    return value.cpu()
+
+
+def _python(where: str, state: Any) -> tuple[int, tuple[int, ...], float | None]:
+    require_keys(where, state, ("version", "words", "gauss"))
+    words = _integers(f"{where}.words", state["words"], _WORDS + 1)
+    gauss = state["gauss"]
+    if state["version"] != 3 or not (gauss is None or isinstance(gauss, float)):
+        raise FormatError(
+            where, given=f"version {state['version']!r}, {gauss!r}", expected="version 3 of random's state"
+        )
+    return 3, tuple(words), gauss
+
+
+def _numpy(where: str, state: Any) -> tuple[str, np.ndarray, int, int, float]:
+    require_keys(where, state, ("name", "words", "position", "has_gauss", "cached"))
+    words = _integers(f"{where}.words", state["words"], _WORDS)
+    name, position, has_gauss, cached = (state[key] for key in ("name", "position", "has_gauss", "cached"))
+    known = name == "MT19937" and isinstance(position, int) and 0 <= position <= _WORDS
+    if not known or has_gauss not in (0, 1) or not isinstance(cached, float):
+        raise FormatError(where, given=f"{name!r} at {position!r}", expected=f"MT19937 at 0 to {_WORDS}")
+    return name, np.asarray(words, dtype=np.uint32), position, has_gauss, cached
+
+
+def _integers(where: str, value: Any, length: int) -> list[int]:
+    is_list = isinstance(value, Tensor) and value.dtype is torch.int64 and tuple(value.shape) == (length,)
+    if not is_list or not bool(((value >= 0) & (value < 2**32)).all()):
+        raise FormatError(where, given=f"{value!r:.60}", expected=f"{length} numbers of 32 bits")
+    found: list[int] = value.tolist()
+    return found
+
+
+def generator_states(generators: list[torch.Generator]) -> list[Tensor]:
+    """Return the states of generators, in order."""
+    return [generator.get_state() for generator in generators]
+
+
+def loading_generators(generators: list[torch.Generator], state: Any, where: str) -> Load:
+    """Return what makes generators go on from `generator_states`.
+
+    Raises:
+        FormatError: not as many states; nothing was changed.
+    """
+    if not isinstance(state, list) or len(state) != len(generators):
+        given = f"{len(state) if isinstance(state, list) else state!r} states of generators"
+        raise FormatError(where, given=given, expected=f"{len(generators)}, as the loader has now")
+    states = [_words(f"{where}[{index}]", each) for index, each in enumerate(state)]
+
+    def load() -> None:
+        for generator, each in zip(generators, states, strict=True):
+            generator.set_state(each)
+
+    return load

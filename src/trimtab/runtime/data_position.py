@@ -1,0 +1,165 @@
+"""Where a run is in its data: passes over the loader that are over, and batches drawn of the one under way.
+
+A loader that can be told where to go on is told (`state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader
+has them). Any other begins its pass as it did, from the random numbers of then, and the batches that were trained on
+are drawn once more and dropped: what follows is in the order, and by the chance, of a run that was never cut off.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from trimtab.core import checks
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.measure.loader_state import generators_of
+from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
+from trimtab.runtime.batches import iterate
+
+_RANDOM = ("random", "generators")
+
+
+class DataPosition(Part):
+    """A run's place in what `run.windows` draws from, and the random numbers there.
+
+    Args:
+        is_kept: whether it will be asked for; else what a pass began with is not looked at.
+
+    Attributes:
+        passes: over the loader that are over; one that the loop left early is once the next begins.
+        may_differ: whether what a run is gone on with may be of another length.
+    """
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self._is_kept, self.may_differ = is_kept, False
+        self.passes = self._drawn = 0
+        self._is_drawn = False  # to the end, though the last window may not be over
+        self._loader: Any = None
+        self._begun: Mapping[str, Any] | None = None  # random numbers as the pass under way began; None between two
+        self._saved: Mapping[str, Any] | None = None  # what the next pass continues from
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass, or after a load of what is left of the one that was under way.
+
+        Raises:
+            FormatError: the loader is another than was saved, or its pass ends before that place.
+        """
+        saved, self._saved = self._saved, None
+        if self._begun is not None and saved is None:
+            self.over()
+        self._loader = loader
+        if saved is not None and not self.may_differ:
+            _require_length(saved["length"], _length_of(loader))
+        if saved is not None and saved["begun"] is not None:
+            batches = self._continued(loader, saved)
+        else:
+            if saved is not None:
+                loading_generators(generators_of(loader), saved["here"]["generators"], "state.data.here.generators")()
+            self._drawn, self._begun = 0, _random_of(loader) if self._is_kept else {}
+            batches = iterate("loader", loader)
+        for batch in batches:
+            self._drawn += 1
+            yield batch
+        self._is_drawn = True
+
+    def over(self) -> None:
+        """The pass is: its last window too."""
+        self.passes, self._drawn, self._begun, self._is_drawn = self.passes + 1, 0, None, False
+
+    def _continued(self, loader: Any, saved: Mapping[str, Any]) -> Iterator[Any]:
+        begin, here = (_loading(loader, saved[name], f"state.data.{name}") for name in ("begun", "here"))
+        if saved["is_drawn"]:
+            batches = iter(())
+        elif saved["loader"] is not None:
+            if not is_stateful(loader):
+                given, expected = f"a {type(loader).__name__}", "one with load_state_dict, as the run was saved with"
+                raise FormatError("loader", given=given, expected=expected)
+            loader.load_state_dict(saved["loader"])
+            batches = iterate("loader", loader)
+        else:
+            begin()
+            batches = iterate("loader", loader)
+            again = sum(1 for _ in itertools.islice(batches, self._drawn))
+            if again < self._drawn:
+                given = f"a pass of {again} batches, of which {self._drawn} were trained on"
+                raise FormatError("loader", given=given, expected="the data that the run was saved with")
+        here()
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return passes, batches of the one under way, random numbers as it began and as they are, and a loader's own.
+
+        Raises:
+            ValueGivenError: the position is not kept.
+        """
+        if not self._is_kept:
+            raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
+        under_way = self._begun is not None
+        return {
+            "passes": self.passes,
+            "drawn": self._drawn,
+            "is_drawn": self._is_drawn,
+            "length": _length_of(self._loader),
+            "begun": self._begun,
+            "here": _random_of(self._loader),
+            "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
+        }
+
+    def loading(self, state: Any) -> Load:
+        """Return what continues from `state_dict()`; the loader itself is looked at once it is there."""
+        where = "state.data"
+        require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader"))
+        passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
+        for name in ("begun", "here"):
+            if name == "here" or state[name] is not None:
+                require_keys(f"{where}.{name}", state[name], _RANDOM)
+        here = loading_random_state(state["here"]["random"], f"{where}.here.random")
+
+        def load() -> None:
+            self.passes, self._drawn, self._is_drawn = passes, drawn, bool(state["is_drawn"])
+            self._begun, self._saved = state["begun"], state
+            here()
+
+        return load
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader can be told where to go on."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _length_of(loader: Any) -> int | None:
+    """Return the batches of a pass, where a loader tells them."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a generator, or an iterable that does not know
+        return None
+
+
+def _require_length(then: int | None, now: int | None) -> None:
+    if None not in (then, now) and then != now:
+        raise FormatError(
+            "resume: data",
+            given=f"{now} batches",
+            expected=f"{then} batches, as the run was saved with",
+            way_out='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
+        )
+
+
+def _random_of(loader: Any) -> dict[str, Any]:
+    return {"random": random_state(), "generators": generator_states(generators_of(loader))}
+
+
+def _loading(loader: Any, state: Mapping[str, Any], where: str) -> Load:
+    parts = (
+        loading_random_state(state["random"], f"{where}.random"),
+        loading_generators(generators_of(loader), state["generators"], f"{where}.generators"),
+    )
+
+    def load() -> None:
+        for part in parts:
+            part()
+
+    return load

@@ -1,0 +1,177 @@
+"""Muon for a model's hidden matrices, beside the user's AdamW: its object, its groups and its rates stay.
+
+Muon steps along the orthogonalised momentum of a matrix (Jordan et al. 2024); scaled by 0.2 sqrt(max(rows, columns)),
+its step is of AdamW's size, so that a group's learning rate and weight decay are both's (Liu et al. 2025,
+arXiv:2502.16982, section 2.2). torch's own Muon takes the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import FormatError, ModelError, OptimizerError
+from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.measure.blocks import find_blocks
+from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+
+MOMENTUM = "momentum_buffer"  # torch's own name for it
+_SCALE = "match_rms_adamw"
+# Modules whose two-dimensional weights are no matrices that anything is multiplied by.
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)
+
+
+def hidden_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that Muon would step, in the optimizer's order: the matrices of the model's blocks.
+
+    Of two dimensions, trained, and of no embedding or norm; what is used outside of the blocks too, as a tied head, is
+    AdamW's.
+
+    Raises:
+        OptimizerError: the optimizer is not torch's own AdamW, or steps in ways that Muon has not.
+        ModelError: the model is sharded, or its blocks have no matrix.
+    """
+    if type(optimizer) is not torch.optim.AdamW:
+        given, expected = type(optimizer).__name__, "torch.optim.AdamW, which Muon goes beside"
+        raise OptimizerError("optimizer", given=given, expected=expected, way_out="Leave the optimizer as it is.")
+    for name in ("maximize", "differentiable", "capturable"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            raise OptimizerError("optimizer", given=f"{name}=True", expected="False, as torch's Muon has it")
+    if is_sharded(model) or is_flat_sharded(model):
+        raise ModelError("model", given="sharded parameters", expected="whole matrices, which Muon needs")
+    inside = {id(parameter) for parameter in _of_blocks(model)}
+    found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in inside]
+    if not found:
+        raise ModelError(
+            "model",
+            given="no matrix in a block of its own",
+            expected="blocks (members of a ModuleList, or siblings of one class) with two-dimensional weights",
+            way_out="Leave the optimizer as it is.",
+        )
+    return found
+
+
+def _of_blocks(model: nn.Module) -> Iterator[nn.Parameter]:
+    modules = dict(model.named_modules())
+    blocks = [name for name in find_blocks(model) if next(modules[name].children(), None) is not None]
+    within = {n for n in modules if any(n == block or n.startswith(f"{block}.") for block in blocks)}
+    outside = {id(p) for n, m in modules.items() if n not in within for p in m.parameters(recurse=False)}
+    for name in within:
+        for parameter in () if isinstance(modules[name], _TABLES) else modules[name].parameters(recurse=False):
+            if parameter.ndim == 2 and parameter.requires_grad and id(parameter) not in outside:
+                yield parameter
+
+
+def use_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have the hidden matrices stepped by Muon whenever the optimizer steps; returns what ends it.
+
+    The momentum is in the optimizer's state, but in nothing that `optimizer.state_dict()` returns: that can be loaded
+    into AdamW, which then begins its moments of these matrices anew, and a run's own state has the momentum. Once Muon
+    stepped, AdamW's former moments of them are gone.
+
+    Raises:
+        OptimizerError, ModelError: as `hidden_matrices`; nothing was changed.
+    """
+    return _Beside(hidden_matrices(model, optimizer), optimizer).end
+
+
+class _Beside:
+    """Muon at work."""
+
+    def __init__(self, matrices: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._matrices, self._optimizer = matrices, optimizer
+        inside = {id(p) for p in matrices}
+        by_group = [[p for p in group["params"] if id(p) in inside] for group in optimizer.param_groups]
+        self._places = [index for index, found in enumerate(by_group) if found]
+        self._muon = torch.optim.Muon([{"params": by_group[index]} for index in self._places], adjust_lr_fn=_SCALE)
+        self._hidden: list[Tensor | None] = []
+        self._before = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
+        for p in matrices:
+            self._put(p, torch.zeros_like(p, memory_format=torch.preserve_format))
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step),
+            optimizer.register_step_post_hook(self._show),
+            optimizer.register_state_dict_post_hook(self._leave_out),
+            optimizer.register_load_state_dict_pre_hook(self._keep),
+            optimizer.register_load_state_dict_post_hook(self._put_back),
+        ]
+
+    def _put(self, parameter: nn.Parameter, momentum: Tensor) -> None:
+        self._optimizer.state[parameter] = {MOMENTUM: momentum}
+
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Step the matrices, and hide their gradients: AdamW steps what has one.
+
+        Muon's is the first of the two: where AdamW raises and is stepped again, the matrices are not.
+        """
+        for index, group in zip(self._places, self._muon.param_groups, strict=True):
+            theirs = optimizer.param_groups[index]
+            group["lr"], group["weight_decay"] = theirs["lr"], theirs["weight_decay"]
+        self._muon.state = optimizer.state
+        overflow = getattr(optimizer, "found_inf", None)  # told to a fused step, which looks for itself
+        if overflow is None or not bool(overflow):
+            self._muon.step()
+            self._before.clear()
+        self._hidden = [p.grad for p in self._matrices]
+        for p in self._matrices:
+            p.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for p, grad in zip(self._matrices, self._hidden, strict=True):
+            p.grad = grad
+        self._hidden = []
+
+    def _leave_out(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        inside = {id(p) for p in self._matrices}
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        for index in [index for index in saved["state"] if id(order[index]) in inside]:
+            del saved["state"][index]
+
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._kept = [optimizer.state[p][MOMENTUM] for p in self._matrices]
+
+    def _put_back(self, *_: Any) -> None:
+        for p, momentum in zip(self._matrices, self._kept, strict=True):
+            self._put(p, momentum)
+        self._before.clear()
+        self._kept = []
+
+    def end(self) -> None:
+        """Leave the matrices to AdamW, with the moments it had where Muon never stepped."""
+        for hook in self._hooks:
+            hook.remove()
+        for p in self._matrices:
+            self._optimizer.state.pop(p, None)
+        self._optimizer.state.update(self._before)
+
+
+class Momentum(Part):
+    """What Muon keeps of a run, in the order of the optimizer's parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._buffers = [optimizer.state[p][MOMENTUM] for p in hidden_matrices(model, optimizer)]
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Return what a resumed run needs, as tensors of its own."""
+        return {MOMENTUM: [buffer.clone() for buffer in self._buffers]}
+
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` where it is none, or another model's."""
+        require_keys("state.muon", state, (MOMENTUM,))
+        given = state[MOMENTUM]
+        tensors = list(given) if isinstance(given, list | tuple) else []
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else None for t in tensors]
+        expected = [tuple(buffer.shape) for buffer in self._buffers]
+        if shapes != expected:
+            count = f"{len(shapes)} tensors, of {sum(math.prod(shape or ()) for shape in shapes):,} numbers"
+            raise FormatError("state.muon", given=count, expected=f"the {len(expected)} of this model's matrices")
+
+        def load() -> None:
+            for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                buffer.copy_(tensor)
+
+        return load

@@ -1,0 +1,81 @@
+"""Runs that are killed at moments that nobody chose, and go on: every loss is that of a run that never was."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from ranks import started
+
+PROGRAM = Path(__file__).parents[1] / "crashing.py"
+CELLS = {
+    "fp32": {},
+    "bf16, four micro-batches, recomputed": {"precision": "bf16", "micro_batch": 2, "recompute": True},
+    "adaptive": {"rule": {"policy": "goodput", "k_max": 8, "min_windows": 3}, "micro_batch": 4},
+    "in the background": {"keep": {"background": True, "every_steps": 1}},
+}
+
+
+def started_once(folder: Path, losses: Path, options: dict, kill: tuple[int, float] | None = None) -> int:
+    """Run the program; returns the status it ended with.
+
+    Args:
+        kill: it once it has said so many lines more, so many seconds later.
+    """
+    arguments = [(folder, losses, json.dumps(options))]
+    with started(PROGRAM.read_text(), losses.parent, arguments, name=str(PROGRAM)) as (process,):
+        if kill is not None:
+            lines, later_s = kill
+            until = time.monotonic() + 60
+            while num_lines(losses) < lines and process.status() is None and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(later_s)
+            process.kill()
+        status = process.wait(120)
+        assert status in (0, 9, -9), process.said()[-3000:]
+        return status
+
+
+def num_lines(losses: Path) -> int:
+    """Return the lines that were said."""
+    return losses.read_bytes().count(b"\n") if losses.exists() else 0
+
+
+def said(losses: Path) -> dict[str, set[str]]:
+    """Return what was said of each window, whole lines alone."""
+    found: dict[str, set[str]] = {}
+    for line in losses.read_text().split("\n")[:-1]:
+        window, _, loss = line.partition(" ")
+        found.setdefault(window, set()).add(loss)
+    return found
+
+
+def crashed(folder: Path, options: dict, kills: int, seed: int = 0) -> tuple[dict[str, set[str]], int]:
+    """Kill a run as often, at random moments of its life, and let it come to its end; returns what it said."""
+    chance, losses = random.Random(seed), folder / "crashed.txt"
+    losses.touch()
+    lived = 0
+    for _ in range(kills):
+        kill = num_lines(losses) + chance.randrange(14), chance.uniform(0, 0.02)
+        lived += started_once(folder / "run", losses, options, kill) != 0
+    assert started_once(folder / "run", losses, options) == 0
+    return said(losses), lived
+
+
+def whole(folder: Path, options: dict) -> dict[str, set[str]]:
+    """Return what a run says that nobody kills; it repeats the other's decisions."""
+    keep = {"every_steps": None} | ({"follows": str(folder / "run")} if "rule" in options else {})
+    assert started_once(folder / "whole", folder / "whole.txt", options | {"keep": keep}) == 0
+    return said(folder / "whole.txt")
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_loss_differs_after_kills(tmp_path, cell):
+    found, lived = crashed(tmp_path, CELLS[cell], kills=4, seed=len(cell))
+    assert lived >= 2, "too few of the kills came before the end"
+    assert found == whole(tmp_path, CELLS[cell])
+    shutil.rmtree(tmp_path / "run")

@@ -1,0 +1,106 @@
+"""Small checkpoints: how they are written, what is in them, and a process that writes them until it is killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint import envelope
+from trimtab.checkpoint.state_files import read_state, write_state
+
+KILLED = -signal.SIGKILL
+
+
+def state_of(step: int, size: int = 2_000) -> dict[str, Any]:
+    """Return a state that tells its step by every number of it."""
+    weights = torch.arange(size, dtype=torch.float64) + step + 0.1
+    return {"weights": weights, "step": step, "losses": [step + i / 7 for i in range(40)], "name": f"of step {step}"}
+
+
+def save(parent: Path, step: int, size: int = 2_000) -> Path:
+    """Write the checkpoint of a step: a state, and a file of another kind."""
+
+    def fill(folder: Path) -> None:
+        write_state(folder, state_of(step, size))
+        (folder / "shard.bin").write_bytes(bytes((i * 7 + step) % 255 + 1 for i in range(3_000)))
+
+    return envelope.write(parent, f"step-{step}", fill, {"step": step})
+
+
+def loaded(folder: Path) -> int:
+    """Return the step of a checkpoint, all of whose numbers are that step's."""
+    state = read_state(folder)
+    expected = state_of(state["step"], len(state["weights"]))
+    assert torch.equal(state.pop("weights"), expected.pop("weights"))
+    assert state == expected
+    return state["step"]
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Return the pid of a process that works."""
+    with warnings.catch_warnings():  # of a fork beside threads, which newer Pythons give: none of them holds anything
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def ended(pid: int) -> int:
+    """Return a process's exit code, or less than 0: the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_on_and_on(parent: Path, said: int, size: int) -> None:
+    """Save steps, from where the folder is; say each once it is committed, as a byte."""
+    start = envelope.newest_good(parent)
+    step = 0 if start.manifest is None else start.manifest.step
+    while True:
+        step += 1
+        save(parent, step, size)
+        os.write(said, b".")
+        envelope.retain(parent, 2)
+
+
+def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, size: int = 2_000) -> tuple[int, int]:
+    """Kill a process that saves, again and again; each time the folder has to be what it said, or one step on.
+
+    Args:
+        delay_s: seconds from a commit to the kill.
+
+    Returns:
+        Steps there were, and kills that left a folder half written.
+    """
+    last = cut = 0
+    for _ in range(kills):
+        out, into = os.pipe()
+        pid = forked(lambda said=into: save_on_and_on(parent, said, size))
+        os.close(into)
+        committed = len(os.read(out, 1))
+        select.select([], [], [], delay_s())
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid) == KILLED
+        while more := os.read(out, 1000):
+            committed += len(more)
+        os.close(out)
+        cut += any(envelope.TEMPORARY in name for name in os.listdir(parent))
+        envelope.clean(parent)
+        assert not any(envelope.TEMPORARY in name for name in os.listdir(parent))
+        found = envelope.newest_good(parent)
+        assert not found.refused
+        step = loaded(found.folder)
+        assert last + committed <= step <= last + committed + 1
+        assert 1 <= len(envelope.found(parent)) <= 3
+        last = step
+    return last, cut

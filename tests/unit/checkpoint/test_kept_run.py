@@ -1,0 +1,246 @@
+"""A run that is kept: gone on with, refused where its world is another, saved or told of where it could not be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import trimtab
+from trimtab.checkpoint import envelope
+from trimtab.checkpoint.steps import committed
+from trimtab.core.errors import DamagedError, FormatError, ModelError, OptimizerError, UsageError, ValueGivenError
+from trimtab.core.record import Header, read_record
+
+ROWS = torch.arange(48.0).reshape(12, 4)
+BATCHES = list(ROWS.split(4))
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+class Loop:
+    """A user's loop of three windows a pass."""
+
+    def __init__(self, folder, *, plan=None, width=4, **keep) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.plan = plan or trimtab.Plan.fixed(4)
+        self.checkpoints = trimtab.Checkpoints(folder, **({"every_steps": 1, "every_s": None} | keep))
+
+    def start(self, **options):
+        return trimtab.start(self.model, self.optimizer, self.plan, checkpoints=self.checkpoints, **options)
+
+    def train(self, windows: int, batches=BATCHES, loss=loss_fn, **options) -> list[float]:
+        losses = []
+        with self.start(**options) as run:
+            while run.num_windows < windows:
+                for window in run.windows(batches):
+                    run.train_step(window, loss)
+                    losses.append(float(run.loss))
+                    if run.num_windows >= windows:
+                        run.checkpoint()
+                        break
+        return losses
+
+    def weights(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return a folder with a run after four windows."""
+    Loop(tmp_path / "run").train(4)
+    return tmp_path / "run"
+
+
+def test_it_goes_on(saved, tmp_path):
+    rest = Loop(saved).train(8)
+    assert rest == Loop(tmp_path / "other").train(8)[4:]
+
+
+def test_the_last_two_are_kept(saved):
+    assert [each.name for each in committed(saved)] == ["step-4", "step-3"]
+    assert (saved / "latest").read_text() == "step-4\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"plan": trimtab.Plan.fixed(4, micro_batch=2)}, r"resume: plan: given micro_batch=2; expected micro_batch=4"),
+        ({"plan": trimtab.Plan.fixed(4, precision="bf16")}, "resume: plan: given precision=bf16"),
+        ({"width": 5}, "model: 0.weight: given float32 of shape"),
+    ],
+)
+def test_another_run_is_refused_and_nothing_is_changed(saved, changed, says):
+    loop = Loop(saved, **changed)
+    before = loop.weights()
+    with pytest.raises(UsageError, match=says):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
+    assert not loop.optimizer.state
+    Loop(saved).train(6)  # nobody holds the folder
+
+
+def test_another_optimizer_is_refused(saved):
+    loop = Loop(saved)
+    loop.optimizer = torch.optim.AdamW([{"params": [p]} for p in loop.model.parameters()], lr=0.01)
+    before = loop.weights()
+    with pytest.raises(OptimizerError, match=r"groups of \[1, 1, 1, 1\] parameters; expected those of \[4\]"):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
+
+
+def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(
+            ValueGivenError, match=rf"resume: threads: given {threads + 1}; expected {threads}, .*accepts="
+        ):
+            Loop(saved).start()
+        with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+            Loop(saved, accepts=("threads",)).train(6, record=record)
+    finally:
+        torch.set_num_threads(threads)
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+    assert event.detail["changed"] == {"threads": f"{threads} -> {threads + 1}"}
+    assert event.detail["from"] == "step-4"
+
+
+def test_other_data_are_refused_or_accepted(saved):
+    with pytest.raises(FormatError, match="resume: data: given 4 batches; expected 3 batches"):
+        Loop(saved).train(6, batches=[*BATCHES, BATCHES[0]])
+    Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]])
+
+
+def test_the_plan_it_was_saved_with_is_at_hand(saved, tmp_path):
+    assert trimtab.Checkpoints(saved).saved_plan() == trimtab.Plan.fixed(4)
+    assert trimtab.Checkpoints(tmp_path / "none").saved_plan() is None
+
+
+def test_one_that_must_be_there_and_one_that_must_not(saved, tmp_path):
+    with pytest.raises(FormatError, match="no checkpoint; expected a checkpoint that is whole"):
+        Loop(tmp_path / "new", resume="always").start()
+    with pytest.raises(FormatError, match=r"step-4 in .*a folder without any"):
+        Loop(saved, resume="never").start()
+
+
+def test_a_damaged_one_is_put_aside_and_the_one_before_is_gone_on_from(saved, tmp_path):
+    victim = saved / "step-4" / "tensors.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"step-4/tensors\.safetensors: given \d+ bytes; .*step-3 is gone on from"):
+        rest = Loop(saved).train(6)
+    assert rest == Loop(tmp_path / "other").train(6)[3:]
+    assert [each.name.partition("-4")[0] for each in saved.glob("step-4.damaged-*")] == ["step"]
+
+
+def test_nothing_whole_is_no_reason_to_begin_anew(saved):
+    for each in committed(saved):
+        (each / "state.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"(?s)step-4/state\.json.*step-3/state\.json"):
+        Loop(saved).start()
+
+
+def test_two_runs_do_not_share_a_folder(saved):
+    with Loop(saved).start(), pytest.raises(FormatError, match=rf"another run holds \(process {os.getpid()}"):
+        Loop(saved).start()
+    Loop(saved).train(5)
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_stops_the_run_or_is_told_each_time(saved, monkeypatch, background):
+    monkeypatch.setattr(envelope, "seal", full)
+    with pytest.raises(OSError, match="No space left"):
+        Loop(saved, background=background).train(8)
+    with pytest.warns(RuntimeWarning, match=r"No checkpoint after \d windows: .*No space left") as told:
+        Loop(saved, on_failure="warn", background=background).train(8)
+    assert len([each for each in told if "No checkpoint" in str(each.message)]) >= 3
+    assert [each.name for each in sorted(saved.iterdir()) if "step" in each.name] == ["step-3", "step-4"]
+    monkeypatch.undo()
+    assert len(Loop(saved).train(8)) == 4
+
+
+def test_what_the_user_keeps_too_is_looked_at_first(saved, tmp_path):
+    class Refuses:
+        def state_dict(self):
+            return {"it": 1}
+
+        def load_state_dict(self, state):
+            raise RuntimeError("another it")
+
+    Loop(tmp_path / "also", also={"mine": Refuses()}).train(2)
+    loop = Loop(tmp_path / "also", also={"mine": Refuses()})
+    before = loop.weights()
+    with pytest.raises(RuntimeError, match="another it"):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
+    with pytest.raises(ValueGivenError, match=r"checkpoints\.also\['mine'\]: given int"):
+        Loop(tmp_path / "x", also={"mine": 3})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_run_where_its_window_is_over_and_ends_it(tmp_path, number):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("mine"))
+
+    def interrupted(model, batch):
+        if model.training and len(seen) == 3:
+            signal.raise_signal(number)
+        seen.append(1)
+        return loss_fn(model, batch)
+
+    seen: list[int] = []
+    loop = Loop(tmp_path / "run", every_steps=None)
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            loop.train(9, loss=interrupted)
+        assert signal.getsignal(signal.SIGTERM) is not None
+        assert signal.getsignal(signal.SIGTERM)(0, None) is None  # the user's own, back in its place
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came[:-1] == (["mine"] if number == signal.SIGTERM else [])
+    assert ended.type is (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
+    assert getattr(ended.value, "code", None) in (None, 128 + signal.SIGTERM)
+    assert [each.name for each in committed(tmp_path / "run")] == ["step-4"]
+    assert Loop(tmp_path / "run").train(7) == Loop(tmp_path / "other").train(7)[4:]
+
+
+def test_a_record_goes_on_where_the_checkpoint_was(saved, tmp_path):
+    folder, path = tmp_path / "recorded", tmp_path / "r.jsonl"
+    for windows in (5, 9):
+        with trimtab.RecordWriter(path, Header("it"), continues=True) as record:
+            loop = Loop(folder, every_steps=2)
+            with loop.start(record=record) as run:
+                while run.num_windows < windows:
+                    for window in run.windows(BATCHES):
+                        run.train_step(window, loss_fn)
+                        if run.num_windows >= windows:
+                            break
+    found = read_record(path)
+    assert [step.index for step in found.steps] == list(range(9))
+    assert [event.name for event in found.events if event.name != "account"] == ["resumed"]
+
+
+def test_a_checkpoint_by_hand_needs_somewhere_to_be(saved):
+    loop = Loop(saved)
+    with trimtab.start(loop.model, loop.optimizer, loop.plan) as run, pytest.raises(UsageError, match="checkpoints="):
+        run.checkpoint()
+
+
+def test_what_is_wrong_with_a_model_s_names_is_said(saved):
+    loop = Loop(saved)
+    loop.model.add_module("more", nn.Linear(1, 1))
+    with pytest.raises(ModelError, match=r"more\.bias and 1 more in the model alone"):
+        loop.start()
+    assert issubclass(DamagedError, FormatError)

@@ -1,0 +1,126 @@
+"""What pairs of short trainings say: crossings by hand, a gain only where it is clear of chance and of the control."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.core.plan import Choice, Mark, Measured, Plan
+from trimtab.decide.planner import adapt_optimizer
+from trimtab.decide.short_race import ShortPair, ShortRun, Verdict, is_lost, judge
+
+STEPS = 60
+
+
+def falling(rate: float, step_s: float = 1.0, steps: int = STEPS, noise: float = 0.0) -> ShortRun:
+    """Return a training whose loss falls in a straight line, the faster the higher its rate."""
+    losses = tuple(10 - rate * i / steps + noise * (-1) ** i for i in range(steps))
+    return ShortRun(losses, step_s)
+
+
+def pair(speed: float = 2.0, cost: float = 1.0, jitter: float = 1.0) -> ShortPair:
+    """Return one whose rival falls so many times as fast, at so many times the seconds a step."""
+    return ShortPair(falling(5), falling(5 * speed, cost), falling(5, jitter))
+
+
+@given(speed=st.floats(1.2, 10))
+def test_a_rival_that_falls_so_many_times_as_fast_needs_about_that_many_times_fewer_samples(speed):
+    assert 0.55 * speed < pair(speed).samples < 1.05 * speed  # the smoothed loss lags behind: never told too much
+    assert pair(speed, cost=2.0).time == pytest.approx(pair(speed).samples / 2)
+
+
+def test_a_crossing_stays_for_another_step_and_is_interpolated():
+    run = ShortRun((4.0, 2.0), 1.0)
+    assert run.ended_at == pytest.approx((0.8 * 4 + 2) / 1.8)
+    assert run.steps_to(run.ended_at) == pytest.approx(2)
+    assert run.steps_to((4 + run.ended_at) / 2) == pytest.approx(1.5)
+    assert run.steps_to(5.0) == 1.0
+    assert run.steps_to(1.0) == math.inf
+    dipping = ShortRun((4.0, -9.0, 40.0, 4.0, 4.0), 1.0)
+    assert dipping.steps_to(0.0) == math.inf
+
+
+def test_never_there_is_no_samples_saved():
+    slow = ShortPair(falling(5), falling(2))
+    assert (slow.samples, slow.time) == (0, 0)
+    assert is_lost(slow)
+    for broken in (math.nan, math.inf):
+        diverged = ShortRun((*falling(9).losses[:20], *[broken] * 40), 1.0)
+        assert is_lost(ShortPair(falling(5), diverged))
+        assert is_lost(ShortPair(diverged, falling(5)))
+
+
+def test_a_clear_gain_is_kept_with_its_figures():
+    pairs = [pair(2.0, 1.1, jitter) for jitter in (1.0, 1.01, 0.99, 1.02, 0.98)]
+    found = judge(pairs, "Muon")
+    assert found.is_gain
+    assert found.step_ratio == pytest.approx(1.1)
+    assert "raced over 60 steps from the weights as they are in 5 pairs" in found.reason
+    assert f"{pairs[0].samples:.2f}x" in found.reason
+    assert f"{pairs[0].time:.2f}x" in found.reason
+    assert "what comes after them was not tried" in found.reason
+
+
+def test_what_the_loop_against_itself_is_apart_is_no_gain():
+    found = judge([pair(1.6, 1.1, jitter) for jitter in (1.0, 2.0, 0.5, 2.0, 0.5)], "Muon")
+    assert not found.is_gain
+    assert "that the loop against itself is apart" in found.reason
+
+
+def test_pairs_that_differ_too_much_are_not_clear_of_chance():
+    found = judge([pair(speed) for speed in (1.35, 9.0, 1.35, 9.0, 1.35)], "Muon")
+    assert not found.is_gain
+    assert "not clear of chance" in found.reason
+    found = judge([replace(pair(1.4), again=None)] * 5, "Muon")
+    assert not found.is_gain  # without a control nothing can be told
+    assert not judge([pair(3.0)] * 4, "Muon").is_gain  # nor from four pairs
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (
+            ShortPair(falling(5), falling(2, 3.0)),
+            "Muon did not reach the loss that the loop's own ended at; a step took 3",
+        ),
+        (ShortPair(falling(5), falling(10, 4.0)), "in pair 2 Muon needed 0.5"),
+        (ShortPair(falling(-1), falling(5)), "the loss did not fall clearly"),
+        (ShortPair(falling(0.1, noise=2.0), falling(5)), "the loss did not fall clearly"),
+    ],
+)
+def test_a_lost_pair_ends_the_race_and_is_the_reason(last, said):
+    assert is_lost(last)
+    found = judge([pair(), last], "Muon")
+    assert not found.is_gain
+    assert said in found.reason
+    assert not is_lost(pair())
+
+
+def planned() -> tuple[Plan, Plan]:
+    cost = Measured(2.0, 100, (1.0, 3.0), 7.0)
+    stands = replace(Plan.fixed(8), predicted=cost, measured=cost, verified=(1.0, 1.5), planning_s=10.0, search_s=1.0)
+    rate = Choice(30.0, "a range test", Mark.DYNAMICS, changed=True)
+    rival = replace(stands, optimizer=Choice("muon", "raced", Mark.DYNAMICS, changed=True), learning_rate_scale=rate)
+    return stands, rival
+
+
+def test_a_rival_that_won_is_the_plan_at_its_own_seconds():
+    found = adapt_optimizer(*planned(), Verdict(True, "so much sooner", 1.25), 4.0)
+    assert (found.optimizer.value, found.tier, found.changes) == ("muon", "F", ("optimizer", "learning_rate_scale"))
+    assert "so much sooner" in found.optimizer.reason
+    assert [loser.value for loser in found.optimizer.losers] == ["user"]
+    assert (found.measured, found.predicted) == (Measured(2.5, 100), Measured(2.5, 100))
+    assert found.verified == (0.8, 1.2)
+    assert (found.planning_s, found.search_s) == (14.0, 5.0)
+
+
+def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
+    stands, rival = planned()
+    found = adapt_optimizer(stands, rival, Verdict(False, "later by 2x"), 4.0)
+    assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
+    assert [(loser.value, loser.reason) for loser in found.optimizer.losers] == [("muon", "later by 2x")]
+    assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)

@@ -1,0 +1,300 @@
+"""`ablate` from a plan to the report: what is run and gone on with, what cannot be tried, and nothing to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_task import BATCH_ROWS, BUDGET_ROWS
+from tiny_task import task as tiny
+
+from trimtab.core.errors import FormatError, LoopError, ValueGivenError
+from trimtab.core.objective import Budget
+from trimtab.core.plan import Plan
+from trimtab.core.record import read_record
+from trimtab.experiments import ablate as ablate_module
+from trimtab.experiments import lengths, race_folder
+from trimtab.experiments import race as race_module
+from trimtab.experiments.ablate import AblateSettings, ablate
+from trimtab.experiments.ablation import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
+from trimtab.experiments.ablation_rows import ablation_object
+from trimtab.experiments.planning import Plans
+from trimtab.experiments.report import read_report, terminal_report, write_report
+
+TWO = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True)
+SEEDS = AblateSettings(num_seeds=2)
+ARMS = ["reference", "unchanged", "with_micro_batch", "with_fused_optimizer", "plan", "unchanged_again", "plan_again"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Blocks of a few steps."""
+    monkeypatch.setattr(race_module, "_BLOCK_S", 0.01)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+
+
+def run(out: Path, settings: AblateSettings = SEEDS, *, plan: Plan | None = TWO, task=tiny, **options) -> Ablation:
+    return ablate(task, out, settings, command="trimtab ablate tiny", plan=plan, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Ablation, list[str]]:
+    """An ablation of two changes and two seeds, run once."""
+    folder, lines = tmp_path_factory.mktemp("ablate") / "tiny", []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(race_module, "_BLOCK_S", 0.01)
+        monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+        return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
+
+
+@pytest.fixture
+def folder(finished, tmp_path) -> Path:
+    """A copy of the finished ablation's folder."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_each_change_is_told_alone_in_the_plan_and_by_the_difference(finished):
+    _, found, _ = finished
+    assert sorted(arm.name for arm in found.arms) == sorted(ARMS)
+    assert all(len(arm.row_s) == 2 and min(arm.row_s) > 0 for arm in found.arms)
+    assert [(change.name, change.says, change.tier) for change in found.changes] == [
+        ("micro_batch", "micro batch 8", "S"),
+        ("fused_optimizer", "fused optimizer", "S"),
+    ]
+    expected = {(s, m) for s in (ALONE, WITHIN) for m in (THROUGHPUT, MEMORY, QUALITY)}
+    expected |= {(INTERACTION, THROUGHPUT), (INTERACTION, MEMORY)}
+    for change in found.changes:
+        assert {(e.setting, e.metric) for e in found.effects if e.change == change.name} == expected
+    within = found.effect("micro_batch", WITHIN)
+    assert (within.arm, within.against, within.ratio.n) == ("plan", "with_fused_optimizer", 2)
+    assert {(row.arm, row.against) for row in found.whole} == {("plan", "reference"), ("unchanged", "reference")}
+    assert [row.arm for row in found.controls] == ["unchanged_again", "plan_again"]
+    assert found.interaction_control.n == 2
+    assert found.headline.kind == "no verdict"
+
+
+def test_what_keeps_the_maths_ends_alike(finished):
+    """Quality is of the same rows in every arm; the loop that nothing is changed of is the reference's to the bit."""
+    arms = {arm.name: arm for arm in finished[1].arms}
+    assert arms["unchanged"].final_metric == arms["reference"].final_metric
+    assert {arm.final_rows for arm in finished[1].arms} == {BUDGET_ROWS}
+
+
+def test_every_stage_leaves_its_result(finished):
+    folder, _, lines = finished
+    told = [name for name in ARMS if not name.endswith("_again")]
+    races = {f"race-{seed}/{arm}.jsonl" for seed in (0, 1) for arm in ARMS}
+    assert set(files(folder)) == {"settings.json", *(f"arm-{arm}.json" for arm in told)} | races
+    assert "memory and phases of reference" in lines
+    assert "memory of with_micro_batch" in lines
+
+
+def test_a_finished_ablation_is_read_back_without_running(finished, folder, monkeypatch):
+    monkeypatch.setattr(race_folder, "race", None)
+    monkeypatch.setattr(race_folder, "measure_arm", None)
+    again = run(folder)
+    said = f"2 of 2 races were read back from {folder}, where an earlier run of this comparison left them"
+    assert again.notes == (*finished[1].notes, said)
+    assert replace(again, created="", notes=()) == replace(finished[1], created="", notes=())
+
+
+def test_only_the_race_that_is_missing_is_run_again(folder):
+    shutil.rmtree(folder / "race-1")
+    before, lines = files(folder), []
+    found = run(
+        folder, replace(SEEDS, num_seeds=3, whole_seeds=1), progress=lambda text, share=None: lines.append(text)
+    )
+    after = files(folder)
+    assert {name: after[name] for name in before} == before
+    assert found.num_seeds == 3
+    assert f"going on with 1 races from {folder}" in lines
+    assert not any(line.startswith(("race 1 of", "memory")) for line in lines)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"race-0", "brief-1", "brief-2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (replace(SEEDS, pairwise=True), {}),
+        (replace(SEEDS, quick=True, whole_seeds=0), {}),
+        (SEEDS, {"plan": Plan.fixed(BATCH_ROWS, micro_batch=16)}),
+        (SEEDS, {"budget": Budget("1GiB")}),
+        (SEEDS, {"task": replace(tiny, budget_rows=BATCH_ROWS)}),
+    ],
+)
+def test_a_folder_holds_one_ablation(folder, settings, options):
+    before = files(folder)
+    with pytest.raises(FormatError, match=r"a comparison with another .*another folder with --out"):
+        run(folder, settings, **options)
+    assert files(folder) == before
+
+
+def test_quality_may_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths, "_FEW_STEPS", 6)
+    monkeypatch.setattr(lengths, "_FEW_S", 0.0)
+    found = run(
+        tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=Plan.fixed(BATCH_ROWS, micro_batch=8)
+    )
+    assert {effect.metric for effect in found.effects} == {THROUGHPUT, MEMORY}
+    assert "No arm ran to its end: quality was not measured." in found.notes
+    assert "One change: alone and in the plan are the same, and there is nothing to interact with." in found.notes
+    assert [arm.name for arm in found.arms] == ["reference", "unchanged", "plan", "unchanged_again"]
+    record = read_record(tmp_path / "out" / "brief-0" / "plan.jsonl")
+    assert (record.end.detail["rows"], record.evaluations) == (6 * BATCH_ROWS, ())
+
+
+def test_a_plan_that_changes_nothing_is_said_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(race_folder, "race", None)
+    monkeypatch.setattr(race_folder, "measure_arm", None)
+    found = run(tmp_path / "out", plan=Plan.fixed(BATCH_ROWS))
+    assert (found.headline.kind, found.arms, found.effects, found.num_seeds) == ("no gain", (), (), 0)
+    assert found.headline.sentence == "Nothing to ablate: the plan changes nothing of the loop."
+    paths = write_report(found, tmp_path / "report")
+    for kind in ("html", "md"):
+        assert "Nothing to ablate: the plan changes nothing of the loop." in paths[kind].read_text()
+    assert read_report(paths["json"]) == found
+    assert terminal_report(found) is not None
+
+
+def test_what_cannot_stand_alone_or_be_taken_out_says_why(tmp_path):
+    """A loss head that is built on the optimizer being fused, as a layer's own rule might have it."""
+
+    class Needs(ablate_module.PlanLoop):
+        def __init__(self, task, device, plan, total_samples=None):
+            if plan.micro_batch.value < BATCH_ROWS and not plan.fused_optimizer.value:
+                raise ValueGivenError("micro_batch", given="8 <script> without a fused optimizer", expected="one")
+            super().__init__(task, device, plan, total_samples)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ablate_module, "PlanLoop", Needs)
+        found = run(tmp_path / "out", AblateSettings(num_seeds=1))
+    split, fused = found.changes
+    assert split.refusals.keys() == {ALONE}
+    assert split.refusals[ALONE].startswith(
+        "cannot stand alone: ValueGivenError: micro_batch: given 8 <script> without"
+    )
+    assert fused.refusals.keys() == {WITHIN}
+    assert fused.refusals[WITHIN].startswith("cannot be taken out: ")
+    assert found.effect("micro_batch", WITHIN) is not None
+    assert found.effect("fused_optimizer", ALONE) is not None
+    assert not any(effect.setting == INTERACTION for effect in found.effects)
+    pages = write_report(found, tmp_path / "report")
+    assert "micro batch 8 cannot stand alone: " in pages["md"].read_text()
+    assert "<script>" not in pages["html"].read_text() + pages["md"].read_text()
+    refused = [row for row in ablation_object(found)["rows"] if "refused" in row]
+    assert {(row["change"], row["setting"]) for row in refused} == {("micro_batch", ALONE), ("fused_optimizer", WITHIN)}
+
+
+def test_a_plan_that_fails_leaves_what_its_changes_are_alone(tmp_path):
+    found = run(tmp_path / "out", AblateSettings(num_seeds=1), plan=Plan.fixed(BATCH_ROWS, loss_chunk=8, micro_batch=8))
+    assert found.headline.sentence == "The plan as a whole was not timed: see every arm as it ran."
+    split, chunk = found.changes
+    assert "was not tried in the plan, which failed: ModelError: plan.loss_chunk" in split.refusals[WITHIN]
+    assert chunk.refusals[ALONE].startswith("cannot stand alone: ModelError: plan.loss_chunk")
+    assert found.effect("micro_batch", ALONE) is not None
+    assert found.effect("micro_batch", WITHIN) is None
+
+
+def test_a_limit_that_a_change_alone_meets_is_said(tmp_path, finished):
+    peaks = {arm.name: arm.peak_bytes for arm in finished[1].arms}
+    wide = replace(tiny, batch_rows=512, budget_rows=2048, eval_every_rows=1024)
+    settings = AblateSettings(num_seeds=1)
+    plan = Plan.fixed(512, micro_batch=32)
+    assert peaks["plan"] > 0
+    loose = run(tmp_path / "loose", settings, plan=plan, task=wide, budget=Budget("1GiB"))
+    assert not any("over the limit" in note for note in loose.notes)
+    held = {arm.name: arm.peak_bytes for arm in loose.arms}
+    limit = (held["plan"] + held["unchanged"]) // 2
+    tight = run(tmp_path / "tight", settings, plan=plan, task=wide, budget=Budget(limit))
+    assert any("micro batch 32: without it the plan holds" in note and "over the limit" in note for note in tight.notes)
+
+
+def test_a_reference_that_fails_ends_it(tmp_path, monkeypatch):
+    def broken(task, device):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(ablate_module, "ReferenceLoop", broken)
+    with pytest.raises(LoopError, match="reference loop: given RuntimeError: no kernel"):
+        run(tmp_path / "out")
+
+
+def test_a_plan_for_something_else_is_refused(tmp_path):
+    with pytest.raises(ValueGivenError, match="64 rows per step"):
+        run(tmp_path / "out", plan=Plan.fixed(64))
+    with pytest.raises(ValueGivenError, match="a plan for 2 ranks"):
+        run(tmp_path / "out", plan=Plan.fixed(BATCH_ROWS, num_ranks=2, zero_stage=0))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_seeds": 0}, {"whole_seeds": 6}, {"cap_s": 0.0}, {"quick": True}, {"quick": True, "whole_seeds": 2}]
+)
+def test_settings_are_checked_at_the_door(wrong):
+    with pytest.raises(ValueGivenError):
+        AblateSettings(**wrong)
+
+
+def test_a_change_of_the_training_shares_no_table_with_what_keeps_the_maths(tmp_path):
+    plan = Plan.fixed(BATCH_ROWS, fused_optimizer=True, learning_rate_scale=3.0)
+    found = run(tmp_path / "out", AblateSettings(num_seeds=1), plan=plan)
+    assert {change.name: change.tier for change in found.changes} == {
+        "fused_optimizer": "S",
+        "learning_rate_scale": "F",
+    }
+    assert {effect.tier for effect in found.effects if effect.change == "learning_rate_scale"} == {"F"}
+    assert {row.tier for row in found.whole if row.arm == "plan"} == {"F"}
+    text = write_report(found, tmp_path / "report")["md"].read_text()
+    same, freed = (text.index(f"### Tier {tier}", text.index("## What each change")) for tier in "SF")
+    assert same < text.index("fused optimizer | alone") < freed < text.index("learning rate scale 3 | alone")
+
+
+def test_the_plan_that_is_made_is_the_one_that_is_ablated(tmp_path, monkeypatch):
+    asked = []
+
+    def make(task, data, device, **how):
+        asked.append(how)
+        return Plans({"S": Plan.fixed(BATCH_ROWS), "F": TWO})
+
+    monkeypatch.setattr(ablate_module, "make_plans", make)
+    found = run(tmp_path / "out", AblateSettings(num_seeds=1, adapt=True), plan=None, budget=Budget("1GiB"))
+    assert found.plan == TWO
+    assert (asked[0]["adapt"], asked[0]["budget"]) == (("learning_rate",), Budget("1GiB"))
+    assert json.loads((tmp_path / "out" / "plans.json").read_text())["plans"].keys() == {"S", "F"}
+    run(tmp_path / "out", AblateSettings(num_seeds=1, adapt=True), plan=None, budget=Budget("1GiB"))
+    assert len(asked) == 1
+
+
+def test_the_report_is_written_and_read_back(finished, tmp_path):
+    found = finished[1]
+    paths = write_report(found, tmp_path)
+    assert read_report(paths["json"]) == found
+    page = paths["html"].read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert "<svg" in page
+    assert "trimtab ablation" in page
+    rows = ablation_object(read_report(paths["json"]))["rows"]
+    assert rows == ablation_object(found)["rows"]
+    effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION)]
+    assert len(effects) == len(found.effects)
+    timed = [row for row in effects if row["metric"] == "throughput_ratio"]
+    assert all(row.keys() >= {"change", "mean", "low", "high", "n", "pairs", "resolution", "verdict"} for row in timed)
+
+
+def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths, "_FEW_STEPS", 2)
+    monkeypatch.setattr(lengths, "_FEW_S", 0.0)
+    plan = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True, clip_norm=1.0)
+    found = run(tmp_path / "out", AblateSettings(num_seeds=1, whole_seeds=0), plan=plan)
+    assert {(e.change, e.other) for e in found.effects if e.other} == {
+        ("micro_batch", "fused_optimizer"),
+        ("micro_batch", "clip_norm"),
+        ("fused_optimizer", "clip_norm"),
+    }
+    assert "## Two by two" in write_report(found, tmp_path / "report")["md"].read_text()

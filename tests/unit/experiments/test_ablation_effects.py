@@ -1,0 +1,235 @@
+"""What changes are worth, of records whose truth is known: effects and interactions that were planted are found."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+from race_records import climbing, record, timed
+
+from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.experiments.ablation import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.ablation_effects import Evidence, products
+from trimtab.experiments.ablation_headline import NOTHING, headline
+
+NAMES = ("micro_batch", "precision", "recompute")
+# Logarithms of what each change is worth alone, in speed.
+WORTH = {"micro_batch": math.log(0.9), "precision": math.log(1.5), "recompute": math.log(0.8)}
+Speed = Callable[[frozenset[str]], float]
+
+
+def speed(*together: tuple[frozenset[str], float]) -> Speed:
+    """Return the logarithm of the speed of a set of changes: the sum of each, and of each set that acts together."""
+    return lambda held: math.fsum(WORTH[n] for n in held) + math.fsum(x for pair, x in together if pair <= held)
+
+
+def evidence(
+    truth: Speed,
+    *,
+    design: Design | None = None,
+    seeds: int = 8,
+    noise: float = 0.005,
+    peaks: Mapping[str, int] | None = None,
+) -> Evidence:
+    """Return races whose machine is another one for each seed, and whose arms differ from the truth by noise."""
+    design, draw = design or Design(NAMES), random.Random(7)
+    races = {}
+    for seed in range(seeds):
+        machine = draw.uniform(0.5, 2.0)
+        held = {REFERENCE: frozenset(), **design.arms}
+        held |= {again: design.arms[name] for again, name in design.controls.items()}
+        races[seed] = {
+            name: timed(machine * math.exp(-truth(changes) + draw.gauss(0, noise))) for name, changes in held.items()
+        }
+    return Evidence(design, races, peaks or {}, {name: name for name in races[0]}, "accuracy", True, "share")
+
+
+def changes(design: Design | None = None, **refusals: Mapping[str, str]) -> tuple[Change, ...]:
+    names = (design or Design(NAMES)).changes
+    return tuple(Change(name, name.replace("_", " "), "S", refusals.get(name, {})) for name in names)
+
+
+def found(measured: Evidence, **refusals: Mapping[str, str]) -> dict[tuple[str, str, str], Effect]:
+    each = [e for change in changes(measured.design, **refusals) for e in measured.effects(change)]
+    each += measured.all_together(changes(measured.design, **refusals))
+    return {(e.change, e.setting, e.metric): e for e in each}
+
+
+def test_changes_that_act_apart_are_worth_the_same_in_both_settings():
+    effects = found(evidence(speed()))
+    for name, worth in WORTH.items():
+        for setting in (ALONE, WITHIN):
+            effect = effects[name, setting, THROUGHPUT]
+            assert effect.ratio.mean == pytest.approx(math.exp(worth), rel=0.01)
+            assert effect.ratio.low < math.exp(worth) < effect.ratio.high
+            assert effect.verdict.kind == ("gain" if worth > 0 else "harm")
+        assert effects[name, INTERACTION, THROUGHPUT].ratio.mean == pytest.approx(1.0, rel=0.01)
+        assert effects[name, INTERACTION, THROUGHPUT].verdict.kind == "none found"
+    assert effects["", INTERACTION, THROUGHPUT].verdict.kind == "none found"
+
+
+@pytest.mark.parametrize(("planted", "kind"), [(0.1, "more together"), (-0.1, "less together")])
+def test_a_planted_interaction_is_found_where_it_is_and_nowhere_else(planted, kind):
+    pair = frozenset({"precision", "recompute"})
+    effects = found(evidence(speed((pair, planted))))
+    for name in pair:
+        effect = effects[name, INTERACTION, THROUGHPUT]
+        assert effect.verdict.kind == kind
+        assert effect.ratio.mean == pytest.approx(math.exp(planted), rel=0.01)
+        assert effect.ratio.low < math.exp(planted) < effect.ratio.high
+        alone, within = (effects[name, setting, THROUGHPUT].ratio for setting in (ALONE, WITHIN))
+        assert within.mean / alone.mean == pytest.approx(effect.ratio.mean, rel=1e-9)
+    assert effects["micro_batch", INTERACTION, THROUGHPUT].verdict.kind == "none found"
+    assert effects["", INTERACTION, THROUGHPUT].verdict.kind == kind
+    assert effects["", INTERACTION, THROUGHPUT].ratio.mean == pytest.approx(math.exp(planted), rel=0.02)
+
+
+def test_of_two_changes_their_interaction_is_one():
+    design = Design(("precision", "recompute"))
+    measured = evidence(speed((frozenset(design.changes), 0.1)), design=design)
+    effects = found(measured)
+    one, other = (effects[name, INTERACTION, THROUGHPUT].ratio for name in design.changes)
+    assert one.pairs == pytest.approx(other.pairs)
+    assert ("", INTERACTION, THROUGHPUT) not in effects
+
+
+def test_two_by_two_it_is_said_which_pair_acts_together():
+    design = Design(NAMES)
+    measured = evidence(speed((frozenset({"precision", "recompute"}), 0.1)), design=design)
+    named = {change.name: change for change in changes(design)}
+    pairs = [e for one, other in design.pairs for e in measured.pair_effects(named[one], named[other])]
+    assert {(e.change, e.other): e.verdict.kind for e in pairs} == {
+        ("micro_batch", "precision"): "none found",
+        ("micro_batch", "recompute"): "none found",
+        ("precision", "recompute"): "more together",
+    }
+    assert pairs[-1].ratio.mean == pytest.approx(math.exp(0.1), rel=0.01)
+
+
+def test_an_interaction_within_the_controls_own_is_not_told_from_noise():
+    pair = frozenset({"precision", "recompute"})
+    clear, blurred = (evidence(speed((pair, 0.1)), noise=noise) for noise in (0.005, 0.15))
+    assert clear.interaction_control.half_width < 0.02 < blurred.interaction_control.half_width
+    assert found(clear)["precision", INTERACTION, THROUGHPUT].verdict.kind == "more together"
+    assert found(blurred)["precision", INTERACTION, THROUGHPUT].verdict.kind == "none found"
+
+
+def test_an_effect_has_to_be_clear_of_its_own_settings_control():
+    races = evidence(speed((frozenset({"micro_batch"}), -math.log(0.9) + 0.03))).races  # worth 3%
+    slow = {seed: race | {PLAN_AGAIN: timed(1.2 * timed_s(race[PLAN]))} for seed, race in races.items()}
+    labels = {name: name for name in slow[0]}
+    effects = found(Evidence(Design(NAMES), slow, {}, labels, "accuracy", True, "share"))
+    assert effects["micro_batch", ALONE, THROUGHPUT].verdict.kind == "gain"
+    assert effects["micro_batch", WITHIN, THROUGHPUT].verdict.kind == "no gain"
+
+
+def timed_s(run) -> float:
+    return run.events[-1].detail["seconds"]
+
+
+def test_fewer_than_five_seeds_have_no_verdict():
+    effects = found(evidence(speed(), seeds=4))
+    assert {e.verdict.kind for e in effects.values()} == {"no verdict"}
+    assert all(e.ratio.n == 4 for e in effects.values())
+
+
+def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
+    measured = evidence(speed())
+    broken = dict(measured.races)
+    broken[0] = broken[0] | {"without_precision": record(end="diverged")}
+    effects = found(Evidence(measured.design, broken, {}, measured.labels, "accuracy", True, "share"))
+    assert effects["precision", WITHIN, THROUGHPUT].verdict.kind == "no verdict"
+    assert "without_precision failed in 1 of 8 races" in effects["precision", WITHIN, THROUGHPUT].verdict.sentence
+    assert effects["precision", INTERACTION, THROUGHPUT].verdict.kind == "no verdict"
+    assert effects["precision", INTERACTION, THROUGHPUT].ratio.n == 7
+    assert effects["precision", ALONE, THROUGHPUT].verdict.kind == "gain"
+
+
+def test_what_could_not_be_tried_has_no_figure():
+    effects = found(evidence(speed()), precision={ALONE: "cannot stand alone: it needs another"})
+    assert ("precision", ALONE, THROUGHPUT) not in effects
+    assert ("precision", INTERACTION, THROUGHPUT) not in effects
+    assert ("precision", WITHIN, THROUGHPUT) in effects
+    assert ("", INTERACTION, THROUGHPUT) not in effects
+
+
+def test_peaks_are_compared_as_counted_and_multiply_where_changes_act_apart():
+    design = Design(("precision", "recompute"))
+    peaks = {UNCHANGED: 1000, "with_precision": 600, "with_recompute": 500, PLAN: 300}
+    effects = found(evidence(speed(), design=design, peaks=peaks))
+    assert effects["precision", ALONE, MEMORY].ratio.mean == pytest.approx(0.6)
+    assert effects["precision", WITHIN, MEMORY].ratio.mean == pytest.approx(0.6)
+    assert effects["precision", ALONE, MEMORY].verdict.kind == "gain"
+    assert effects["precision", INTERACTION, MEMORY].verdict.kind == "none found"
+    both = found(evidence(speed(), design=design, peaks=peaks | {PLAN: 450}))
+    assert both["precision", INTERACTION, MEMORY].ratio.mean == pytest.approx(1.5)
+    assert both["precision", INTERACTION, MEMORY].verdict.kind == "less together"
+    assert both["precision", WITHIN, MEMORY].ratio.counted
+
+
+def test_quality_is_paired_by_seed_after_the_same_rows():
+    design = Design(("precision", "learning_rate_scale"))
+    ends = {UNCHANGED: 0.5, "with_precision": 0.5, "with_learning_rate_scale": 0.7, PLAN: 0.7}
+    races = {
+        seed: {name: climbing((1.0, 2.0), (0.1, end + 0.001 * seed)) for name, end in ends.items()} for seed in range(5)
+    }
+    measured = Evidence(design, races, {}, {name: name for name in ends}, "accuracy", True, "share")
+    rate = Change("learning_rate_scale", "learning rate scale 3", "F")
+    (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
+    assert (alone.ratio.mean, alone.verdict.kind) == (pytest.approx(20.0), "gain")
+    (kept,) = [e for e in measured.effects(Change("precision", "precision bf16", "S")) if e.metric == QUALITY][:1]
+    assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
+
+
+def test_one_change_is_told_once():
+    design = Design(("precision",))
+    effects = found(evidence(speed(), design=design))
+    assert set(effects) == {("precision", ALONE, THROUGHPUT)}
+    assert evidence(speed(), design=design).interaction_control is None
+
+
+def test_a_race_counts_where_it_has_all_arms():
+    races = dict(evidence(speed(), seeds=3).races)
+    races[1] = {name: run for name, run in races[1].items() if name != "with_precision"}
+    assert len(products(races, [(PLAN, UNCHANGED, 1), ("with_precision", UNCHANGED, -1)])) == 2
+
+
+# The first sentences.
+
+
+def said(measured: Evidence, **refusals: Mapping[str, str]):
+    each = changes(measured.design, **refusals)
+    effects = tuple(found(measured, **refusals).values())
+    return headline(each, effects, tuple(measured.whole("S")), measured.interaction_control)
+
+
+def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interaction_are_worth():
+    verdict = said(evidence(speed((frozenset({"precision", "recompute"}), 0.1))))
+    assert verdict.kind == "gain"
+    assert re.search(r"Its 3 changes together: 1\.(19|20)x \(95% ", verdict.sentence)
+    assert "Most of it is precision: with it the plan is 1.6" in verdict.sentence
+    assert "The plan is faster without micro batch and without recompute." in verdict.sentence
+    assert re.search(r"Worth more in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence)
+    assert "micro batch by" not in verdict.sentence
+
+
+def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():
+    sentence = said(evidence(speed())).sentence
+    assert re.search(
+        r"No change is seen to be worth more or less .* than alone; the A/A control resolves \d.*%", sentence
+    )
+
+
+def test_a_plan_that_changes_nothing_has_nothing_to_ablate():
+    assert headline((), (), ()) == NOTHING
+    assert NOTHING.kind == "no gain"
+    assert Design(()).controls == {}
+
+
+def test_controls_are_stated_as_such():
+    rows = list(evidence(speed()).control_rows())
+    assert [(row.arm, row.against) for row in rows] == [(UNCHANGED_AGAIN, UNCHANGED), (PLAN_AGAIN, PLAN)]
+    assert {row.verdict.kind for row in rows} <= {"no gain", "no verdict"}

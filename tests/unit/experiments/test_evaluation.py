@@ -1,0 +1,318 @@
+"""Several runs on one page: what each shows of the paper's claims, and what may not be held against what."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from measured_runs import CPU, GPU, ablation, around, comparison, counted, on, recorded, scaled
+
+from trimtab.core.codec import to_json
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.record import write_record
+from trimtab.experiments import paper_arithmetic, paper_claims
+from trimtab.experiments.evaluation import Finding
+from trimtab.experiments.evaluation_files import KINDS, read_runs
+from trimtab.experiments.evaluation_findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation_machines import letters, sameness
+from trimtab.experiments.evaluation_rows import evaluation_object
+from trimtab.experiments.paper_claims import FAIL, NO_VERDICT, NOT_COMPARABLE, NOT_MEASURED, PASS, judge, met, status_of
+from trimtab.experiments.paper_figures import CLAIMS, COMPONENTS, LEAST, MAIN_TABLES, MOST, RANKS, WITHIN
+from trimtab.experiments.report import write_evaluation
+from trimtab.experiments.result import Ratio, Verdict
+
+
+def judged(found, source, measure, arm="paper"):
+    """Return how the claim of a source on a measure stands by one arm."""
+    (claim,) = [each for each in CLAIMS if (each.source, each.measure) == (source, measure) and each.target != 45.0]
+    return [each for each in judge(found)[claim] if each.finding.arm == arm]
+
+
+# The paper's figures.
+
+
+def test_what_the_paper_prints_as_change_is_that_of_its_figures():
+    for table in MAIN_TABLES:
+        for line in table.lines:
+            assert 100 * (line.optimised / line.baseline - 1) == pytest.approx(float(line.change[:-1]), abs=0.06)
+
+
+def test_every_claim_of_a_table_is_the_change_that_stands_there():
+    lines = {(table.name.replace("T", "t"), line.measure): line for table in MAIN_TABLES for line in table.lines}
+    found = 0
+    for claim in CLAIMS:
+        line = lines.get((claim.source, claim.measure))
+        if line is not None and claim.sense != WITHIN and claim.measure != "mfu":
+            assert claim.bar == pytest.approx(line.optimised / line.baseline, abs=1e-3)
+            found += 1
+    assert found == 6
+    steps = itertools.pairwise(COMPONENTS)
+    seconds = {after.choices: before.minutes / after.minutes for before, after in steps}
+    bars = {claim.part: claim.bar for claim in CLAIMS if claim.source == "table III"}
+    assert bars["micro_batch",] == pytest.approx(seconds["micro_batch",], abs=1e-3)
+    assert bars["precision",] == pytest.approx(seconds["precision",], abs=1e-3)
+    assert bars["recompute",] == pytest.approx(6.13 / 6.45, abs=1e-3)
+    assert {claim.bar for claim in CLAIMS if claim.ranks} == {each.optimised_efficiency for each in RANKS[1:]}
+
+
+def test_arithmetic_is_of_the_papers_own_figures():
+    found = {each.says: each for each in paper_arithmetic.checks()}
+    assert not found["26% a cycle doubles in 14.8 months"].holds
+    assert found["26% a cycle doubles in 14.8 months"].gives.startswith("15.0")
+    assert found["20% a cycle doubles in about 19 months"].holds
+    assert not found["perplexity within 0.5%"].holds
+    assert found["efficiency on 4 GPUs: 85.7 and 94.6%"].holds
+    assert paper_arithmetic.doubling_months(2.0) == 5
+
+
+# Held against a bar.
+
+
+@pytest.mark.parametrize(
+    ("sense", "bar", "figure", "expected"),
+    [
+        (MOST, 0.8, around(0.7), PASS),
+        (MOST, 0.8, around(0.9), FAIL),
+        (MOST, 0.8, around(0.8), NO_VERDICT),
+        (LEAST, 1.3, around(1.4), PASS),
+        (LEAST, 1.3, around(1.2), FAIL),
+        (LEAST, 1.3, around(1.4, n=4), NO_VERDICT),
+        (LEAST, 1.3, None, NO_VERDICT),
+        (MOST, 0.8, counted(0.79), PASS),
+        (MOST, 0.8, counted(0.81), FAIL),
+        (WITHIN, 0.5, around(0.3), PASS),
+        (WITHIN, 0.5, around(0.7), FAIL),
+        (WITHIN, 0.5, Ratio(-0.3, -0.4, -0.2, 5, ()), PASS),
+        (WITHIN, 0.5, around(0.5), NO_VERDICT),
+        (LEAST, 1.3, replace(around(1.4), mean=math.nan), NO_VERDICT),
+    ],
+)
+def test_a_bar_is_met_by_the_whole_interval(sense, bar, figure, expected):
+    assert met(sense, bar, Finding("throughput", "paper", figure=figure)) == expected
+    assert met(sense, bar, Finding("throughput", "paper", figure=figure, has_verdict=False)) == NO_VERDICT
+
+
+def test_a_claim_passes_at_its_size_on_a_gpu_and_nowhere_else():
+    fast = {"paper": 1.5}
+    here = of_comparison("gpu", comparison(**fast))
+    assert [each.status for each in judged([here], "table I", "throughput")] == [PASS]
+    on_cpu = of_comparison("cpu", comparison(environment=CPU, **fast))
+    smaller = of_comparison("small", comparison("cifar10_resnet", **fast))
+    for run, why in ((on_cpu, "measured on a CPU"), (smaller, "cifar10_resnet is smaller")):
+        (found,) = judged([run], "table I", "throughput")
+        assert (found.status, found.here) == (NOT_COMPARABLE, PASS)
+        assert why in found.why
+    assert judged([of_comparison("own", comparison("mine", **fast))], "table I", "throughput") == []
+
+
+def test_a_time_to_another_target_is_not_comparable():
+    easier = of_comparison("gpu", comparison(paper=1.5, target=0.7))
+    (found,) = judged([easier], "table I", "time_to_target")
+    assert (found.status, found.finding.target) == (NOT_COMPARABLE, 0.7)
+    assert "to 0.7, not to 0.85" in found.why
+
+
+def test_times_of_the_papers_recipe_come_from_its_curves():
+    (found,) = judged([of_comparison("gpu", comparison(paper=1.5))], "table I", "time_to_target")
+    assert found.finding.figure.mean == pytest.approx(1 / 1.5)  # twice as far at each moment: 85 s against 85/1.5
+    assert found.finding.baseline == pytest.approx(85.0)
+    assert found.status == PASS
+    censored = comparison(paper=1.5, target=0.99)
+    (never,) = judged([of_comparison("gpu", censored)], "table I", "time_to_target")
+    assert (never.status, never.here) == (NOT_COMPARABLE, NO_VERDICT)
+    assert never.finding.said == "reached in 0 of 5 pairs (reference: 0)"
+
+
+def test_our_plans_do_not_answer_for_the_papers_recipe():
+    found = judge([of_comparison("gpu", comparison(paper=1.1, plan=2.0))])
+    (claim,) = [each for each in found if (each.source, each.measure) == ("table I", "throughput")]
+    assert {(each.finding.arm, each.status) for each in found[claim]} == {("paper", FAIL), ("plan_S", PASS)}
+    said = paper_claims.headline(found)
+    assert said.kind == "1 of 21 shown"  # quality alone
+    assert "4 missed" in said.sentence
+    assert "By trimtab's plans: 5 reached, 0 missed" in said.sentence
+
+
+def test_a_claim_that_fails_once_fails():
+    slow, fast = (of_comparison(name, comparison(paper=speed)) for name, speed in (("a", 1.1), ("b", 1.5)))
+    found = judge([slow, fast])
+    (claim,) = [each for each in found if (each.source, each.measure) == ("table I", "throughput")]
+    literal = [each for each in found[claim] if each.is_literal]
+    assert [each.status for each in literal] == [FAIL, PASS]
+    assert status_of(literal) == FAIL
+    assert status_of([]) == NOT_MEASURED
+
+
+def test_what_has_no_verdict_in_its_run_shows_nothing():
+    found = comparison(paper=1.5)
+    rows = tuple(replace(row, verdict=Verdict("no verdict", "paper failed in 1 of 5 races")) for row in found.ratios)
+    (one,) = judged([of_comparison("gpu", replace(found, ratios=rows))], "table I", "throughput")
+    assert (one.status, one.why) == (NO_VERDICT, "paper failed in 1 of 5 races")
+
+
+def test_efficiency_is_of_its_number_of_ranks_and_of_ranks_that_share_nothing():
+    (found,) = by_plan(of_scaling("s", scaled(0.99)), 2)
+    assert found.status == PASS
+    assert by_plan(of_scaling("s", scaled(0.99)), 4) == []
+    (crowded,) = by_plan(of_scaling("s", scaled(0.99, crowded="cores")), 2)
+    assert crowded.status == NO_VERDICT
+    assert "share cores" in crowded.why
+
+
+def by_plan(run, ranks):
+    """Return how the claim on so many ranks stands by the plan."""
+    claim = next(claim for claim in CLAIMS if claim.ranks == ranks)
+    return [each for each in judge([run])[claim] if each.finding.arm == "plan"]
+
+
+def test_a_component_is_judged_alone_and_not_in_the_plan():
+    claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
+    (alone,) = judge([of_ablation("a", ablation(1.3))])[claim]
+    assert (alone.status, alone.finding.part) == (PASS, "precision")
+    assert judge([of_ablation("a", ablation(1.3, setting="in the plan"))])[claim] == ()
+
+
+# Machines.
+
+
+def test_machines_are_told_apart_and_never_meet_in_a_ratio():
+    one, other = of_comparison("a", comparison()), of_comparison("b", on(comparison(), gpu="NVIDIA H100"))
+    assert list(letters([one, other]).values()) == ["A", "B"]
+    assert sameness([one, other])[0].startswith("The runs are of 2 machines. Every ratio is of one run")
+    assert sameness([one, one]) == ("All runs are of one machine and of the same versions.",)
+    newer = of_comparison("c", on(comparison(), sources="def"))
+    assert sameness([one, newer]) == ("All runs are of one machine.", "Not all runs are of the same sources.")
+    unknown = of_comparison("d", replace(comparison(), environment={}))
+    assert letters([unknown]) == {(): "not recorded"}
+    assert "the machine was not recorded" in sameness([unknown, one])[0]
+    alone = {json.dumps(row) for run in (one, other) for row in _figures([run])}
+    together = [row | {"machine": "A"} for row in _figures([one, other])]
+    assert {json.dumps(row) for row in together} == alone  # side by side, nothing is added
+
+
+def _figures(runs):
+    return [row for row in evaluation_object(runs, "")["rows"] if row["metric"] not in ("claim", "arithmetic")]
+
+
+def test_other_data_of_the_same_task_is_said():
+    other = replace(comparison(), data_source={"sha256": "cd" * 32})
+    said = sameness([of_comparison("a", comparison()), of_comparison("b", other)])
+    assert said[-1] == "Runs of cifar10_resnet50 are of different data."
+
+
+# Files.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with one run of each kind."""
+    for name, file, value in (
+        ("compared", "report.json", comparison()),
+        ("ablated", "report.json", ablation()),
+        ("scaled", "scaling.json", scaled()),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(to_json(value))
+    write_record(tmp_path / "run.jsonl", recorded())
+    return tmp_path
+
+
+def test_runs_are_read_by_what_they_hold(folder):
+    names = ("compared", "ablated", "scaled", "run.jsonl", "compared/report.json")
+    runs = read_runs([folder / name for name in names[:4]])
+    assert [run.kind for run in runs] == ["comparison", "ablation", "scaling", "record"]
+    assert read_runs([folder / "compared" / "report.json"])[0].findings == runs[0].findings
+    assert len({kind.key for kind in KINDS}) == len(KINDS)
+
+
+DAMAGED = {
+    "absent": (None, "No such file"),
+    "torn.json": ('{"target_rows": [', "text that is not JSON"),
+    "binary.json": (b"\xff\xfe", "utf-8"),
+    "other.json": ('{"a": 1}', "JSON of something else"),
+    "list.json": ("[]", "JSON of something else"),
+    "rows.json": ('{"schema": 1, "name": "compare", "rows": []}', "the rows that benchmark 'compare' printed"),
+    "older.json": (to_json(replace(comparison(), schema=3)), "comparison.schema: given 3"),
+    "short.json": ('{"target_rows": [], "task": "x"}', "expected this key"),
+    "torn.jsonl": ("{", "a torn line"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [(name, *case) for name, case in DAMAGED.items()], ids=DAMAGED)
+def test_what_is_no_run_is_refused_by_name(tmp_path, name, text, said):
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FormatError) as raised:
+        read_runs([path])
+    assert name in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_folders_that_hold_no_result_say_what_to_do(tmp_path):
+    with pytest.raises(FormatError, match="a folder that holds no result"):
+        read_runs([tmp_path])
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"cut off before its first result.*the same --out"):
+        read_runs([tmp_path])
+
+
+def test_a_run_given_twice_is_refused(folder):
+    with pytest.raises(ValueGivenError, match="twice"):
+        read_runs([folder / "compared", folder / "compared" / "report.json"])
+
+
+# The page.
+
+
+class _Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append(tag)
+
+
+def test_the_page_has_the_papers_tables_beside_what_was_measured(folder):
+    runs = read_runs([folder / name for name in ("compared", "ablated", "scaled", "run.jsonl")])
+    paths = write_evaluation(runs, folder / "out", "trimtab report a b")
+    markdown, page = (paths[kind].read_text() for kind in ("md", "html"))
+    first = markdown.splitlines()[2]
+    assert first.startswith("**1 of 21 shown**: Of the paper's 21 claims, by its own recipe (P1): 1 shown, 4 missed")
+    for line in (
+        "| Time to 85% accuracy | -26.2% | 85 s | 42.5 s | -50.00% |",
+        "| 27.4% more images per second | table I | 1: cifar10_resnet50 | +10.00% |",
+        "| perplexity 45 in 23.8% less time | table II |  |  |  |  | **not measured**: no run of it was given |",
+        "| precision bf16 | + mixed precision | throughput | alone | +30.00% |",
+        "| 4 | 4,250 img/s | 5,980 img/s | 85.7% | 94.6% |",
+    ):
+        assert line in markdown
+    tags = _Tags()
+    tags.feed(page)
+    assert "script" not in tags.found
+    assert '<span class="badge gain">pass</span>' in page
+    assert '<span class="badge harm">fail</span>' in page
+    rows = json.loads(paths["json"].read_text())["rows"]
+    statuses = {row["claim"]: row["status"] for row in rows if row["metric"] == "claim" and row.get("arm") == "paper"}
+    assert statuses["27.4% more images per second"] == FAIL
+    assert statuses["accuracy within 0.5%"] == PASS
+
+
+def test_what_files_say_is_escaped(folder):
+    hostile = "<script>alert(1)</script>|x"
+    found = replace(comparison(), command=hostile, environment=GPU | {"gpu": hostile})
+    paths = write_evaluation([of_comparison(hostile, found)], folder / "out", hostile)
+    assert "<script>" not in paths["html"].read_text()
+    assert "<script>" not in paths["md"].read_text().partition("## Reproduce")[0]
+
+
+def test_a_record_is_no_ratio():
+    run = of_record("r", recorded())
+    assert [each.figure for each in run.findings] == [None, None]
+    assert run.findings[0].value == pytest.approx(20.0)
+    assert "cut off" in run.headline.sentence

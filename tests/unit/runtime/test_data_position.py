@@ -1,0 +1,178 @@
+"""A pass that is gone on with: the batches that were left, in the same order and by the same chance."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.distributed.dealing import shard
+from trimtab.runtime.data_position import DataPosition
+
+
+class Noisy(Dataset):
+    """Rows by which every global generator is drawn from."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return index, torch.rand(1).item(), random.random(), np.random.rand()
+
+
+class Stateful:
+    """A loader that goes on by itself, as torchdata's."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 7:
+            self.at += 1
+            yield self.at, torch.rand(1).item()
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def shuffled(**options):
+    return DataLoader(Noisy(), batch_size=4, shuffle=True, **options)
+
+
+def by_own_generator():
+    sampler = RandomSampler(Noisy(), generator=torch.Generator().manual_seed(7))
+    return DataLoader(Noisy(), batch_size=4, sampler=sampler, generator=torch.Generator().manual_seed(8))
+
+
+def endless():
+    def batches():
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield torch.randperm(4, generator=generator), torch.rand(1).item()
+
+    return batches()
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "own generators": by_own_generator,
+    "workers": lambda: shuffled(num_workers=1),
+    "dealt": lambda: shard(shuffled(generator=torch.Generator().manual_seed(5)), 1, 2),
+    "dealt by own generator": lambda: shard(by_own_generator(), 0, 2),
+    "dealt whole": lambda: shard(list(shuffled()), 1, 2),
+    "a list": lambda: [torch.arange(4) + i for i in range(6)],
+    "stateful": Stateful,
+    "endless": endless,
+}
+
+
+def train(position, loader, passes, windows, saves_after=None, *, between=False):
+    """Return what each window saw: its batch, and numbers that the step drew; and what was saved on the way.
+
+    Args:
+        between: save between two passes rather than at the end of one.
+    """
+    seen, saved = [], None
+    for number in range(position.passes, passes):
+        for batch in position.batches(loader):
+            seen.append((number, repr(batch), torch.rand(1).item(), random.random(), np.random.rand()))
+            if len(seen) == saves_after:
+                saved = position.state_dict()
+            if len(seen) == windows:
+                return seen, saved
+        if len(seen) == saves_after:
+            saved = position.state_dict()  # the last batch was drawn for the last window
+        position.over()
+        torch.rand(1)  # an evaluation
+        if len(seen) == saves_after and between:
+            saved = position.state_dict()
+    return seen, saved
+
+
+def seeded():
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+
+
+def lost(loader):
+    """Draw from everything, as another process would have by the time it goes on."""
+    torch.manual_seed(77)
+    random.seed(78)
+    np.random.seed(79)
+    return loader
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("at", "between"), [(1, False), (3, False), (6, False), (6, True), (7, False), (7, True), (10, False)]
+)
+def test_what_follows_is_that_of_a_run_that_was_not_cut_off(kind, at, between):
+    if kind == "workers" and at not in (3, 6):
+        pytest.skip("two of these show it")
+    passes = 1 if kind == "endless" else 3
+    seeded()
+    loader = LOADERS[kind]()
+    whole, saved = train(DataPosition(is_kept=True), loader, passes, 14, saves_after=at, between=between)
+    seeded()
+    again = LOADERS[kind]()
+    position = DataPosition(is_kept=True)
+    lost(again)
+    position.loading(saved)()
+    rest, _ = train(position, again, passes, 14 - at)
+    assert rest == whole[at:]
+
+
+def test_a_pass_that_was_left_early_is_over_once_the_next_begins():
+    position = DataPosition(is_kept=True)
+    next(iter(position.batches([1, 2, 3])))
+    assert position.passes == 0
+    assert list(position.batches([1, 2])) == [1, 2]
+    assert position.passes == 1
+    position.over()
+    assert position.passes == 2
+
+
+def test_less_data_than_were_trained_on_are_refused():
+    position = DataPosition(is_kept=True)
+    batches = position.batches([torch.ones(1)] * 5)
+    for _ in range(4):
+        next(batches)
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    other.may_differ = True
+    with pytest.raises(FormatError, match="a pass of 3 batches, of which 4 were trained on"):
+        next(other.batches([torch.ones(1)] * 3))
+
+
+def test_a_loader_of_another_kind_is_refused():
+    position = DataPosition(is_kept=True)
+    next(position.batches(Stateful()))
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    with pytest.raises(FormatError, match=r"a list.*one with load_state_dict"):
+        next(other.batches([1, 2, 3]))
+
+
+def test_generators_of_another_number_are_refused():
+    position = DataPosition(is_kept=True)
+    next(position.batches(by_own_generator()))
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    with pytest.raises(FormatError, match="2 states of generators"):
+        next(other.batches(shuffled()))
+
+
+def test_what_is_not_kept_is_not_told():
+    position = DataPosition(is_kept=False)
+    assert list(position.batches([1, 2])) == [1, 2]
+    with pytest.raises(ValueGivenError, match=r"start\(\.\.\., checkpoints="):
+        position.state_dict()

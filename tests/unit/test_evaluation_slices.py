@@ -1,0 +1,328 @@
+"""The script of the whole evaluation: its slices, that it goes on where it stopped, and what it says of goals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from trimtab.cli.entry import app
+from trimtab.core.codec import read_json, to_json
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.plan import Measured, Plan
+from trimtab.experiments.evaluation_findings import of_comparison
+from trimtab.tasks import load_task
+
+ROOT = Path(__file__).parents[2]
+HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sources": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "unit" / "experiments")
+
+
+@pytest.fixture
+def evaluation():
+    import evaluation
+
+    return evaluation
+
+
+@pytest.fixture
+def listed():
+    import evaluation_slices
+
+    return evaluation_slices
+
+
+@pytest.fixture
+def goals():
+    import evaluation_goals
+
+    return evaluation_goals
+
+
+# What is listed.
+
+
+@pytest.mark.parametrize("size", ["cpu", "gpu", "tiny"])
+def test_slices_are_named_once_and_fit_nine_minutes(listed, size):
+    found = listed.slices(size)
+    assert len({each.name for each in found}) == len(found) > 3
+    assert all(each.minutes <= 9 for each in found)
+    assert size != "gpu" or all("gpu" in each.needs or each.name.startswith("prediction") for each in found)
+
+
+@pytest.mark.parametrize("size", ["cpu", "gpu", "tiny"])
+def test_every_slice_is_a_command_that_exists(listed, size):
+    known = typer.main.get_command(app).commands
+    for each in listed.slices(size):
+        name, *rest = each.command
+        if name.endswith(".py"):
+            assert (ROOT / "benchmarks" / name).is_file()
+            continue
+        given = [part.replace(listed.TASKS, str(ROOT / "benchmarks" / "evaluation_tasks.py")) for part in rest]
+        parsed = known[name].make_context(name, list(given)).params
+        load_task(parsed["task"])
+        assert parsed.get("out") in (None, Path(each.folder))
+
+
+def test_what_goes_on_in_one_folder_differs_in_the_number_of_races_alone(listed):
+    counted = {"--pairs", "--whole", "--seeds", "--rounds"}
+    for size in ("cpu", "gpu"):
+        commands: dict[str, set[tuple[str, ...]]] = {}
+        for each in listed.slices(size):
+            kept = [p for i, p in enumerate(each.command) if p not in counted and each.command[i - 1] not in counted]
+            commands.setdefault(each.folder, set()).add(tuple(kept))
+        assert all(len(found) == 1 for found in commands.values())
+
+
+def test_every_goal_is_of_something_that_is_run(listed, goals):
+    for goal in goals.GOALS:
+        found = listed.slices(goal.size)
+        assert any(goal.run in (each.folder, each.result) for each in found), goal.says
+    assert {goal.size for goal in goals.GOALS} == {"cpu", "gpu"}
+
+
+# Running.
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Return a program that notes in `ran` that it was run, and ends as it is told."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import sys, time, pathlib\n"
+        "end, result = sys.argv[1:3]\n"
+        "with open('ran', 'a') as file: file.write(result + '\\n')\n"
+        "if end == 'slow': time.sleep(60)\n"
+        "if end == 'print': print('{\"rows\": []}')\n"
+        "if end == 'write': pathlib.Path(result).write_text('{}')\n"
+        "sys.exit('no luck' if end == 'fail' else 0)\n"
+    )
+    return str(path)
+
+
+@pytest.fixture
+def place(evaluation, tmp_path):
+    folder = tmp_path / "results"
+    evaluation.claim(folder, HERE)
+    return evaluation.Place(folder, dict(HERE))
+
+
+@pytest.fixture
+def made(listed, program):
+    def make(name: str, end: str = "write", needs: tuple[str, ...] = (), *, result: str = ""):
+        result = result or f"{name}.json"
+        return listed.Slice(name, "says", (program, end, result), result, 1, needs, prints=end == "print")
+
+    return make
+
+
+def outcomes(evaluation, found, place, limit_s=30.0, most=None):
+    lines = list(evaluation.run_slices(found, place, limit_s, most))
+    return [line.partition(": ")[2].partition(",")[0] for line in lines[1::2]]
+
+
+def ran(place):
+    path = place.folder / "ran"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_slice_is_run_once_and_written_down_whole(evaluation, place, made):
+    found = [made("one"), made("two", "print")]
+    assert outcomes(evaluation, found, place) == ["run", "run"]
+    assert outcomes(evaluation, found, place) == []
+    assert ran(place) == ["one.json", "two.json"]
+    assert json.loads((place.folder / "two.json").read_text()) == {"rows": []}
+    written = read_json(evaluation.Ran, place.ran(found[0]))
+    assert (written.sources, written.result, written.environment) == ("abc", "one.json", HERE)
+    assert not list(place.folder.rglob("*.partial"))
+
+
+def test_another_process_goes_on_where_the_last_one_stopped(evaluation, place, made):
+    found = [made(name) for name in ("one", "two", "three")]
+    assert outcomes(evaluation, found, place, most=2) == ["run", "run"]
+    assert [place.state(each)[0] for each in found] == ["done", "done", "to do"]
+    assert outcomes(evaluation, found, place, most=2) == ["run"]
+    assert ran(place) == ["one.json", "two.json", "three.json"]
+
+
+def test_what_was_measured_with_other_sources_is_stale_and_not_run_again(evaluation, place, made):
+    one = made("one")
+    outcomes(evaluation, [one], place)
+    later = replace(place, environment=HERE | {"sources": "def"})
+    assert later.state(one) == ("stale", "measured with sources abc, now def")
+    assert place.state(replace(one, command=(*one.command, "more"))) == ("stale", "its command has changed")
+    assert outcomes(evaluation, [one], later) == []
+    said = list(evaluation.text(evaluation.summary("tiny", [one], later)))
+    assert said == ["slices: 1 stale", "stale: one, measured with sources abc, now def"]
+
+
+def test_a_slice_that_takes_too_long_is_ended_and_stays_to_do(evaluation, place, made):
+    found = [made("slow", "slow", result="same/a"), made("after", result="same/b"), made("other")]
+    assert outcomes(evaluation, found[:2], place, limit_s=0.3) == ["cut off"]  # what shares its folder waits too
+    assert "same/b" not in ran(place)
+    assert outcomes(evaluation, found[2:], place) == ["run"]
+    assert [place.state(each)[0] for each in found] == ["to do", "to do", "done"]
+
+
+def test_a_slice_that_fails_says_why(evaluation, place, made):
+    lines = list(evaluation.run_slices([made("bad", "fail"), made("empty", "nothing")], place, 30.0))
+    assert lines[1] == "bad: failed, no luck"
+    assert lines[3] == "empty: failed, it left no empty.json"
+    assert not (place.folder / "done").exists()
+
+
+def test_what_is_not_here_is_not_tried(evaluation, place, made):
+    needs = ("gpu", "4 gpus", "meter", "command ablate", "first.json")
+    found = [made(f"needs-{number}", needs=(need,)) for number, need in enumerate(needs)]
+    assert [place.state(each) for each in found] == [("cannot run here", f"needs {need}") for need in needs]
+    assert outcomes(evaluation, found, place) == []
+    (place.folder / "first.json").write_text("{}")
+    more = replace(place, num_gpus=4, has_meter=True, commands=("ablate",))
+    assert [more.state(each)[0] for each in found] == ["to do"] * 5
+    assert replace(more, num_gpus=2).state(found[1])[0] == "cannot run here"
+
+
+def test_a_machine_has_a_folder_of_its_own(evaluation, place):
+    evaluation.claim(place.folder, HERE | {"sources": "def"})  # other sources are no other machine
+    with pytest.raises(FormatError, match="results of another cpu_cores, gpu"):
+        evaluation.claim(place.folder, HERE | {"cpu_cores": "16", "gpu": "NVIDIA H200"})
+    (place.folder / "machine.json").write_text("{")
+    with pytest.raises(FormatError, match="a damaged file"):
+        evaluation.claim(place.folder, HERE)
+    assert evaluation.slug(HERE) == "epyc-avx2-2core"
+    assert evaluation.slug({"cpu": "Intel(R) Xeon(R) CPU", "gpu": "NVIDIA H200"}, 1) == "h200-x1"
+
+
+def test_a_gpu_does_not_train_what_is_measured_on_the_processor(evaluation):
+    with pytest.raises(ValueGivenError, match="CUDA_VISIBLE_DEVICES="):
+        evaluation.refuse_gpu("cpu", 1)
+    evaluation.refuse_gpu("cpu", 0)
+    evaluation.refuse_gpu("gpu", 1)
+
+
+def test_a_command_is_made_where_it_runs(evaluation, place, listed):
+    (place.folder / "arm.json").write_text('{"peak_bytes": 1001}')
+    task = f"{listed.TASKS}:cifar10_short"
+    each = listed.Slice("x", "", ("compare", task, "--memory", f"{listed.HALF}arm.json"), "x/report.json", 1)
+    python, *rest = evaluation._argv(each, place.folder)
+    assert python == sys.executable
+    assert rest[:3] == ["-m", "trimtab.cli", "compare"]
+    assert (place.folder / rest[3].partition(":")[0]).resolve() == ROOT / "benchmarks" / "evaluation_tasks.py"
+    assert rest[-1] == "500B"
+    (place.folder / "arm.json").write_text('{"peak_bytes": null}')
+    with pytest.raises(FormatError, match="no peak"):
+        evaluation._argv(each, place.folder)
+
+
+def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
+    found = listed.slices("cpu")
+    assert [each.name for each in evaluation.chosen(found, ["monitor"])] == ["monitor"]
+    assert len(evaluation.chosen(found, ["cifar-freed"])) == 6
+    with pytest.raises(FormatError, match=r"--only: given 'x'.*cifar-recipes"):
+        evaluation.chosen(found, ["x"])
+
+
+def test_a_list_says_what_is_left(evaluation, place, listed):
+    lines = list(evaluation.listed(listed.slices("gpu"), place))
+    assert lines[0].startswith("cannot run here  resnet-recipes-plans")
+    assert lines[-1] == f"{len(lines) - 1} slices in results; about 2 minutes are left to do here"
+
+
+# Goals.
+
+
+def stands(goals, says, folder, runs=None):
+    (goal,) = [each for each in goals.GOALS if each.says == says and each.size in ("cpu", "gpu")][:1]
+    (found,) = goals.reached([goal], folder, runs or {})
+    return found.status, found.figure
+
+
+def test_a_goal_is_met_missed_or_not_shown_by_its_interval(goals, tmp_path):
+    from measured_runs import comparison
+
+    def at(speed, n=5):
+        return {"cifar-recipes": of_comparison("cifar-recipes", comparison(plan=speed, n=n))}
+
+    says = "cifar: S 1.8x P0"
+    status, figure = stands(goals, says, tmp_path, at(2.0))
+    assert status == "met"
+    assert figure.startswith("2.000x (95% 1.98")
+    assert stands(goals, says, tmp_path, at(1.5))[0] == "missed"
+    assert stands(goals, says, tmp_path, at(1.8))[0] == "not shown"
+    assert stands(goals, says, tmp_path, at(2.0, n=3))[0] == "not shown"
+    assert stands(goals, says, tmp_path) == ("not measured", "")
+    assert stands(goals, "cifar: S within 0.5% of P0's quality", tmp_path, at(2.0))[0] == "met"
+
+
+def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
+    from measured_runs import GAIN, around, comparison
+
+    of = comparison()
+    row = replace(of.target_rows[1], arm="plan_F", tier="F", ratio=around(5.0), verdict=GAIN)
+    says = "cifar: F 3x P0 to the target, search charged"
+
+    def at(**changes):
+        found = replace(of, target_rows=(replace(row, **changes),))
+        return stands(goals, says, tmp_path, {"cifar-freed": of_comparison("cifar-freed", found)})
+
+    status, figure = at()
+    assert status == "met"
+    assert figure.startswith("5.000x (95% 4.95")
+    assert figure.endswith("to 0.85")
+    assert at(ratio=around(2.0))[0] == "missed"
+    assert at(ratio=None, bound=">= 4.10x") == ("met", ">= 4.10x to 0.85")
+    assert at(ratio=None, bound=">= 2.10x")[0] == "not shown"
+    assert at(ratio=None, bound="never reached") == ("not shown", "never reached")
+    assert at(charged=False) == ("not measured", "")
+
+
+def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path):
+    from measured_runs import GAIN, arm, comparison
+
+    of = comparison("wikitext2_gpt2")
+    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "S"))
+    row = replace(of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", tier="S", verdict=GAIN)
+    run = of_comparison("gpt2-half", replace(of, arms=arms, ratios=(*of.ratios, row)))
+    assert stands(goals, "GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
+    small = {"gpt2-small": run}
+    assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, small) == ("met", "400,000,000 bytes")
+    assert stands(goals, "GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-recipes": run})[0] == "missed"
+
+
+def test_what_benchmarks_and_plans_say_is_read(goals, tmp_path):
+    says = "the noise monitor takes 0.25%"
+    row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}
+    for half, status in ((0.001, "met"), (0.0001, "not shown")):
+        (tmp_path / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": half}]}))
+        assert stands(goals, says, tmp_path)[0] == status
+    told = "GPT-2: within 4.5 GB, as told for an H200"
+    assert stands(goals, told, tmp_path) == ("not measured", "")
+    for size, status in ((4_400_000_000, "met"), (4_600_000_000, "missed")):
+        plan = replace(Plan.fixed(32), predicted=Measured(0.1, size))
+        (tmp_path / "prediction-small.json").write_text(to_json(plan))
+        found = stands(goals, told, tmp_path)
+        assert found[0] == status
+        assert "told and not measured" in found[1]
+
+
+def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, place):
+    from measured_runs import comparison
+
+    (place.folder / "cifar-recipes").mkdir()
+    (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
+    found = evaluation.summary("cpu", listed.slices("cpu"), place)
+    statuses = {row["says"]: row["status"] for row in found["rows"] if row["metric"] == "goal"}
+    assert statuses["cifar: S 1.8x P0"] == "met"
+    assert statuses["wikitext: S 1.3x P0"] == "not measured"
+    assert json.loads((place.folder / "summary.json").read_text()) == found
+    assert "cifar10_resnet_short is smaller" in (place.folder / "evaluation.md").read_text()
+    assert next(evaluation.text(found)) == "not measured  wikitext: S 1.3x P0"
