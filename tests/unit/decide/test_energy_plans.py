@@ -140,6 +140,13 @@ def test_the_loop_stays_where_its_own_meter_was_lost(objective):
     assert plan.baseline.energy_j is None
 
 
+def test_without_the_controls_joules_nothing_is_resolved():
+    profile = final_of(BY_ENERGY, own_w=100.0, half_w=50.0, control_w=None)
+    assert control_interval(profile, "final", BY_ENERGY) is None
+    assert control_interval(profile, "final") is not None
+    assert precision_of_final(profile) == "fp32"
+
+
 def test_a_lost_meter_of_the_loop_is_no_reason_to_stay_where_it_breaks_a_limit():
     budget = Budget(memory=4 * MIB)
     profile = final_of(BY_ENERGY, own_w=None, half_w=50.0, own_mib=5, budget=budget)
