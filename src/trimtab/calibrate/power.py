@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.energy import WINDOW_S
 from trimtab.core.profile import ALONE, FINAL, Candidate
@@ -27,6 +28,8 @@ class Metered(Protocol):
 
     candidate: Candidate
     first_s: float
+    error: str | None
+    block_s: list[float]
     watts: list[float]
 
 
@@ -49,16 +52,22 @@ class Power:
         return MIN_PAIRS_FOR_VERDICT if self.is_asked and is_final else 1
 
     def read(self, subject: Subject, arms: Sequence[Metered], start: Snapshot, num_windows: int) -> None:
-        """Add each arm's watts, in turns; none of an arm in which the meter was lost once."""
-        lost = set[int]()
+        """Add each arm's watts, in turns; none of an arm in which the meter was lost once.
+
+        One whose step raises has that error, as in its blocks, and is run no further.
+        """
         for lap in range(num_windows):
-            for at, arm in list(enumerate(arms))[:: 1 if lap % 2 == 0 else -1]:
+            for arm in [arm for arm in arms if arm.error is None][:: 1 if lap % 2 == 0 else -1]:
                 start.restore()
-                watts = self._watts(subject, arm)
-                lost |= {at} if watts is None else set()
-                arm.watts.append(math.nan if watts is None else watts)
-        for at in lost:
-            arms[at].watts.clear()
+                try:
+                    watts = self._watts(subject, arm)
+                except Exception as error:  # memory that grew short, above all
+                    arm.error, arm.block_s = describe(error), []
+                else:
+                    arm.watts.append(math.nan if watts is None else watts)
+        for arm in arms:
+            if arm.error is not None or any(map(math.isnan, arm.watts)):
+                arm.watts.clear()
 
     def _watts(self, subject: Subject, arm: Metered) -> float | None:
         if isinstance(self.meter, GivenWatts):

@@ -99,10 +99,6 @@ class Trial:
         """Joules per step, or None where they were not measured."""
         return None if self.step_s is None or self.power_w is None else self.step_s * self.power_w
 
-    def joules(self, block: int) -> float | None:
-        """Return the joules of a step of one of its blocks: each with a window's watts of its own, where there are."""
-        return self.watts[block % len(self.watts)] * self.block_s[block] if self.watts else None
-
 
 def _median(figures: tuple[float, ...]) -> float | None:
     ordered, middle = sorted(figures), len(figures) // 2
@@ -270,6 +266,11 @@ class Profile:
     def error_of(self, candidate: Candidate) -> str | None:
         """Return what a candidate failed with in any of its trials, or None."""
         return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
+
+    def power_w(self, candidate: Candidate) -> float | None:
+        """Return the watts of a candidate's whole steps, as they were read last in any trial or control; or None."""
+        read = (t.power_w for t in reversed(self.trials) if t.candidate == candidate and t.is_whole and t.watts)
+        return next(read, None)
 
     def recomputable_of(self, candidate: Candidate) -> Recomputable | None:
         """Return what was measured of the blocks of a candidate's model, or None."""

@@ -130,9 +130,20 @@ class Told:
         ours = self._own(rival.stage)
         less = 0.0 if ours is None or None in (ours.peak_bytes, rival.peak_bytes) else saved(ours, rival)
         text = f"{figures(speed)} of {_value(rival.candidate, name)}"
-        if ours is not None and ours.energy_j and rival.energy_j and self.profile.objective.energy > 0:
-            text += f", at {ours.energy_j / rival.energy_j:.3g}x its energy"
+        if ours is not None and (times := self._times_energy(ours, rival)):
+            text += f", at {times} its energy"
         return f"{100 * less:.0f}% less peak memory at {text}" if less >= 0.05 else text
+
+    def _figures(self, speed: Interval, trial: Trial) -> str:
+        """Return a trial's speed in words, and its energy where that counts."""
+        ours = self._own(trial.stage)
+        times = None if ours is None else self._times_energy(trial, ours)
+        return figures(speed) + (f", at {times} the energy" if times else "")
+
+    def _times_energy(self, ours: Trial, theirs: Trial) -> str | None:
+        if self.profile.objective.energy == 0 or not (ours.energy_j and theirs.energy_j):
+            return None
+        return f"{ours.energy_j / theirs.energy_j:.3g}x"
 
     def _fused(self) -> str:
         """Return what the optimizer's step, timed alone, says of the chosen one."""
@@ -152,6 +163,10 @@ class Told:
         in_final = [trial for trial in others if trial.stage.startswith(FINAL)]
         if not in_final:
             return "as the loop has it: nothing tried is predicted to be better by enough to be run against it"
+        if self.outcome is not None and self.outcome.unread:
+            return f"as the loop has it: {self.outcome.unread}"
+        if self.profile.objective.energy > 0:
+            return "as the loop has it: by the weights given nothing tried is clearly better"
         control = None if self.outcome is None else self.outcome.control
         resolved = resolution(control)
         if not math.isfinite(resolved):
@@ -163,7 +178,7 @@ class Told:
 
     def _why_not(self, trial: Trial, name: str) -> str:
         """Return why a trial's value of a setting was not taken."""
-        if trial.is_whole and (refusal := unfit(trial, self.budget)) is not None:
+        if trial.is_whole and (refusal := unfit(self.profile, trial, self.budget)) is not None:
             return refusal
         if trial.error is not None:
             return trial.error
@@ -172,7 +187,7 @@ class Told:
             return refusal
         if speed is None:
             return "not compared with what was chosen"
-        said, control = figures(speed), control_interval(self.profile, trial.stage)
+        said, control = self._figures(speed, trial), control_interval(self.profile, trial.stage)
         if trial.stage == ALONE:
             said = f"{_APART} at {said}"
             if is_gain(speed, control):

@@ -10,6 +10,8 @@ from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.readings import control_interval, is_free, score_ratio, speed_ratio, unfit, unknown_energy
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, is_gain
 
+_UNREAD = "its meter was lost, and nobody's joules can be held against the loop's"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -17,13 +19,15 @@ class Outcome:
 
     Args:
         winner: its trial. reference: that of the user's loop. control: how far that is from itself.
-        must_leave: why the reference cannot stay, or None.
+        must_leave: why the reference cannot stay, or None. unread: why nobody's joules, which are weighed, can be held
+            against the reference's, which stays then; or "".
     """
 
     winner: Trial
     reference: Trial
     control: Interval | None
     must_leave: str | None = None
+    unread: str = ""
 
     @property
     def speed(self) -> Interval | None:
@@ -38,18 +42,19 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
 
     Rivals come in the order in which they were predicted. The first that is clearly better than the reference leads,
     until another is clearly better than it; one that changes less takes its place unless it is clearly worse; and so
-    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead. It stays where
-    energy is weighed and its own was lost: nobody can be told from it, and that speaks for nobody.
+    does one as fast that needs less memory. Where the reference cannot stay, whoever fits may lead. It stays where its
+    joules are weighed and were not read: by none nobody is better.
     """
     reference, *rivals = [trial for trial in profile.stage(stage) if not trial.control]
     control = control_interval(profile, stage, objective)
     must_leave = _refusal(profile, reference, budget)
-    if must_leave is None and unknown_energy(reference.energy_j, budget, objective) is not None:
-        return Outcome(reference, reference, control)
+    unread = unknown_energy(reference.energy_j, Budget(), objective)
     fitting = [trial for trial in rivals if _refusal(profile, trial, budget, objective) is None]
     if must_leave is not None and not fitting:
         return None
-    unit = reference if reference.block_s else fitting[0]
+    if must_leave is None and unread is not None:
+        return Outcome(reference, reference, control, unread=_UNREAD)
+    unit = reference if reference.block_s and unread is None else fitting[0]
 
     def is_better(ours: Trial, theirs: Trial) -> bool:
         found = score_ratio(ours, theirs, objective, unit)
@@ -80,12 +85,13 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
 
 
 def _refusal(profile: Profile, trial: Trial, budget: Budget, objective: Objective | None = None) -> str | None:
-    """Return why a trial cannot win: also where its settings failed before, or what is weighed is not known.
+    """Return why a trial cannot stay or win: also where its settings failed before.
 
-    Args:
-        objective: what is weighed; None: a weight is no matter, a limit is.
+    Of rivals, whose joules have to be known where an objective weighs them, that is given.
     """
-    known = unfit(trial, budget) or unknown_energy(trial.energy_j, budget, objective)
+    known = unfit(profile, trial, budget)
+    if known is None and objective is not None:
+        known = unknown_energy(trial.energy_j, Budget(), objective)
     return profile.error_of(trial.candidate) or known
 
 

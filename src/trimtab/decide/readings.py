@@ -32,28 +32,37 @@ def typical_ratio(ours: Trial, theirs: Trial) -> float:
 
 
 def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:
-    """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts."""
+    """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts.
+
+    Where energy counts there are as many pairs as windows of watts, each with its share of the blocks: watts that were
+    read five times say no more in fifteen pairs.
+    """
     if objective.time == 1.0:
         return speed_ratio(ours, theirs)
     base = Cost(unit.step_s or 0.0, unit.peak_bytes, unit.energy_j)
-
-    def score(trial: Trial, block: int) -> float:
-        return objective.score(Cost(trial.block_s[block], trial.peak_bytes, trial.joules(block)), base)
-
     num = min(len(ours.block_s), len(theirs.block_s))
-    return ratio_interval([score(theirs, block) / score(ours, block) for block in range(num)])
+    pairs = min(num, len(ours.watts), len(theirs.watts)) if objective.energy > 0 else num
+
+    def score(trial: Trial, pair: int) -> float:
+        step_s = statistics.fmean(trial.block_s[pair:num:pairs])
+        energy_j = trial.watts[pair] * step_s if objective.energy > 0 else None
+        return objective.score(Cost(step_s, trial.peak_bytes, energy_j), base)
+
+    return ratio_interval([score(theirs, pair) / score(ours, pair) for pair in range(pairs)])
 
 
 def control_interval(profile: Profile, stage: str, objective: Objective | None = None) -> Interval | None:
     """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed.
 
-    Of speeds; of C where that weighs energy, whose watts have noise of their own.
+    Of speeds; of C where that weighs energy, whose watts have noise of their own: none where the meter was lost.
     """
     trials = profile.stage(stage)
     control = next((trial for trial in trials if trial.control), None)
     if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
         return None
-    if objective is not None and objective.energy > 0 and control.watts and trials[0].watts:
+    if objective is not None and objective.energy > 0:
+        if not (control.watts and trials[0].watts):
+            return None
         known = replace(control, peak_bytes=trials[0].peak_bytes)  # of one loop: the control's is not counted again
         return score_ratio(known, trials[0], objective, trials[0])
     return speed_ratio(control, trials[0])
@@ -83,13 +92,18 @@ def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: boo
     return not is_lighter or ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)]).mean < CLEARLY_SLOWER
 
 
-def unfit(trial: Trial, budget: Budget) -> str | None:
-    """Return why a trial of whole steps cannot be chosen, or None."""
+def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:
+    """Return why a trial of whole steps cannot be chosen, or None.
+
+    Where its meter was lost, its joules are by the watts of the same settings in another trial.
+    """
     if trial.error is not None:
         return trial.error
     if len(trial.block_s) < MIN_BLOCKS:
         return f"stopped after {len(trial.block_s)} blocks: {format_seconds(trial.step_s)} per step is far slower"
-    return over_budget(trial.step_s, trial.peak_bytes, budget, trial.energy_j) or unknown_energy(trial.energy_j, budget)
+    power_w = trial.power_w or profile.power_w(trial.candidate)
+    energy_j = None if trial.step_s is None or power_w is None else power_w * trial.step_s
+    return over_budget(trial.step_s, trial.peak_bytes, budget, energy_j) or unknown_energy(energy_j, budget)
 
 
 def unknown_energy(energy_j: float | None, budget: Budget, objective: Objective | None = None) -> str | None:

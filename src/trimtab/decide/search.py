@@ -146,10 +146,10 @@ def _to_measure(profile: Profile, candidate: Candidate) -> Candidate:
 def _next_final(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
     rounds = profile.finals
     last = [trial for trial in profile.stage(rounds[-1]) if not trial.control] if rounds else []
-    if any(unfit(trial, budget) is None for trial in last):
+    if any(unfit(profile, trial, budget) is None for trial in last):
         return None
     reference = profile.reference_candidate
-    failed = {t.candidate for name in rounds for t in profile.stage(name) if unfit(t, budget)}
+    failed = {t.candidate for name in rounds for t in profile.stage(name) if unfit(profile, t, budget)}
     found = [c for c in put_first(profile, objective, budget) if c not in failed]
     if found and len(rounds) == MOST_FINALS - 1:  # before it is said that nothing fits
         found = list(dict.fromkeys((*found, *lightest(profile, budget))))

@@ -135,7 +135,7 @@ def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Bu
         return died
     final = [t for t in profile.trials if t.stage.startswith(FINAL) and t.candidate == candidate and not t.control]
     if final:
-        return unfit(final[-1], budget)
+        return unfit(profile, final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:
         return "its peak memory is neither counted nor traced"
     if unknown := unknown_energy(cost.energy_j, budget):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trimtab.core.codec import from_jsonable
-from trimtab.core.energy import NO_METER, MeterFacts, Provenance
+from trimtab.core.energy import NO_METER, WINDOW_S, MeterFacts, Provenance
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 from trimtab.experiments import stats
@@ -33,6 +33,14 @@ def watts(record: RunRecord) -> float | None:
     known = [block for block in blocks if math.isfinite(block.energy_j)]
     seconds, all_s = (math.fsum(block.seconds for block in each) for each in (known, blocks))
     return math.fsum(block.energy_j for block in known) / seconds if seconds > _KNOWN * all_s else None
+
+
+def short_blocks(record: RunRecord) -> tuple[int, int]:
+    """Return how many of an arm's blocks were too short for a meter, and how many blocks it had, but for its first."""
+    found = stats.blocks(record)
+    found = found[1:] or found
+    short = [block for block in found if math.isnan(block.energy_j) and block.seconds < WINDOW_S]
+    return len(short), len(found)
 
 
 def joules_to(record: RunRecord, seconds: float) -> float | None:

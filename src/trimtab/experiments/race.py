@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from trimtab.calibrate.failures import describe
-from trimtab.core.energy import WINDOW_S
 from trimtab.core.progress import Progress, silent
 from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
 from trimtab.decide.turns import turns
@@ -38,8 +37,7 @@ from trimtab.recipes.loop import Loop, MakeLoop
 from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 
-# Seconds of a block; where joules are counted, more than a meter's window: half of them would fall just below it.
-_BLOCK_S, _METERED_S = 1.0, 1.1 * WINDOW_S
+_BLOCK_S = 1.0
 # A block's first step finds caches and heap as another arm left them: it must not be the rule where steps are long.
 _BLOCK_STEPS = 8
 
@@ -90,9 +88,9 @@ class Racer:
         meter: RaceMeter | None = None,
     ) -> None:
         self._meter = meter
+        block_s = _BLOCK_S if meter is None else max(_BLOCK_S, meter.block_s)
         self.entry, self._task, self._data, self._device = entry, task, data, device
-        self._seed, self._together = seed, together
-        self._pace = together.pace(_BLOCK_STEPS, _BLOCK_S if meter is None else _METERED_S)
+        self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, block_s)
         torch.manual_seed(seed)
         self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_rows)), device)
         self._state = ProcessState.capture()

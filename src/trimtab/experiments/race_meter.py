@@ -6,11 +6,14 @@ import math
 
 import torch
 
-from trimtab.core.energy import MeterFacts
+from trimtab.core.energy import WINDOW_S, MeterFacts, Provenance
 from trimtab.distributed.alone import Together
 from trimtab.distributed.energy import RankMeter, meter_of_rank
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering
+
+# Of the shortest window of which a meter says something: ranks aim at a length, and half of what they hit is shorter.
+_AIM = 1.1
 
 
 class RaceMeter:
@@ -19,6 +22,11 @@ class RaceMeter:
     def __init__(self, metered: RankMeter, together: Together) -> None:
         self._metered, self._together = metered, together
         self._clock = EnergyClock(metered.meter)
+
+    @property
+    def block_s(self) -> float:
+        """Seconds that a block has to aim at to have joules."""
+        return _AIM * WINDOW_S if self._metered.job.provenance is Provenance.MEASURED else 0.0
 
     def begin(self) -> None:
         """A block begins."""

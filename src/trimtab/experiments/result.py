@@ -66,6 +66,7 @@ class Arm:
         final_metric: held-out metric at the end, one per seed. final_rows: the rows it had then trained on.
         search_s: seconds of planning and search that the charged figures add.
         joules, watts: per batch of the task, and mean power, one per seed in which they were counted.
+        short_blocks, blocks: its blocks that were too short for a meter, and all that joules were asked of.
     """
 
     name: str
@@ -85,6 +86,8 @@ class Arm:
     error: str | None = None
     joules: tuple[float, ...] = ()
     watts: tuple[float, ...] = ()
+    short_blocks: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -107,9 +107,13 @@ def cpu_ratios(races: Races, arm: str, against: str) -> list[float]:
 
 def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
     """Return joules per row of `arm` over those of `against`, per race, over those laps of both that have them."""
-    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired(races, arm, against))
-    each = (tuple(_rate([b for b in laps if math.isfinite(b.energy_j)], "energy_j") for laps in pair) for pair in pairs)
-    return [theirs / ours for ours, theirs in each if ours > 0 and theirs > 0]
+    found = []
+    for pair in paired(races, arm, against):
+        laps = zip(*_common(*map(blocks, pair)), strict=True)
+        known = [lap for lap in laps if all(math.isfinite(block.energy_j) for block in lap)]
+        ours, theirs = (_rate([lap[side] for lap in known], "energy_j") for side in (0, 1))
+        found += [theirs / ours] if ours > 0 and theirs > 0 else []
+    return found
 
 
 def step_joules(record: RunRecord, rows_per_step: int) -> float:

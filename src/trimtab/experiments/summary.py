@@ -10,7 +10,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments import stats
 from trimtab.experiments.arm_facts import ArmFacts, utilisation
-from trimtab.experiments.energy_rows import energy_row, meter_of, watts
+from trimtab.experiments.energy_rows import energy_row, meter_of, short_blocks, watts
 from trimtab.experiments.headline import headline
 from trimtab.experiments.notes import notes
 from trimtab.experiments.planning import Plans
@@ -129,6 +129,7 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
     rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
+    short = [] if meter_of(races).is_absent else [short_blocks(record) for record in records.values()]
     mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
     return Arm(
         name,
@@ -148,6 +149,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
         joules=_known(stats.step_joules(record, task.batch_rows) for record in records.values()),
         watts=_known(watts(record) for record in records.values()),
+        short_blocks=sum(number for number, _ in short),
+        blocks=sum(number for _, number in short),
     )
 
 

@@ -58,7 +58,8 @@ class Recorder(Part):
     """Collects lines for a `RecordWriter`, in order; reads device scalars every 50 steps and at close.
 
     Joules are read between windows; a device's queue is not waited for. `energy`: runs from here to the close, less
-    evaluations; None: there are no joules in the record.
+    evaluations; None: there are no joules in the record. A run that is gone on with ends with those since then, and
+    says from which step on that is.
     """
 
     def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
@@ -70,7 +71,7 @@ class Recorder(Part):
         self._pending: list[tuple[Step, float] | Event | Evaluation] = []
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
-        self._energy = energy
+        self._energy, self._energy_from = energy, 0
         if energy is not None:
             _checked(energy).start()
 
@@ -94,6 +95,10 @@ class Recorder(Part):
     def evaluation(self, rows: int, name: str, value: float) -> None:
         """Note a held-out evaluation, after so many rows; what passed since the last window is its own time."""
         self._pending.append(Evaluation(rows, self._train_s, {name: value}))
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leave what was since the last window out of its seconds and joules: it was no training."""
         if self._energy is not None:
             self._energy.pause()
             self._energy.start()
@@ -116,7 +121,9 @@ class Recorder(Part):
 
         def load() -> None:
             self._writer.keep(end)
-            self._index, self._train_s, self._last = index, train_s, time.perf_counter()
+            self._index = self._energy_from = index
+            self._train_s = train_s
+            self._leave_out()
             self._pending.clear()
             self._num_pending = 0
 
@@ -140,7 +147,9 @@ class Recorder(Part):
         self.flush()
         detail = {}
         if self._energy is not None:
-            detail = _joules(self._energy.read())
+            detail = _joules(self._energy.read()) | (
+                {"energy_from_step": self._energy_from} if self._energy_from else {}
+            )
             self._energy.pause()
         if error is not None:
             self._writer.write(End("error", detail | {"error": f"{type(error).__name__}: {error}"[:500]}))

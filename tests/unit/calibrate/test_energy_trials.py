@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ from torch import nn
 import trimtab
 from trimtab import Metering
 from trimtab.calibrate import power, trials
+from trimtab.calibrate.power import Power
+from trimtab.calibrate.subject import Subject
 from trimtab.core.energy import Provenance
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.profile import ALONE
+from trimtab.core.profile import ALONE, Candidate
 from trimtab.decide.planner import choose
+from trimtab.decide.search import Stage
 from trimtab.measure import energy, machine, meters
 from trimtab.measure.energy import MeterLost
 
@@ -44,12 +49,7 @@ def short(monkeypatch):
     monkeypatch.setattr(machine, "measured_cpu_peaks", lambda threads: {"fp32": 1e9, "bf16": 1e6, "fp16": 1e6})
     for module in (power, meters):
         monkeypatch.setattr(module, "WINDOW_S", 0.01)
-    laps = energy.EnergyClock.__init__
-
-    def brief(self, meter, **given):
-        laps(self, meter, window_s=0.01, **given)
-
-    monkeypatch.setattr(energy.EnergyClock, "__init__", brief)
+        monkeypatch.setattr(module, "EnergyClock", functools.partial(energy.EnergyClock, window_s=0.01))
 
 
 def loop():
@@ -74,25 +74,89 @@ def profiled(metering, **given):
 def test_every_whole_trial_has_its_watts_where_energy_is_weighed():
     found = profiled(Metering(meter=Steady()), objective=Objective(energy=1))
     whole = [trial for trial in found.trials if trial.is_whole and trial.block_s]
-    assert whole
-    assert all(trial.power_w == pytest.approx(40.0, rel=0.2) for trial in whole)
-    finals = [trial for trial in whole if trial.stage.startswith("final")]
-    assert {len(trial.watts) for trial in finals} == {5}
-    assert {len(trial.watts) for trial in whole if trial not in finals} == {1}
-    assert [trial.watts for trial in found.trials if trial.stage == ALONE and trial.watts] == []
+    assert {"modes"} <= {trial.stage for trial in whole}
+    for trial in whole:
+        assert trial.watts == pytest.approx([40.0] * len(trial.watts), rel=0.2)
+        assert trial.energy_j == pytest.approx(40.0 * trial.step_s, rel=0.2)
+    assert [trial.watts for trial in found.trials if trial.stage == ALONE] == [(), (), ()]
     assert (found.meter.provenance, found.meter.sources) == (Provenance.MEASURED, ("a steady one",))
     assert found.meter.idle_w == pytest.approx(40.0, rel=0.2)
     assert choose(found, found.objective, found.budget).baseline.energy_j is not None
 
 
-def test_where_energy_does_not_count_only_finals_are_metered():
-    found = profiled(Metering(meter=Steady()))
-    ran = [trial for trial in found.trials if trial.block_s]
-    metered = {trial.stage.startswith("final") for trial in ran if trial.watts}
-    assert metered == {True}
-    assert False in {trial.stage.startswith("final") for trial in ran}
-    assert {len(trial.watts) for trial in ran if trial.stage.startswith("final")} == {1}
-    assert found.meter.idle_w is None  # no second is spent on what does not count
+WHOLE = Candidate("fp32", "keep", False, ROWS)
+FUSED = replace(WHOLE, fused_optimizer=True)
+
+
+def run_stage(name: str, meter, *, is_asked: bool = True, patient: bool = True) -> list:
+    """Return the trials of a stage of two candidates, and the first again."""
+    model, optimizer, batch = loop()
+    stage = Stage(name, (WHOLE, FUSED), control=True, drops=False)
+    how = {"power": Power(meter, is_asked), "patient": patient}
+    return list(trials.run_stage(Subject(model, optimizer, mean_loss, batch), stage, 3, lambda text: None, **how))
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_asked", "patient", "windows"),
+    [
+        ("modes", True, True, 1),
+        ("final", True, True, 5),
+        ("final 2", True, False, 5),
+        (ALONE, True, True, 0),
+        ("modes", False, True, 0),
+        ("final", False, True, 1),
+        ("final", False, False, 0),
+    ],
+)
+def test_windows_are_as_many_as_a_stage_needs(stage, is_asked, patient, windows):
+    found = run_stage(stage, Steady(), is_asked=is_asked, patient=patient)
+    assert [len(trial.watts) for trial in found] == [windows] * 3
+
+
+def test_where_energy_does_not_count_no_second_is_waited_for():
+    assert profiled(Metering(meter=Steady())).meter.idle_w is None
+    assert profiled(Metering(meter=Steady()), budget=Budget(energy=1e9)).meter.idle_w is not None
+
+
+@pytest.fixture
+def in_windows(monkeypatch):
+    """Return what sets what happens before each step that is metered: called with the run's settings."""
+    steps = power._step
+
+    def does(what) -> None:
+        def step(run, subject) -> None:
+            what(run.plan.fused_optimizer.value)
+            steps(run, subject)
+
+        monkeypatch.setattr(power, "_step", step)
+
+    return does
+
+
+def test_a_step_that_raises_while_it_is_metered_is_that_arms_error(in_windows):
+    def raises(fused: bool) -> None:
+        if fused:
+            raise RuntimeError("out of memory")
+
+    in_windows(raises)
+    own, rival, control = run_stage("final", Steady())
+    assert "out of memory" in rival.error
+    assert (rival.block_s, rival.watts) == ((), ())
+    assert [len(trial.watts) for trial in (own, control)] == [5, 5]
+    assert (own.error, control.error) == (None, None)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_meter_that_is_lost_leaves_that_arm_without_joules_and_no_error(in_windows, is_own):
+    meter = Steady()
+
+    def loses(fused: bool) -> None:
+        meter.lost = fused is not is_own
+
+    in_windows(loses)
+    own, rival, control = run_stage("final", meter)
+    assert [len(trial.watts) for trial in (own, rival, control)] == ([0, 5, 0] if is_own else [5, 0, 5])
+    assert all(trial.error is None and len(trial.block_s) >= 3 for trial in (own, rival, control))
 
 
 def test_watts_that_were_given_take_no_window_and_are_said_to_be_estimates(monkeypatch):
@@ -123,23 +187,19 @@ def test_without_a_meter_and_a_wish_nothing_is_said_but_why(tmp_path):
     assert all(trial.energy_j is None for trial in found.trials)
 
 
-def test_a_meter_that_is_lost_leaves_trials_without_joules():
+@pytest.mark.parametrize("failure", [MeterLost("it is gone"), OSError("no such device")])
+def test_a_meter_that_is_lost_ends_no_profile(failure):
     meter = Steady()
-    steady = meter.joules
-    reads = iter(range(10**9))
 
-    def failing():
-        if next(reads) > 40:
-            raise MeterLost("it is gone")
-        return steady()
+    def fails() -> float:
+        raise failure
 
-    meter.joules = failing
-    found = profiled(Metering(meter=meter), objective=Objective(energy=1))
+    meter.joules = fails
+    found = profiled(Metering(meter=meter), budget=Budget(energy=1.0))
     ran = [trial for trial in found.trials if trial.error is None]
-    assert all(trial.block_s for trial in ran)
-    assert any(trial.watts for trial in ran)
-    assert any(not trial.watts for trial in ran)
-    assert all(math.isfinite(watts) for trial in ran for watts in trial.watts)
+    assert {trial.stage for trial in ran} >= {"modes", ALONE}
+    assert all(len(trial.block_s) >= 3 and trial.watts == () for trial in ran)
+    assert found.meter.idle_w is None
 
 
 @pytest.mark.parametrize("metering", ["measured", 5])

@@ -103,6 +103,18 @@ def test_weights_that_are_none_are_refused(given_weights):
         Objective(*given_weights)
 
 
+@pytest.mark.parametrize(
+    ("weights", "left"), [((1, 1, 2), (1, 1)), ((1e-20, 0, 1), (1, 0)), ((0, 1e-20, 1), (0, 1)), ((1, 0, 0), (1, 0))]
+)
+def test_without_energy_the_other_weights_are_left_however_small(weights, left):
+    assert Objective(*weights).without_energy() == Objective(*left)
+
+
+def test_without_energy_nothing_is_left_of_energy_alone():
+    with pytest.raises(ValueGivenError, match="energy alone"):
+        Objective(0, 0, 3).without_energy()
+
+
 def test_large_weights_do_not_overflow():
     assert Objective(1e308, 1e308, 0) == Objective(1, 1, 0)
 

@@ -18,6 +18,7 @@ from trimtab.decide.cost_model import CostModel
 from trimtab.decide.finals import decide
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import control_interval, score_ratio
+from trimtab.decide.statistics import ratio_interval
 
 LIMIT = PowerLimit("gpu 0", 700.0, 200.0, 700.0)
 METER = MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 60.0, limits=(LIMIT,))
@@ -66,9 +67,12 @@ def test_without_a_meter_no_joule_is_anywhere():
     assert all(trial.energy_j is None for trial in profile.trials)
     assert [cost.energy_j for cost in (plan.baseline, plan.predicted, plan.measured)] == [None] * 3
     assert all(point.energy_j is None for point in plan.front)
-    assert not re.search(r"\d m?J\b", str(plan))
-    metered = choose(measured(machine(), objective=BY_BOTH, can_retain=False), BY_BOTH, Budget())
-    assert re.search(r"\d m?J\b", str(metered))
+    page = str(plan)
+    assert "energy" not in page
+    assert not re.search(r"\d [mk]?J\b", page)
+    metered = str(choose(measured(machine(), can_retain=False), Objective(), Budget()))
+    assert "energy" in metered
+    assert re.search(r"\d [mk]?J\b", metered)
 
 
 def test_a_weight_on_what_nothing_counted_is_refused():
@@ -102,17 +106,71 @@ def test_a_limit_on_joules_is_met_by_nobody_whose_joules_are_not_known():
     assert {point.refusal for point in found} == {"its energy is not known"}
 
 
-def test_a_final_in_which_a_meter_was_lost_is_not_won_by_who_has_no_joules():
-    profile = measured(machine(), objective=BY_ENERGY, can_retain=False)
-    half = replace(profile.reference_candidate, precision="bf16")
-    whole = profile.reference_candidate
-    trials = (
-        Trial("final", whole, (1.0,) * 5, MIB, watts=(100.0,) * 5),
-        Trial("final", half, (0.1,) * 5, MIB),
-        Trial("final", whole, (1.0,) * 5, MIB, control=True, watts=(100.0,) * 5),
-    )
-    outcome = decide(replace(profile, trials=trials), "final", BY_ENERGY, Budget())
-    assert outcome.winner.candidate == whole
+def final_of(objective: Objective, *, own_w, half_w, control_w=100.0, budget=None, half_s=0.1, own_mib=1, half_mib=1):
+    """Return a profile of a final: the loop, bf16, and the loop again; watts are None where the meter was lost."""
+    profile = measured(machine(), objective=objective, budget=budget, can_retain=False)
+    own = profile.reference_candidate
+
+    def trial(candidate, step_s, watts, mib, **more) -> Trial:
+        return Trial("final", candidate, (step_s,) * 5, mib * MIB, watts=() if watts is None else (watts,) * 5, **more)
+
+    half = trial(replace(own, precision="bf16"), half_s, half_w, half_mib)
+    quarter = trial(replace(own, precision="bf16", micro_batch=16), 1.01 * half_s, half_w, half_mib)
+    trials = (trial(own, 1.0, own_w, own_mib), half, quarter, trial(own, 1.0, control_w, 1, control=True))
+    before = tuple(each for each in profile.trials if not each.stage.startswith("final"))
+    return replace(profile, trials=(*before, *trials))
+
+
+def precision_of_final(profile, budget: Budget = Budget()) -> str:  # noqa: B008
+    return decide(profile, "final", profile.objective, budget).winner.candidate.precision
+
+
+def test_a_final_is_not_won_by_who_has_no_joules():
+    assert precision_of_final(final_of(BY_ENERGY, own_w=100.0, half_w=50.0)) == "bf16"
+    assert precision_of_final(final_of(BY_ENERGY, own_w=100.0, half_w=None)) == "fp32"
+
+
+@pytest.mark.parametrize("objective", [BY_ENERGY, BY_BOTH])
+def test_the_loop_stays_where_its_own_meter_was_lost(objective):
+    profile = final_of(objective, own_w=None, half_w=50.0)
+    assert precision_of_final(profile) == "fp32"
+    plan = choose(profile, objective, Budget())
+    assert plan.precision.value == "fp32"
+    assert "its meter was lost" in plan.precision.reason
+    assert plan.baseline.energy_j is None
+
+
+def test_without_the_controls_joules_nothing_is_resolved():
+    profile = final_of(BY_ENERGY, own_w=100.0, half_w=50.0, control_w=None)
+    assert control_interval(profile, "final", BY_ENERGY) is None
+    assert control_interval(profile, "final") is not None
+    assert precision_of_final(profile) == "fp32"
+
+
+def test_a_lost_meter_of_the_loop_is_no_reason_to_stay_where_it_breaks_a_limit():
+    budget = Budget(memory=4 * MIB)
+    profile = final_of(BY_ENERGY, own_w=None, half_w=50.0, own_mib=5, budget=budget)
+    outcome = decide(profile, "final", BY_ENERGY, budget)
+    assert outcome.winner.candidate.precision == "bf16"
+    assert "peak memory" in outcome.must_leave
+
+
+@pytest.mark.parametrize(("limit_j", "precision"), [(110.0, "fp32"), (90.0, "bf16")])
+def test_a_limit_is_held_against_the_loops_watts_of_another_trial_where_its_meter_was_lost(limit_j, precision):
+    budget = Budget(energy=limit_j)
+    profile = final_of(BY_TIME, own_w=None, half_w=50.0, half_s=1.2, budget=budget)
+    assert precision_of_final(profile, budget) == precision
+
+
+def test_where_energy_is_weighed_there_are_as_many_pairs_as_windows():
+    whole = measured(Machine(), can_retain=False).reference_candidate
+    uneven = (80.0, 125.0, 90.0, 110.0, 100.0)
+    own = Trial("final", whole, (1.0,) * 15, MIB, watts=(100.0,) * 5)
+    rival = Trial("final", whole, (1.0,) * 15, MIB, watts=uneven)
+    found = score_ratio(rival, own, Objective(0, 0, 1), own)
+    assert found.n == 5
+    assert found == ratio_interval([100.0 / watts for watts in uneven])
+    assert score_ratio(rival, own, Objective(1, 1, 0), own).n == 15
 
 
 def test_the_control_of_a_final_holds_the_noise_of_watts_too():
@@ -142,6 +200,24 @@ def test_the_front_has_who_takes_least_energy_where_that_counts():
     assert plan.stands_between is None  # of the weights of memory and time alone
 
 
+def test_what_is_not_known_is_on_no_front_that_it_counts_for():
+    found = space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
+    known = [point for point in found if point.refusal is None][:3]
+    cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
+    unknown = replace(known[0], cost=cost)
+    assert space.front([*known, unknown], with_energy=True) == space.front(known, with_energy=True)
+    assert space.front([*known, unknown]) == (unknown,)
+
+
+def test_where_energy_is_weighed_a_faster_setting_that_lost_says_at_which_energy():
+    plan = choose(final_of(BY_ENERGY, own_w=100.0, half_w=2000.0), BY_ENERGY, Budget())
+    assert plan.precision.value == "fp32"
+    assert "by the weights given" in plan.precision.reason
+    (said,) = [loser.reason for loser in plan.precision.losers if loser.value == "bf16"]
+    assert "10x the speed" in said
+    assert "at 2x the energy" in said
+
+
 def test_a_power_limit_is_advice_where_energy_counts_and_it_may_be_set():
     profile = replace(measured(machine(), objective=BY_BOTH, can_retain=False), meter=METER)
     said = [text for text in choose(profile, BY_BOTH, Budget()).advice if "gpu 0" in text]
@@ -163,24 +239,3 @@ def test_a_candidate_is_only_tried_against_the_loop_where_its_joules_promise_som
     finals = [stage for stage in by_energy.stages if stage.name.startswith("final")]
     assert all(candidate.precision == "fp32" for stage in finals for candidate in stage.candidates)
     assert candidate_of(planned(machine(), objective=BY_ENERGY, can_retain=False)).precision == "fp32"
-
-
-def test_a_reference_whose_joules_were_lost_stays():
-    """Nobody can be told from it by energy, and that speaks for nobody."""
-    thrifty = Machine(watts=lambda c: 60.0 if c.precision == "bf16" else 100.0, noise=0.002, speed={"bf16": 1.5})
-    found = measured(thrifty, objective=BY_ENERGY, can_retain=False)
-    assert choose(found, BY_ENERGY, Budget()).precision.value == "bf16"
-    reference = found.reference_candidate
-    lost = [replace(t, watts=()) if t.candidate == reference else t for t in found.trials]
-    plan = choose(replace(found, trials=tuple(lost)), BY_ENERGY, Budget())
-    assert plan.precision.value == "fp32"
-
-
-def test_what_is_not_known_is_on_no_front_that_it_counts_for():
-    found = space.points(measured(machine(), objective=BY_BOTH, can_retain=False), Budget())
-    known = [point for point in found if point.refusal is None][:3]
-    cost = replace(known[0].cost, energy_j=None, peak_bytes=1, step_s=1e-9)  # unbeaten, were it known
-    unknown = replace(known[0], cost=cost)
-    assert unknown not in space.front([*known, unknown], with_energy=True)
-    assert space.front(known, with_energy=True)
-    assert unknown in space.front([*known, unknown])

@@ -126,7 +126,7 @@ def test_why_a_trial_cannot_be_chosen():
     whole, budget = micro(32, 0.4, 50), Budget(memory=100 * MIB, time=0.5)
 
     def why(found: Trial) -> str:
-        return unfit(found, budget) or ""
+        return unfit(profile_of(found), found, budget) or ""
 
     assert why(whole) == ""
     assert why(replace(whole, error="RuntimeError: no")) == "RuntimeError: no"

@@ -1,78 +1,153 @@
-"""Joules of ranks: one reduction, in which a rank that reads nothing adds nothing and one without a meter all doubt."""
+"""Joules of ranks: each counter of a machine is read by one of them, and one reduction adds up what they read."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from trimtab.core.energy import Energy, MeterFacts, Provenance, absent
+from trimtab.distributed import energy
 from trimtab.distributed.energy import RankMeter, Seat, meter_of_rank, reads_of
+from trimtab.distributed.process_group import Place
 from trimtab.measure.energy import GivenWatts, NoMeter
-from trimtab.measure.meters import Metering, Reads
+from trimtab.measure.meters import Found, Metering, Reads
 
 OWN = Energy(2.0, 30.0, Provenance.MEASURED, ("rapl package-0",))
-FACTS = MeterFacts(Provenance.MEASURED, ("rapl package-0",))
-NOTHING = MeterFacts(Provenance.ABSENT, reason="another rank reads it")
+MEASURED = MeterFacts(Provenance.MEASURED, ("rapl package-0",), 10.0)
+ESTIMATED = MeterFacts(Provenance.ESTIMATED, ("15 W, as given",))
+OTHERS = NoMeter("another rank reads it")
+ON_TWO_GPUS = [Seat("here", 0, "GPU-a"), Seat("here", 1, "GPU-b")]
 
 
-def rank(*, is_reader: bool = True, job: MeterFacts = FACTS) -> RankMeter:
-    return RankMeter(NoMeter("planted"), FACTS if is_reader else NOTHING, job, is_reader)
-
-
-def reduced(parts: list[tuple[Energy, RankMeter]]) -> list[Energy]:
+def reduced(parts: list[tuple[Energy, bool]], job: MeterFacts = MEASURED) -> list[Energy]:
     """Return what each rank is told, by a sum over what all of them say."""
+    ranks = [(RankMeter(OTHERS, job, job, is_reader), own) for own, is_reader in parts]
     said: list[float] = []
-    for own, metered in parts:
-        metered.of_all(own, lambda figure: said.append(figure) or 1.0)
-    return [metered.of_all(own, lambda figure: math.fsum(said)) for own, metered in parts]
+    for rank, own in ranks:
+        rank.of_all(own, lambda figure: said.append(figure) or 1.0)
+    return [rank.of_all(own, lambda figure: math.fsum(said)) for rank, own in ranks]
 
 
 def test_ranks_of_one_machine_add_up_to_what_one_of_them_read():
-    first, second = reduced([(OWN, rank()), (absent("another rank reads it", 2.0), rank(is_reader=False))])
+    first, second = reduced([(OWN, True), (absent("another rank reads it", 2.0), False)])
     assert (first.joules, first.provenance, first.sources) == (30.0, Provenance.MEASURED, OWN.sources)
-    assert (second.joules, second.provenance, second.sources) == (30.0, Provenance.MEASURED, OWN.sources)
+    assert second == first
 
 
 def test_ranks_of_several_devices_add_theirs():
-    assert [each.joules for each in reduced([(OWN, rank()), (OWN, rank())])] == [60.0, 60.0]
+    assert [each.joules for each in reduced([(OWN, True), (OWN, True)])] == [60.0, 60.0]
 
 
 def test_a_rank_whose_meter_was_lost_makes_all_unknown():
-    first, second = reduced([(OWN, rank()), (absent("the GPU is lost", 2.0), rank())])
+    first, second = reduced([(OWN, True), (absent("the GPU is lost", 2.0), True)])
     assert (first.joules, second.joules) == (None, None)
     assert (first.reason, second.reason) == ("a rank lost its meter", "the GPU is lost")
 
 
-def test_estimates_stay_estimates_on_a_rank_that_read_nothing_too():
-    job = MeterFacts(Provenance.ESTIMATED, ("15 W, as given",))
-    own = Energy(2.0, 30.0, Provenance.ESTIMATED, job.sources)
-    found = reduced([(own, rank(job=job)), (absent("others", 2.0), rank(is_reader=False, job=job))])
+def test_estimates_stay_estimates_also_where_they_are_another_ranks():
+    own = Energy(2.0, 30.0, Provenance.ESTIMATED, ("15 W, as given",))
+    found = reduced([(own, True), (absent("another rank reads it", 2.0), False)], ESTIMATED)
     assert [each.provenance for each in found] == [Provenance.ESTIMATED] * 2
 
 
 @pytest.mark.parametrize("figure", [0.0, math.nan, math.inf])
 def test_a_sum_that_is_none_is_absent(figure):
-    assert rank().of_all(OWN, lambda own: figure).joules is None
+    assert RankMeter(OTHERS, MEASURED, MEASURED).of_all(OWN, lambda own: figure).joules is None
 
 
-def test_where_a_rank_has_no_meter_nobody_waits():
-    found = rank(job=replace(NOTHING, reason="there is none")).of_all(OWN, lambda own: 1 / 0)
-    assert (found.joules, found.reason) == (None, "there is none")
+def test_where_no_rank_has_a_meter_nothing_is_asked():
+    none = MeterFacts(Provenance.ABSENT, reason="no driver")
+    found = RankMeter(OTHERS, none, none).of_all(absent("", 2.0), None)
+    assert (found.joules, found.reason, found.seconds) == (None, "no driver", 2.0)
 
 
-def test_watts_of_a_machine_are_counted_once_whatever_gpus_it_has():
-    """Given watts, and a meter of one's own, are of the whole machine: each rank would else add them all."""
-    seats = [Seat("here", 0, "GPU-a"), Seat("here", 1, "GPU-b"), Seat("there", 0, "GPU-c")]
-    for metering in (Metering(watts=300), Metering(meter=GivenWatts(5))):
-        found = [reads_of(seats, rank, metering) for rank in range(3)]
-        assert found == [Reads(True, False), Reads(False, False), Reads(True, False)]
+@pytest.mark.parametrize(
+    ("seats", "found"),
+    [
+        ([Seat("a", 0), Seat("a", 1)], [(True, False), (False, False)]),
+        ([Seat("a", 0), Seat("b", 0)], [(True, False), (True, False)]),
+        (ON_TWO_GPUS, [(True, True), (False, True)]),
+        ([Seat("a", 1, "x"), Seat("a", 0, "x")], [(False, False), (True, True)]),  # two ranks, one GPU
+        ([Seat("a", 0, "x"), Seat("b", 0, "x")], [(True, True), (True, True)]),
+        ([Seat("a", 0), Seat("a", 0)], [(True, False), (False, False)]),  # a launcher that numbers none
+    ],
+)
+def test_each_meter_is_read_by_one_rank(seats, found):
+    reads = [reads_of(seats, rank) for rank in range(len(seats))]
+    assert [(each.processor, each.device) for each in reads] == found
 
 
-def test_one_process_reads_what_there_is():
-    found = meter_of_rank(torch.device("cpu"), Metering(watts=100))
-    assert found.is_reader
+def told(monkeypatch, seats: list[Seat], metering: Metering, found=None) -> list[RankMeter]:
+    """Return what each rank of several counts, as if each of them had asked."""
+    if found is not None:
+        monkeypatch.setattr(energy, "find_meter", lambda device, metering, reads: found(reads))
+
+    def one(rank: int, facts: list) -> RankMeter:
+        answers = iter((seats, facts))
+        monkeypatch.setattr(energy, "_of_ranks", lambda own: (said.append(own), next(answers))[1])
+        monkeypatch.setattr(energy.dist, "get_rank", lambda: rank)
+        return meter_of_rank(torch.device("cpu"), metering)
+
+    said: list = []
+    for rank in range(len(seats)):
+        one(rank, [None] * (len(seats) - 1) + [MEASURED])
+    facts = said[1::2]
+    return [one(rank, facts) for rank in range(len(seats))]
+
+
+def test_watts_of_a_machine_are_counted_once_though_each_rank_has_a_gpu(monkeypatch):
+    ranks = told(monkeypatch, [*ON_TWO_GPUS, Seat("there", 0, "GPU-c")], Metering(watts=100))
+    assert [isinstance(rank.meter, GivenWatts) for rank in ranks] == [True, False, True]
+    assert [rank.is_reader for rank in ranks] == [True, False, True]
+    assert {rank.job for rank in ranks} == {
+        MeterFacts(Provenance.ESTIMATED, ("100 W, as given on here", "100 W, as given on there"), reason="")
+    }
+
+
+def test_a_meter_of_ones_own_is_of_a_machine_too():
+    found = [reads_of(ON_TWO_GPUS, rank, Metering(meter=GivenWatts(5))) for rank in (0, 1)]
+    assert found == [Reads(True, False), Reads(False, False)]
+
+
+def test_what_all_ranks_count_is_the_same_on_each_and_a_record_says_what_is_not_in_it(monkeypatch):
+    def found(reads: Reads) -> Found:
+        names = ("nvml gpu 0", "rapl package-0") if reads.processor else ("nvml gpu 1",)
+        return Found(OTHERS, MeterFacts(Provenance.MEASURED, names, 50.0, ""))
+
+    first, second = told(monkeypatch, ON_TWO_GPUS, Metering(), found)
+    assert first.job == second.job
+    assert first.job.sources == ("nvml gpu 0", "rapl package-0", "nvml gpu 1")
+    assert (first.job.idle_w, first.job.uncounted) == (100.0, ())
+    assert (first.own.sources, first.own.uncounted) == (("nvml gpu 0", "rapl package-0"), ("what other ranks read",))
+
+
+def test_a_rank_without_its_meter_leaves_all_without(monkeypatch):
+    def found(reads: Reads) -> Found:
+        return Found(OTHERS, MEASURED if reads.processor else MeterFacts(Provenance.ABSENT, reason="no driver"))
+
+    for rank in told(monkeypatch, ON_TWO_GPUS, Metering(), found):
+        assert (rank.job.is_absent, rank.job.reason) == (True, "no driver")
+
+
+def test_one_process_reads_what_there_is(tmp_path):
+    found = meter_of_rank(torch.device("cpu"), Metering(watts=5))
+    assert isinstance(found.meter, GivenWatts)
     assert found.own == found.job
-    assert found.job.sources == ("100 W, as given",)
+    assert meter_of_rank(torch.device("cpu"), Metering(root=tmp_path / "powercap")).job.is_absent
+
+
+def test_a_gpu_without_a_name_is_still_one(monkeypatch):
+    monkeypatch.setattr(energy, "uuid_of", lambda index: "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert energy._name(torch.device("cuda", 1)) == "1 of 2,3"
+    assert energy._name(torch.device("cpu")) == ""
+
+
+def test_a_launched_rank_sits_where_it_was_put(monkeypatch):
+    seats = []
+    monkeypatch.setattr(energy, "place", lambda: Place(3, 4, 1))
+    monkeypatch.setattr(energy, "_of_ranks", lambda own: seats.append(own) or [own])
+    meter_of_rank(torch.device("cpu"), Metering(watts=5))
+    assert (seats[0].local_rank, seats[0].device) == (1, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from trimtab.core.record import Event, RunRecord, read_record, write_record
 from trimtab.decide.statistics import ratio_interval
 from trimtab.distributed.alone import ALONE
 from trimtab.distributed.energy import RankMeter
+from trimtab.experiments import race as race_module
 from trimtab.experiments import stats
 from trimtab.experiments.doctor import energy_finding
-from trimtab.experiments.energy_rows import METER, energy_row, energy_verdict, joules_to, meter_of, watts
-from trimtab.experiments.race import Entry, race
+from trimtab.experiments.energy_rows import METER, energy_row, energy_verdict, joules_to, meter_of, short_blocks, watts
+from trimtab.experiments.race import Entry, Racer, race
 from trimtab.experiments.race_meter import RaceMeter
+from trimtab.experiments.ratio_rows import throughput_row
+from trimtab.experiments.report.energy_tables import arm_energy_table
+from trimtab.experiments.result import Arm
 from trimtab.experiments.target_rows import target_row
 from trimtab.measure.energy import GivenWatts
 from trimtab.recipes.reference import ReferenceLoop
@@ -77,6 +82,21 @@ def test_too_few_pairs_and_estimates_allow_no_verdict():
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
 
 
+def test_joules_are_paired_by_lap():
+    uneven = record(blocks=[(10, 1.0), (10, 1.0), (10, 3.0), (10, 1.0)])  # one lap takes three times the others' joules
+    ours, theirs = metered(uneven, 50.0, unknown=(2,)), metered(uneven, 100.0, unknown=(3,))
+    assert stats.energy_ratios({0: {"a": ours, "b": theirs}}, "a", "b") == pytest.approx([0.5])
+    none = metered(uneven, 100.0, unknown=(1, 3))
+    assert stats.energy_ratios({0: {"a": ours, "b": none}}, "a", "b") == []
+
+
+def test_the_verdict_of_speed_is_that_of_seconds():
+    found = races(300.0, 0.5)  # twice as fast, and half as much again in joules
+    speed = throughput_row(found, "plan_S", "reference", "S", ratio_interval([1.0, 1.001, 0.999, 1.0, 1.0]))
+    assert (speed.verdict.kind, speed.ratio.mean) == ("gain", pytest.approx(2.0))
+    assert energy_row(found, "plan_S", "reference", "S").verdict.kind == "harm"
+
+
 def test_meters_are_not_mixed():
     found = races(50.0)
     found[3] = races(50.0, meter=MeterFacts(Provenance.ESTIMATED, ("100 W, as given",)))[3]
@@ -117,17 +137,73 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     assert never.energy is None
 
 
-GIVEN = MeterFacts(Provenance.ESTIMATED, ("80 W, as given",))
+def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> RaceMeter:
+    facts = MeterFacts(kind, ("a meter",))
+    return RaceMeter(RankMeter(meter, facts, facts), ALONE)
 
 
 def test_a_race_counts_joules_of_each_block(tmp_path):
-    meter = RaceMeter(RankMeter(GivenWatts(80), GIVEN, GIVEN), ALONE)
+    meter = race_meter_of(GivenWatts(80))
     entries = [Entry(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
     for found in race(entries, task, load_data(), 0, CPU, meter=meter):
         for event in found.events:
             assert event.detail["energy_j"] >= 80 * event.detail["seconds"]  # a block's clock starts after it
         write_record(tmp_path / found.header.name, found)
         assert read_record(tmp_path / found.header.name).events == found.events
+
+
+class Broken:
+    """A meter whose file is gone."""
+
+    provenance, sources, period_s = Provenance.MEASURED, ("a meter",), math.inf
+
+    def joules(self) -> float:
+        raise OSError("no such device")
+
+
+class Failing(ReferenceLoop):
+    """A loop whose second step raises."""
+
+    steps = 0
+
+    def step(self, batches) -> int:
+        self.steps += 1
+        if self.steps == 2:
+            raise ZeroDivisionError("in a step")
+        return super().step(batches)
+
+
+def test_a_meter_that_fails_is_no_arms_error_and_a_step_that_does_is_no_meters(monkeypatch):
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+    entries = [Entry("reference", ReferenceLoop, 4 * BATCH_ROWS), Entry("plan_S", Failing, 4 * BATCH_ROWS)]
+    for meter, counts in ((race_meter_of(Broken()), False), (race_meter_of(GivenWatts(80)), True)):
+        own, rival = race(entries, task, load_data(), 0, CPU, meter=meter)
+        assert own.end.reason == "budget"
+        assert {event.detail["energy_j"] is not None for event in own.events} == {counts}
+        assert "ZeroDivisionError" in stats.failed(rival)
+        assert len(rival.events) == 1
+
+
+@pytest.mark.parametrize(("kind", "block_s"), [(Provenance.MEASURED, 1.1), (Provenance.ESTIMATED, 1.0)])
+def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, block_s):
+    paces = []
+    together = SimpleNamespace(pace=lambda steps, seconds: paces.append(seconds))
+    entry = Entry("reference", ReferenceLoop, BATCH_ROWS)
+    Racer(entry, task, load_data(), 0, CPU, together, race_meter_of(GivenWatts(80), kind))
+    Racer(entry, task, load_data(), 0, CPU, together)
+    assert paces == pytest.approx([block_s, 1.0])
+
+
+def test_the_table_says_which_blocks_were_too_short_for_joules():
+    run = metered(record(blocks=[(10, 0.9), (10, 1.1), (10, 0.5), (10, 1.2)]), 50.0, unknown=(0, 2, 3))
+    assert short_blocks(run) == (1, 3)  # of the first it is not asked, the last lost its meter
+    bare = Arm("plan_S", "a plan", "S", "", (), ())
+    for joules in ((5.0,), ()):
+        arms = (replace(bare, joules=joules, watts=joules, short_blocks=1, blocks=3), replace(bare, name="self"))
+        table = arm_energy_table(SimpleNamespace(arms=arms))
+        assert "too short for a meter, and have no joules: 1 of 3 of" in (table.note if joules else table.empty)
+    assert "too short" not in arm_energy_table(SimpleNamespace(arms=(bare,))).note
 
 
 def test_a_race_without_a_meter_has_blocks_without_joules():

@@ -571,7 +571,7 @@ def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
 
 def test_a_report_of_another_schema_is_refused_by_its_number():
     data = json.loads(to_json(comparison())) | {"schema": 1, "quick": False}
-    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 5"):
+    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 6"):
         from_json(Comparison, json.dumps(data))
 
 

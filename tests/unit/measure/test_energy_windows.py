@@ -13,7 +13,6 @@ from meter_machine import Clock, Gpu, Library, Tree
 from trimtab.core.energy import Energy, Provenance, absent, summed
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.distributed.energy import Seat, reads_of
 from trimtab.measure import meters
 from trimtab.measure.energy import EnergyClock, GivenWatts, MeterLost, NoMeter, SeveralMeters
 from trimtab.measure.meters import Metering, Reads, find_meter, measurable, with_idle
@@ -46,68 +45,129 @@ def counter():
     return Counter()
 
 
-def running(meter, clock) -> EnergyClock:
-    found = EnergyClock(meter, clock=clock)
-    found.start()
-    return found
-
-
-def lap(laps: EnergyClock) -> Energy:
-    """Return the lap until now: a clock's own ends at its last reading."""
-    laps.tick()
-    return laps.lap()
-
-
-def test_a_lap_is_joules_and_seconds_of_one_stretch(clock, counter):
-    laps = running(counter, clock)
-    clock.now, counter.shows = clock.now + 2, 60.0
-    found = lap(laps)
-    assert (found.joules, found.seconds, found.watts) == (60.0, 2.0, 30.0)
-    clock.now, counter.shows = clock.now + 1, 70.0
-    assert lap(laps).joules == 10.0
-    laps.pause()
-    clock.now, counter.shows = clock.now + 5, 170.0
+def started(meter, clock) -> EnergyClock:
+    laps = EnergyClock(meter, clock=clock)
     laps.start()
-    clock.now, counter.shows = clock.now + 1, 171.0
-    assert lap(laps).joules == 1.0
-    assert (laps.read().joules, laps.read().seconds) == (71.0, 4.0)
+    return laps
 
 
-def test_a_clock_that_was_not_started_knows_nothing(clock, counter):
+def passes(clock, counter, seconds: float, joules: float) -> None:
+    clock.now, counter.shows = clock.now + seconds, counter.shows + joules
+
+
+def test_a_clock_counts_while_it_runs(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 2, 60.0)
+    found = laps.read()
+    assert (found.joules, found.seconds, found.watts) == (60.0, 2.0, 30.0)
+    laps.pause()
+    assert laps.seconds == 0
+    passes(clock, counter, 5, 1e6)
+    laps.tick()
+    laps.start()
+    passes(clock, counter, 1, 10.0)
+    assert laps.seconds == 1
+    laps.start()  # it runs
+    found = laps.read()
+    assert (found.joules, found.seconds) == (70.0, 3.0)
+
+
+def test_a_pause_is_from_the_last_reading_on(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 2, 60.0)
+    laps.tick()
+    passes(clock, counter, 0.9, 1e6)
+    laps.pause()
+    assert (laps.read().joules, laps.read().seconds) == (60.0, 2.0)
+
+
+def test_a_lap_is_a_stretch_of_what_is_read(clock, counter):
     laps = EnergyClock(counter, clock=clock)
-    assert (laps.lap().joules, laps.read().joules, laps.seconds) == (None, None, 0.0)
+    assert laps.lap().reason == "it was not started"
+    laps.start()
+    for joules in (10.0, 20.0):
+        passes(clock, counter, 2, joules)
+        laps.tick()
+        assert laps.lap().joules == joules
+    assert laps.read().joules == 30.0
 
 
 def test_a_measured_window_below_a_second_says_nothing(clock, counter):
-    laps = running(counter, clock)
-    clock.now, counter.shows = clock.now + 0.9, 60.0
+    laps = started(counter, clock)
+    passes(clock, counter, 0.9, 60.0)
     found = laps.read()
     assert (found.joules, found.provenance) == (None, Provenance.ABSENT)
     assert "0.9 s lie in windows of less than 1 s" in found.reason
 
 
+def test_short_stretches_are_left_out_until_they_are_much(clock, counter):
+    laps = started(counter, clock)
+    passes(clock, counter, 9, 90.0)
+    laps.tick()
+    for number, known in ((1, 90.0), (2, None)):
+        laps.pause()
+        laps.start()
+        passes(clock, counter, 0.8, 8.0)
+        found = laps.read()
+        assert found.joules == known, number
+
+
 def test_a_counter_that_stands_still_is_no_zero(clock, counter):
-    laps = running(counter, clock)
+    laps = started(counter, clock)
     clock.now += 3
     assert laps.read().reason == "a counter stood still for 3 s"
 
 
-def test_a_lap_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
-    laps = running(counter, clock)
+def test_a_stretch_in_which_the_meter_was_lost_has_no_joules_and_the_next_one_has(clock, counter):
+    laps = started(counter, clock)
     clock.now, counter.lost = clock.now + 1, "the GPU is lost"
     laps.tick()
-    clock.now, counter.lost, counter.shows = clock.now + 1, "", 5.0
-    assert lap(laps).reason == "the GPU is lost"
-    clock.now, counter.shows = clock.now + 1, 9.0
-    assert lap(laps).joules == 4.0
+    counter.lost = ""
+    passes(clock, counter, 1, 5.0)
+    laps.tick()
+    assert laps.lap().reason == "the GPU is lost"
+    passes(clock, counter, 1, 4.0)
+    laps.tick()
+    assert laps.lap().joules == 4.0
+    assert laps.read().reason == "the GPU is lost"  # of all of it, a part is not known
+
+
+def test_a_meter_that_is_gone_is_told_by_every_stretch(clock, counter):
+    laps = started(counter, clock)
     counter.lost = "gone for good"
-    clock.now += 1
-    assert lap(laps).reason == "gone for good"
-    assert laps.read().reason == "the GPU is lost; gone for good"  # of the whole
+    for _ in range(2):
+        clock.now += 1
+        laps.tick()
+        assert laps.lap().reason == "gone for good"
+
+
+@pytest.mark.parametrize("failure", [OSError("no such device"), MeterLost("")])
+def test_whatever_a_meter_raises_makes_joules_unknown(clock, counter, failure):
+    def fails() -> float:
+        raise failure
+
+    laps = started(counter, clock)
+    counter.joules = fails
+    clock.now += 2
+    assert "could not be read" in laps.read().reason
+
+
+def test_what_a_counter_lost_before_a_start_is_no_matter(clock):
+    told = iter([MeterLost("not read for a minute")])
+
+    class Late(Counter):
+        def joules(self) -> float:
+            for lost in told:
+                raise lost
+            return super().joules()
+
+    laps = started(late := Late(), clock)
+    passes(clock, late, 2, 8.0)
+    assert laps.read().joules == 8.0
 
 
 def test_ticks_read_no_more_often_than_is_due(clock, counter):
-    laps = running(counter, clock)
+    laps = started(counter, clock)
     before = counter.reads
     for _ in range(100):
         clock.now += 0.05
@@ -116,7 +176,7 @@ def test_ticks_read_no_more_often_than_is_due(clock, counter):
 
 
 def test_watts_that_were_given_are_estimates_of_any_window(clock):
-    laps = running(GivenWatts(250, clock), clock)
+    laps = started(GivenWatts(250, clock), clock)
     clock.now += 0.5
     found = laps.read()
     assert (found.joules, found.provenance, found.sources) == (125.0, Provenance.ESTIMATED, ("250 W, as given",))
@@ -131,11 +191,11 @@ def test_watts_that_are_none_are_refused(watts):
 
 def test_meters_of_several_devices_are_one_and_lost_together(clock):
     one, two = Counter(), Counter()
-    both = running(SeveralMeters((one, two)), clock)
+    both = started(SeveralMeters((one, two)), clock)
     clock.now, one.shows, two.shows = clock.now + 1, 3.0, 4.0
-    assert lap(both).joules == 7.0
+    assert both.read().joules == 7.0
     clock.now, one.shows, two.lost = clock.now + 1, 8.0, "gone"
-    assert lap(both).reason == "gone"
+    assert both.read().reason == "gone"
     assert SeveralMeters((one, GivenWatts(5))).provenance is Provenance.ESTIMATED
     assert SeveralMeters((one, NoMeter("none"))).provenance is Provenance.ABSENT
 
@@ -218,34 +278,20 @@ def test_a_processor_alone_is_no_meter_of_a_gpu(on_gpu):
     assert "NVML" in found.facts.reason
 
 
-def test_two_ranks_read_one_processor_once_and_each_its_gpu(on_gpu):
-    seats = [Seat("here", 0, "GPU-a"), Seat("here", 1, "GPU-b")]
-    reads = [reads_of(seats, rank) for rank in (0, 1)]
-    assert reads == [Reads(True, True), Reads(False, True)]
-    assert on_gpu(0, reads[0]).facts.sources == ("nvml gpu 0", "rapl package-0")
-    assert on_gpu(1, reads[1]).facts.sources == ("nvml gpu 1",)
+def test_a_rank_that_does_not_read_the_processor_counts_its_gpu_alone(on_gpu):
+    assert on_gpu(1, Reads(False, True)).facts.sources == ("nvml gpu 1",)
 
 
+@pytest.mark.parametrize("given", [{"watts": 100}, {"meter": Counter()}])
 @pytest.mark.parametrize(
-    ("seats", "found"),
-    [
-        ([Seat("a", 0), Seat("a", 1)], [(True, False), (False, False)]),
-        ([Seat("a", 0), Seat("b", 0)], [(True, False), (True, False)]),
-        ([Seat("a", 1, "x"), Seat("a", 0, "x")], [(False, False), (True, True)]),  # two ranks, one GPU
-        ([Seat("a", 0, "x"), Seat("b", 0, "x")], [(True, True), (True, True)]),
-        ([Seat("a", 0), Seat("a", 0)], [(True, False), (False, False)]),  # a launcher that numbers none
-    ],
+    ("reads", "counts"), [(Reads(True, True), True), (Reads(True, False), True), (Reads(False, True), False)]
 )
-def test_each_meter_is_read_by_one_rank(seats, found):
-    reads = [reads_of(seats, rank) for rank in range(len(seats))]
-    assert [(each.processor, each.device) for each in reads] == found
+def test_what_is_of_a_machine_is_counted_by_who_reads_its_processor(given, reads, counts):
+    assert find_meter(CPU, Metering(**given), reads=reads).facts.is_absent is not counts
 
 
-def test_who_reads_nothing_has_no_meter_and_given_watts_are_of_a_machine():
-    others = Reads(processor=False, device=False)
-    assert "another rank" in find_meter(CPU, reads=others).facts.reason
-    assert find_meter(CPU, Metering(watts=100), reads=others).facts.is_absent
-    assert find_meter(CPU, Metering(watts=100), reads=Reads(device=False)).facts.provenance is Provenance.ESTIMATED
+def test_who_reads_nothing_has_no_meter():
+    assert "another rank" in find_meter(CPU, reads=Reads(processor=False, device=False)).facts.reason
 
 
 @pytest.fixture
@@ -291,7 +337,7 @@ def test_no_socket_is_opened(tmp_path, on_gpu, clock, monkeypatch):
     for name in ("socket", "create_connection", "getaddrinfo", "gethostbyname"):
         monkeypatch.setattr(socket, name, refuse)
     for found in (on_gpu(), find_meter(CPU), find_meter(CPU, Metering(watts=5))):
-        laps = EnergyClock(found.meter, clock=clock)
+        laps = started(found.meter, clock)
         clock.now += 2
         laps.tick()
-        laps.lap()
+        laps.read()

@@ -98,6 +98,34 @@ def test_a_meter_that_is_lost_makes_the_total_unknown(world):
     assert (end["energy_j"], end["energy_reason"]) == (None, "the GPU is lost")
 
 
+def test_who_gave_the_clock_reads_what_the_record_says(world):
+    steps(world, 5.0)
+    before = world.energy.read()
+    world.recorder.evaluation(8, "accuracy", 0.5)
+    _, end = ended(world)
+    world.now, world.extra = world.now + 60.0, 1e6
+    assert (before.joules, world.energy.read().joules, end["energy_j"]) == (250.0, 250.0, 250.0)
+
+
+def test_a_run_that_is_gone_on_with_says_from_where_its_joules_are(world):
+    steps(world, 5.0)
+    state = world.recorder.state_dict()
+    assert state["index"] == 20
+    with RecordWriter(world.path, Header("run"), continues=True) as writer:
+        own = EnergyClock(world.meter, clock=lambda: world.now)
+        world.recorder = Recorder(writer, own)
+        world.now, world.extra = world.now + 30.0, 1e6  # reading a checkpoint is no training
+        world.recorder.loading(state)()
+        steps(world, 4.0)
+        _, end = ended(world)
+    assert (end["energy_j"], end["energy_s"], end["energy_from_step"]) == (200.0, 4.0, 20)
+
+
+def test_what_is_no_clock_is_refused(tmp_path):
+    with RecordWriter(tmp_path / "a.jsonl", Header("run")) as writer, pytest.raises(ValueGivenError, match="energy"):
+        Recorder(writer, GivenWatts(5))
+
+
 def test_what_a_meter_raises_ends_no_run(world):
     world.meter.joules = lambda: 1 / 0
     steps(world, 3.0)

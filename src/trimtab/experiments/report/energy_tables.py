@@ -29,8 +29,10 @@ def arm_energy_table(comparison: Comparison) -> Table:
         for arm in arms
     )
     columns = ("Arm", "Energy per batch", "Power")
+    short = "; ".join(f"{a.short_blocks} of {a.blocks} of {say.arm_name(a)}" for a in comparison.arms if a.short_blocks)
+    short = f" Blocks that were too short for a meter, and have no joules: {short}." if short else ""
     note = "Median over seeds (lowest to highest), over blocks of a second or more."
-    return Table("", columns, rows, "No energy was measured.", note, columns[1:])
+    return Table("", columns, rows, f"No energy was measured.{short}", note + short, columns[1:])
 
 
 def target_energy_table(comparison: Comparison) -> Table:
