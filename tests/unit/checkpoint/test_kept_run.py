@@ -193,6 +193,7 @@ def test_what_the_user_keeps_too_is_looked_at_first(saved, tmp_path):
 def test_a_signal_saves_the_run_where_its_window_is_over_and_ends_it(tmp_path, number):
     came = []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("mine"))
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is told to ignore it
 
     def interrupted(model, batch):
         if model.training and len(seen) == 3:
@@ -209,6 +210,7 @@ def test_a_signal_saves_the_run_where_its_window_is_over_and_ends_it(tmp_path, n
         assert signal.getsignal(signal.SIGTERM)(0, None) is None  # the user's own, back in its place
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ignored)
     assert came[:-1] == (["mine"] if number == signal.SIGTERM else [])
     assert ended.type is (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
     assert getattr(ended.value, "code", None) in (None, 128 + signal.SIGTERM)
