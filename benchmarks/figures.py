@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from phases_figures import METRICS, phases
 from scaling_figures import scaling
 
 from trimtab.decide.goodput import Times, relative_time
@@ -144,7 +145,10 @@ def _how(found: Row) -> str:
 def _comparison(rows: list[Row]) -> Iterator[str]:
     yield "| figure | arm | against | value (95%) | n | verdict |"
     yield "|---|---|---|---|---|---|"
+    gained = [row for row in rows if row["metric"] in METRICS]
     for row in rows:
+        if row in gained:
+            continue
         if row["metric"] == "planning_s":
             yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {_planning(row)} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
@@ -152,6 +156,9 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
         else:
             value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row) + _processor(row)
             yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
+    if gained:
+        yield ""
+        yield from phases(gained)
 
 
 def _planning(row: Row) -> str:
@@ -532,6 +539,7 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
 
 KINDS = {
     "compare": _comparison,
+    "phases": phases,
     "overhead": _overhead,
     "strong_sweep": _sweep,
     "no_harm": _no_harm,

@@ -104,15 +104,16 @@ def trace_work(
     batch: Any,
     *,
     autocast: Autocast = contextlib.nullcontext,
+    prepare: Prepare = as_it_is,
 ) -> dict[str, list[Seen]]:
     """Return the operators of a step of one micro-batch by phase: "forward", "backward" and "optimizer".
 
-    The model as it stands: what its blocks compute again is in its backward.
+    What blocks compute again is in the backward; arguments as of `trace_step`.
 
     Raises:
         ModelError: the step cannot be traced.
     """
-    (step,), _ = _traced(model, optimizer, loss_fn, [(batch, autocast)], (), None, counts_work=True, prepare=as_it_is)
+    (step,), _ = _traced(model, optimizer, loss_fn, [(batch, autocast)], (), None, counts_work=True, prepare=prepare)
     return step.phase_work
 
 

@@ -468,6 +468,9 @@ def test_rows_are_flat_and_named():
         "final_metric_difference",
         "time_to_target_ratio",
         "planning_s",
+        "third_speed_ratio",
+        "third_progress_ratio",
+        "third_progress_per_s_ratio",
     }
     assert {row["task"] for row in rows} == {"tiny"}
     for row in rows:
@@ -476,7 +479,7 @@ def test_rows_are_flat_and_named():
             assert {"tier", "against"} <= row.keys()
     planning = {"metric": "planning_s", "task": "tiny"}
     freed = "micro batch 50, learning rate scale 4.0"
-    assert rows[-2:] == [
+    assert [row for row in rows if row["metric"] == "planning_s"] == [
         planning | {"tier": "S", "arm": "plan_S", "planning_s": 2.0, "search_s": 0.0, "changes": "micro batch 50"},
         planning | {"tier": "F", "arm": "plan_F", "planning_s": 5.0, "search_s": 3.0, "changes": freed},
     ]
@@ -571,7 +574,7 @@ def test_fewer_control_pairs_than_a_verdict_needs_have_no_resolution():
 
 def test_a_report_of_another_schema_is_refused_by_its_number():
     data = json.loads(to_json(comparison())) | {"schema": 1, "quick": False}
-    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 5"):
+    with pytest.raises(FormatError, match=r"comparison\.schema: given 1; expected 6"):
         from_json(Comparison, json.dumps(data))
 
 
