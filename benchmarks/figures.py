@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from phases_figures import METRICS, phases
 from scaling_figures import scaling, sending
 
 from trimtab.decide.goodput import Times, relative_time
@@ -144,35 +145,20 @@ def _how(found: Row) -> str:
 def _comparison(rows: list[Row]) -> Iterator[str]:
     yield "| figure | arm | against | value (95%) | n | verdict |"
     yield "|---|---|---|---|---|---|"
+    gained = [row for row in rows if row["metric"] in METRICS]
     for row in rows:
+        if row["metric"] in METRICS:
+            continue
         if row["metric"] == "planning_s":
             yield f"| planning, seconds | {NAMES[row.get('arm', 'plan_S')]} | | {_planning(row)} | 1 | |"
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
-        elif row["metric"] in _GAINS:
-            yield _gain(row)
         else:
             value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row) + _processor(row)
             yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
-
-
-_GAINS = ("phase_saved_s", "part_saved_s", "bound_share", "clock_ratio", "step_speedup", "doubling_months")
-
-
-def _gain(row: Row) -> str:
-    """Return a line of where the gain comes from."""
-    arm, value = {"reference": NAMES["reference"], "plan": "the plan"}.get(row.get("arm", ""), ""), ""
-    figure = row["metric"].removesuffix("_ratio").replace("_", " ")
-    if "saved" in row["metric"]:
-        figure = f"{row['phase']}: ms a batch saved"
-        bounds = "" if row["low"] is None else f" ({1000 * row['low']:.2f} to {1000 * row['high']:.2f})"
-        value = f"{1000 * row['mean']:.2f}{bounds} of {1000 * row['reference_s']:.2f}"
-    elif row["metric"] == "bound_share":
-        figure, value = f"{row['bound']}-bound", f"{row['share']:.0%} of a step"
-    elif row["mean"] is not None:
-        bounds = "" if row.get("low") is None else f" ({row['low']:.3f} to {row['high']:.3f})"
-        value = f"{row['mean']:.3f}{bounds}"
-    return f"| {figure} | {arm} | | {value} | {row.get('n', '')} | |"
+    if gained:
+        yield ""
+        yield from phases(gained)
 
 
 def _planning(row: Row) -> str:
@@ -569,6 +555,7 @@ def _checkpoint_cost(rows: list[Row]) -> Iterator[str]:
 
 KINDS = {
     "compare": _comparison,
+    "phases": phases,
     "overhead": _overhead,
     "strong_sweep": _sweep,
     "no_harm": _no_harm,

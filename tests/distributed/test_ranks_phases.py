@@ -1,49 +1,66 @@
-"""Phases of a step on two ranks, clocked in step: communication of replicas is told, of shards that it is not."""
+"""Phases of a step on two ranks, clocked in step: communication of replicas is told, and of shards what is not."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
-from trimtab.core.codec import read_json, to_json
-from trimtab.core.plan import Plan
+from trimtab.core.codec import read_json
+from trimtab.core.phases import Gain
+from trimtab.decide.attribution import bound_seconds
 from trimtab.experiments.phases_command import PhasePage
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
-SOURCE = Path(__file__).parents[2] / "src"
+RANK = """
+    import os, sys
+    from pathlib import Path
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    sys.path.insert(0, sys.argv[3])
+    import torch
+    import torch.distributed as dist
+    from trimtab.core.codec import to_json
+    from trimtab.core.plan import Plan
+    from trimtab.experiments.phases_command import Asked, phases_of
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    for stage in (0, 3):
+        plan = folder / f"plan-{rank}-{stage}.json"
+        plan.write_text(to_json(Plan.fixed(batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
+        found = phases_of(Asked((f"{sys.argv[3]}/tiny_task.py:task",), plan=plan, rounds=2, ranks=2))
+        assert (found is None) == bool(rank)
+        if found is not None:
+            (folder / f"found-{stage}.json").write_text(to_json(found))
+"""
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_ranks_clock_their_steps_together(tmp_path, stage):
-    plan = tmp_path / "plan.json"
-    plan.write_text(to_json(Plan.fixed(batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=stage)))
-    command = [sys.executable, "-c", "from trimtab.cli import main; main()", "phases", f"{TASKS / 'tiny_task.py'}:task"]
-    done = subprocess.run(
-        [*command, "--ranks", "2", "--plan", plan, "--rounds", "2", "--out", "found.json", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    (gain,) = read_json(PhasePage, tmp_path / "found.json").gains
-    assert gain.num_ranks == 2
-    assert "communication" in gain.reference.has
-    assert gain.reference.mean_s("communication") > 0
-    assert gain.reference.roofs
-    rows = json.loads(done.stdout)["rows"]
-    waits = [row for row in rows if row["metric"] == "bound_share" and row["bound"] == "communication-bound"]
-    assert {row["arm"] for row in waits} == {"reference", "plan"}
-    if stage:
-        assert gain.plan.roofs == {}
-        assert any("shared out" in note for note in gain.plan.notes)
-    else:
-        assert gain.plan.mean_s("communication") > 0
-        assert gain.plan.notes == ()
+@pytest.fixture(scope="module")
+def gains(tmp_path_factory) -> dict[int, Gain]:
+    """What rank 0 found of a plan for replicas, and of one that shares parameters out."""
+    folder = tmp_path_factory.mktemp("phases")
+    run_ranks(RANK, folder, TASKS)
+    return {stage: read_json(PhasePage, folder / f"found-{stage}.json").gains[0] for stage in (0, 3)}
+
+
+def test_ranks_wait_for_one_another_in_both_loops(gains):
+    for gain in gains.values():
+        assert gain.num_ranks == 2
+        for arm in (gain.reference, gain.plan):
+            assert arm.mean_s("communication") > 0
+            assert bound_seconds(arm)["communication-bound"] == pytest.approx(arm.mean_s("communication"))
+
+
+def test_roofs_of_replicas_are_of_a_ranks_share(gains):
+    """Sixteen rows of the tiny network's first layer and the others, forward."""
+    assert gains[0].reference.roofs["forward"].flops == 2 * 16 * (16 * 64 + 64 * 64 + 64 * 4)
+    assert gains[0].plan.roofs["forward"].flops == gains[0].reference.roofs["forward"].flops
+    assert gains[0].plan.notes == ()
+
+
+def test_of_shards_it_is_said_what_is_not_told(gains):
+    assert gains[3].plan.roofs == {}
+    assert any("shared out" in note for note in gains[3].plan.notes)
+    assert gains[3].reference.roofs

@@ -6,13 +6,12 @@ Both are held at once, each with a model of its own. Several ranks run it in ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from trimtab.core.errors import ModelError
 from trimtab.core.hardware import DeviceSpec
@@ -27,7 +26,7 @@ from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.watch import Watch, by_part, by_phase
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.step_trace import as_it_is, trace_work
+from trimtab.measure.step_trace import Prepare, as_it_is, trace_work
 from trimtab.measure.timing import time_call
 from trimtab.recipes.loop import MakeLoop, autocast, move
 from trimtab.recipes.reference import ReferenceLoop
@@ -49,11 +48,25 @@ _ALONE = "one process: nothing is communicated"
 _SHARED = "parameters are shared out: what is sent amid the forward and the backward is in these, and no roof is known"
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """How an arm's step is traced.
+
+    Args:
+        notes: what is not told of it. micro_rows: of a micro-batch; None: of a rank's whole share. prepare: what a copy
+            of its model, which computes nothing again, is made to do so by.
+    """
+
+    notes: tuple[str, ...]
+    micro_rows: int | None = None
+    prepare: Prepare = as_it_is
+
+
 class _Arm:
     """A loop that is stepped in turns with another, under global modes and random numbers of its own.
 
     Args:
-        micro_rows: of a micro-batch; None: of a rank's whole share.
+        traced: how its step is traced, and what is not told of it.
     """
 
     def __init__(
@@ -63,14 +76,11 @@ class _Arm:
         data: TaskData,
         device: torch.device,
         together: Together,
-        micro_rows: int | None = None,
-        notes: Sequence[str] = (),
-        prepare: Callable[[nn.Module], object] = as_it_is,
+        traced: _Traced,
     ) -> None:
-        self._prepare = prepare
         own = rows_of_rank(task.batch_rows, together.rank, together.num_ranks)
         self._task, self._device, self._rows = task, device, own.stop - own.start
-        self._micro_rows, self._notes = min(micro_rows or self._rows, self._rows), notes
+        self._traced, self._micro_rows = traced, min(traced.micro_rows or self._rows, self._rows)
         self._watch = Watch(task, device, self._rows, waits=together.num_ranks > 1)
         torch.manual_seed(0)
         with together.entering():
@@ -110,7 +120,7 @@ class _Arm:
 
     def found(self, spec: DeviceSpec) -> ArmPhases:
         """Return what its laps took, under the roofs of its operators."""
-        notes = [*self._notes, *([_HIDDEN] if "forward" not in self._laps[0].seconds else [])]
+        notes = [*self._traced.notes, *([_HIDDEN] if "forward" not in self._laps[0].seconds else [])]
         roofs: dict[str, Roof] = {}
         if self._is_compiled:
             notes.append(_COMPILED)
@@ -126,9 +136,8 @@ class _Arm:
         micro, _ = next(slices(move(next(self._batches), self._device), self._rows, self._micro_rows))
         cast = partial(autocast, precision, self._device)
         try:
-            work = trace_work(
-                loop.model, loop.optimizer, self._task.loss_fn, micro, autocast=cast, prepare=self._prepare
-            )
+            how = {"autocast": cast, "prepare": self._traced.prepare}
+            work = trace_work(loop.model, loop.optimizer, self._task.loss_fn, micro, **how)
         except ModelError as error:
             return {}, f"no roof is known: {error.given}"
         times = {"optimizer": 1.0}
@@ -162,10 +171,9 @@ def measure_gain(
     arms: list[_Arm] = []
     is_over = False
     try:
-        prepares = as_it_is, partial(_recompute, plan)
-        for (make, micro_rows, notes), prepare in zip(_makes(task, plan, together.num_ranks), prepares, strict=True):
+        for make, traced in _makes(task, plan, together.num_ranks):
             outside.restore()
-            arms.append(_Arm(make, task, data, device, together, micro_rows, notes, prepare))
+            arms.append(_Arm(make, task, data, device, together, traced))
         step_s = max(arm.step_s for arm in arms)
         steps = min(_MOST_STEPS, max(1, math.ceil(_LAP_S / step_s)))
         fitting = int(_PASS_S / (2 * steps * sum(arm.step_s for arm in arms)))
@@ -184,19 +192,15 @@ def measure_gain(
     return together.made(Gain, lambda: Gain(task.name, *found, plan.changes_in_words, spec, **how))
 
 
-def _recompute(plan: Plan, model: nn.Module) -> None:
-    """Have a model's copy recompute what the plan's run does."""
-    if plan.recompute.value is not None:
-        use_plan(model, plan)
-
-
-def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, int | None, tuple[str, ...]]]:
-    """Return the loops with the rows of their micro-batches, and what is not told of them."""
+def _makes(task: Task, plan: Plan, num_ranks: int) -> list[tuple[MakeLoop, _Traced]]:
+    """Return the plain loop and the plan's."""
     ours: MakeLoop = partial(PlanLoop, plan=plan, total_samples=task.budget_rows)
+    told = (_ALONE,) if num_ranks == 1 else ()
+    shared = (_SHARED,) if plan.zero_stage.value else ()
     rows = plan.micro_batch_of(rows_of_rank(task.batch_rows, 0, num_ranks).stop)
-    if num_ranks == 1:
-        return [(ReferenceLoop, None, (_ALONE,)), (ours, rows, (_ALONE,))]
-    return [(ReplicaLoop, None, ()), (ours, rows, (_SHARED,) if plan.zero_stage.value else ())]
+    prepare = as_it_is if plan.recompute.value is None else partial(use_plan, plan=plan)
+    plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
+    return [(plain, _Traced(told)), (ours, _Traced((*told, *shared), rows, prepare))]
 
 
 def gain_in(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import torch
 
 from trimtab.api import start
 from trimtab.core.plan import Plan
 from trimtab.core.step_memory import StepMemory
-from trimtab.measure.step_trace import trace_step
+from trimtab.measure.step_trace import Prepare, as_it_is, trace_step
 from trimtab.recipes.loop import autocast, move
+from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batches import slices
 from trimtab.tasks.task import Task, TaskData
 
@@ -33,9 +35,12 @@ def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None)
     batch = move(next(data.batches(0, task.batch_rows)), device)
     with contextlib.ExitStack() as stack:
         count, rows, forward = 1, task.batch_rows, lambda: autocast(task.reference.precision, device)
+        prepare: Prepare = as_it_is
         if plan is not None:
             run = stack.enter_context(start(model, optimizer, plan, total_samples=task.budget_rows))
             count, rows, forward = plan.num_micro_batches, plan.micro_batch_of(rows), run.autocast
+            if plan.recompute.value is not None:  # which a copy of the model, as is traced, does not
+                prepare = partial(use_plan, plan=plan)
         micro = next(slices(batch, task.batch_rows, rows))[0]
         return trace_step(
             model,
@@ -45,4 +50,5 @@ def _traced(task: Task, data: TaskData, device: torch.device, plan: Plan | None)
             autocast=forward,
             num_micro_batches=min(count, 2),
             counts_scratch=device.type == "cpu",
+            prepare=prepare,
         )

@@ -108,9 +108,7 @@ def trace_work(
 ) -> dict[str, list[Seen]]:
     """Return the operators of a step of one micro-batch by phase: "forward", "backward" and "optimizer".
 
-    Args:
-        prepare: called with the model's copy, which recomputes nothing by itself: what its blocks are then made to
-            compute again is in its backward.
+    What blocks compute again is in the backward; arguments as of `trace_step`.
 
     Raises:
         ModelError: the step cannot be traced.

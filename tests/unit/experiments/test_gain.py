@@ -18,6 +18,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.attribution import attribute, bound_seconds
 from trimtab.experiments import gain as gain_module
 from trimtab.experiments.gain import gain_in, measure_gain
+from trimtab.experiments.timeline import step_memory
 from trimtab.measure import machine
 from trimtab.measure.blocks import find_blocks
 from trimtab.tasks.models.gpt import GPT, GPTShape
@@ -139,6 +140,12 @@ def test_a_step_of_the_users_own_hides_its_forward():
     assert found.reference.has == ("data", "optimizer", "rest")
     assert any("step function" in note for note in found.reference.notes)
     assert "forward" in found.plan.has
+
+
+def test_what_a_step_of_a_recomputing_plan_holds_is_less():
+    plan = Plan.fixed(BATCH_ROWS).recomputing("(0) (1) 2", find_blocks(small_gpt()), "asked for")
+    kept, again = (step_memory(GPT_TASK, load_data(), CPU, each) for each in (Plan.fixed(BATCH_ROWS), plan))
+    assert again.most_bytes["activations"] < 0.8 * kept.most_bytes["activations"]
 
 
 def test_what_cannot_be_traced_has_no_roof_and_a_reason():

@@ -33,7 +33,7 @@ def phase_gain_table(gain: Gain) -> Table:
     found = attribute(gain)
     rows = (*found.phases, found.unattributed, found.whole)
     return Table(
-        "Seconds per batch by phase",
+        "What each phase saves, in seconds per batch",
         ("Phase", *_SAVED),
         tuple((_NAMES.get(row.phase, row.phase), *_saved(row)) for row in rows),
         "No phases were measured.",
