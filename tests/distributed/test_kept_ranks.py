@@ -9,7 +9,7 @@ import pytest
 from ranks import started
 
 RANK = """
-    import json, os, sys, warnings
+    import json, os, signal, sys
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -58,6 +58,8 @@ RANK = """
             while run.passes < 4:
                 for window in run.windows(loader):
                     consumed.append([run.num_windows, [round(v, 4) for v in window._batches[0][0][:, 0].tolist()]])
+                    if options.get("signal") == [rank, run.num_windows]:
+                        signal.raise_signal(signal.SIGTERM)
                     run.train_step(window, lambda model, b: (model(b[0]) - b[1]).square().mean())
                     said[run.num_windows] = float(run.loss).hex()
                     if run.num_windows == options.get("dies_after"):
@@ -65,6 +67,8 @@ RANK = """
                             json.dump({"said": said, "consumed": consumed}, file)
                         os._exit(9)
         said["end"] = [float(v.double().sum()).hex() for v in model.state_dict().values()]
+    except SystemExit as left:
+        said["left"] = left.code
     except (TrimtabError, ValueError) as error:
         said["error"] = f"{type(error).__name__}: {error}"
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
@@ -139,6 +143,17 @@ def test_a_rank_that_cannot_read_ends_all_before_anything_is_changed(dead, tmp_p
     said, _ = trained(copied(dead, tmp_path), "unread", cannot_read=1)
     assert "another disk" in said[0]["error"]
     assert said[1]["error"] == "ValueError: another disk"
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all_and_they_go_on(dead, tmp_path):
+    said, _ = trained(tmp_path, "signalled", keep={"every_steps": None}, signal=[1, 6])
+    assert [each["left"] for each in said] == [128 + 15] * 2
+    (saved,) = (tmp_path / "run").glob("step-*")
+    assert saved.name == "step-8"  # seen after the seventh window, and told in the eighth
+    said, _ = trained(tmp_path, "again")
+    for ours, theirs in zip(said, dead[1][0], strict=True):
+        assert ours == {window: loss for window, loss in theirs.items() if window in ours}
+        assert {"9", "end"} <= ours.keys()
 
 
 def test_models_in_shards_are_refused(tmp_path):

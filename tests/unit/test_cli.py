@@ -305,6 +305,34 @@ task = replace(tiny.task, reference=Reference("fp16"))
 # train
 
 
+def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    kept = ("train", "tiny:task", "--checkpoints", "kept", "--every", 4, "--record", "run.jsonl", "--json")
+    first = trimtab(*kept, "--plan", "plan.json", "--steps", 6).json
+    assert "resumed_at_rows" not in first
+    again = trimtab(*kept, "--steps", 9).json  # by the plan that it was saved with
+    assert again["resumed_at_rows"] == 6 * 32
+    whole = trimtab("train", "tiny:task", "--plan", "plan.json", "--steps", 9, "--json").json
+    assert (again["loss"], again["accuracy"]) == (whole["loss"], whole["accuracy"])
+    assert [step.index for step in read_record(tmp_path / "run.jsonl").steps] == list(range(9))
+    over = trimtab(*kept, "--steps", 9).json
+    assert (over["resumed_at_rows"], over["accuracy"]) == (9 * 32, whole["accuracy"])
+    found = trimtab("checkpoint", "verify", "kept", "--json").json["rows"]
+    assert [(row["folder"], row["is_whole"], row["step"]) for row in found] == [
+        ("step-9", True, 9),
+        ("step-6", True, 6),
+    ]
+    (tmp_path / "kept" / "step-9" / "state.json").write_text("{}")
+    done = trimtab("checkpoint", "verify", "kept")
+    assert done.code == 1
+    assert "--  step-9" in done.out
+    assert "state.json: given 2 bytes" in done.out
+    assert "ok  step-6         6 windows, 192 rows" in done.out
+    assert trimtab("checkpoint", "verify", "kept/step-6").code == 0
+    explained(trimtab("checkpoint", "verify", "absent"), "absent: given no checkpoint")
+    explained(trimtab(*kept, "--resume", "never"), "step-9 in kept", "a folder without any")
+
+
 def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     arguments = ("train", "tiny:task", "--plan", "plan.json", "--steps", 12, "--record", "run.jsonl")

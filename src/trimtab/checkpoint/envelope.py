@@ -31,6 +31,11 @@ TEMPORARY, DAMAGED = ".tmp-", ".damaged-"
 NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
 
 
+def name_of(step: int) -> str:
+    """Return what the checkpoint after so many steps is called."""
+    return f"step-{step}"
+
+
 def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> Path:
     """Write a folder, whole or not at all; returns it.
 
@@ -179,8 +184,7 @@ class Found(NamedTuple):
 
 def found(parent: Path) -> list[Path]:
     """Return the committed folders, the newest first by the steps in their manifests; no file is looked at."""
-    steps = [(step, folder.name, folder) for folder in _candidates(parent) if (step := _step(folder)) is not None]
-    return [folder for *_, folder in sorted(steps, reverse=True)]
+    return [folder for folder in committed(parent) if _step(folder) is not None]
 
 
 def newest_good(parent: Path) -> Found:
@@ -190,7 +194,7 @@ def newest_good(parent: Path) -> Found:
         FormatError: one that may be newer has another schema: whoever wrote it can read it.
     """
     refused: list[Refused] = []
-    for folder in sorted(_candidates(parent), key=_place, reverse=True):
+    for folder in committed(parent):
         try:
             return Found(folder, verify(folder), refused)
         except DamagedError as error:
@@ -198,14 +202,15 @@ def newest_good(parent: Path) -> Found:
     return Found(None, None, refused)
 
 
-def _candidates(parent: Path) -> list[Path]:
-    """Return what is a committed folder, or was one."""
+def committed(parent: Path) -> list[Path]:
+    """Return what is a committed folder, or was one, the newest first; whether they are whole is not looked at."""
     try:
         names = os.listdir(parent)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     paths = [parent / name for name in names if TEMPORARY not in name and DAMAGED not in name]
-    return [path for path in paths if NAMED.fullmatch(path.name) or os.path.lexists(path / NAME)]
+    there = [path for path in paths if NAMED.fullmatch(path.name) or os.path.lexists(path / NAME)]
+    return sorted(there, key=_place, reverse=True)
 
 
 def _step(folder: Path) -> int | None:
@@ -264,6 +269,11 @@ def remove(folder: Path) -> None:
     aside = _set_apart(folder)
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_aside(folder: Path) -> None:
+    """Give a folder that is not whole a name that no committed one has."""
+    os.rename(folder, folder.with_name(f"{folder.name}{DAMAGED}{uuid.uuid4().hex[:8]}"))
 
 
 def clean(parent: Path) -> list[Path]:

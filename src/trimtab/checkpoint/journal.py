@@ -6,27 +6,45 @@ import json
 import os
 from pathlib import Path
 
-from trimtab.core.codec import from_jsonable, to_jsonable
-from trimtab.core.errors import FormatError
+from trimtab.core.codec import from_jsonable, to_jsonable, write_whole
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.runtime.keeping import Decided
 
 NAME = "decisions.jsonl"
 
 
 class Journal:
-    """A line a window. A torn last line is dropped; any other damage raises.
+    """A line a window, after one that says by which plan. A torn last line is dropped; any other damage raises.
 
     Args:
-        follows: decisions of another run are taken, and none are written.
+        plan: in words; what was decided by another one says nothing of this one's windows.
+        writes: whether this process does. Of several ranks, which decide alike, the first.
     """
 
-    def __init__(self, path: Path, *, follows: bool = False) -> None:
-        self._decided = _read(path)
+    def __init__(self, path: Path, plan: str, *, writes: bool) -> None:
+        self._path, self._plan, self._writes = path, plan, writes
+        self._by, self._decided = _read(path)
         self._file: int | None = None
-        if not follows:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            os.ftruncate(self._file, sum(len(_line(i, each)) for i, each in self._decided.items()))
-            os.lseek(self._file, 0, os.SEEK_END)
+
+    def go_on(self, windows: int) -> None:
+        """Begin after so many windows; what another plan decided of those to come is dropped."""
+        if self._by != self._plan:
+            self._decided = {index: each for index, each in self._decided.items() if index < windows}
+        if self._writes:
+            lines = [_header(self._plan), *(_line(index, each) for index, each in self._decided.items())]
+            write_whole(self._path, b"".join(lines).decode())
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def follow(self, other: Path) -> None:
+        """Take what was decided in another run, and not what was in this one.
+
+        Raises:
+            ValueGivenError: nothing was, or by another plan. FormatError: it is damaged.
+        """
+        self._by, self._decided = _read(other)
+        if self._by != self._plan:
+            given = f"{'decisions of another plan' if self._by else 'no decisions'} in {other.parent}"
+            raise ValueGivenError("checkpoints.follows", given=given, expected="the folder of a run of this plan")
 
     def before(self, index: int) -> Decided | None:
         """Return what a window was made by; None where none was known of it."""
@@ -51,13 +69,21 @@ def _line(index: int, window: Decided) -> bytes:
     return json.dumps({"window": index} | to_jsonable(window)).encode() + b"\n"
 
 
-def _read(path: Path) -> dict[int, Decided]:
+def _header(plan: str) -> bytes:
+    return json.dumps({"plan": plan}).encode() + b"\n"
+
+
+def _read(path: Path) -> tuple[str, dict[int, Decided]]:
+    """Return by which plan windows were decided, and how; "" where nothing is there."""
+    plan, found = "", dict[int, Decided]()
     if not path.exists():
-        return {}
-    found: dict[int, Decided] = {}
+        return plan, found
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             data = json.loads(line)
+            if number == 1:
+                plan = str(data["plan"])
+                continue
             index = int(data.pop("window"))
             found[index] = from_jsonable(Decided, data)
             if _line(index, found[index]) != line + b"\n":
@@ -65,4 +91,4 @@ def _read(path: Path) -> dict[int, Decided]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             where = f"{path}:{number}"
             raise FormatError(where, given=f"a damaged line ({error})", expected="what a window was made by") from None
-    return found
+    return plan, found

@@ -14,7 +14,7 @@ from torch import nn
 
 from trimtab.checkpoint import envelope, journal
 from trimtab.checkpoint.background import Background
-from trimtab.checkpoint.envelope import Found, Refused, newest_good, retain
+from trimtab.checkpoint.envelope import Found, Refused, committed, name_of, newest_good, put_aside, retain
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
@@ -22,7 +22,6 @@ from trimtab.checkpoint.ranks import KeptRanks, found_of, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.steps import committed, name_of, put_aside
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
@@ -57,7 +56,7 @@ class KeptRun:
         require_library()
         self._settings, self._plan, self._ranks = settings, plan, ranks
         self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
-        self._also, self._model = Given(settings.also), model
+        self._also = Given(settings.also)
         self._last_begun = 0
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
@@ -67,9 +66,10 @@ class KeptRun:
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for())))
             self._found: Mapping[str, Any] | None = said
-            where = settings.path if settings.follows is None else Path(settings.follows)
-            follows = settings.follows is not None or not ranks.is_first
-            self._journal = Journal(where / journal.NAME, follows=follows)
+            self._world = world_of(model, plan, ranks.num)
+            self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
+            if settings.follows is not None:
+                self._journal.follow(Path(settings.follows) / journal.NAME)
         except BaseException:
             self._release()
             raise
@@ -101,11 +101,12 @@ class KeptRun:
         Raises:
             UsageError: it cannot go on with what was saved; neither run nor model was changed.
         """
-        self._run, self._world = run, world_of(self._model, self._plan, self._ranks.num)
+        self._run = run
         run.position.may_differ = "data" in self._settings.accepts
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
-        self._pace.saved(run.num_windows)
+        self._journal.go_on(run.num_windows)
+        self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
@@ -176,11 +177,12 @@ class KeptRun:
             return
         with self._told(self._last_begun):
             self._background.wait()
+        self._pace.begun(windows, is_saved=False)
         with self._told(windows):
             write = self._writing(self._state(), windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
-        self._pace.saved(windows)
+            self._pace.begun(windows, is_saved=True)
 
     @contextlib.contextmanager
     def _told(self, windows: int) -> Iterator[None]:

@@ -21,9 +21,9 @@ class Pace:
         self._windows, self._since_s = 0, time.monotonic()
         self._agreed: int | None = None
 
-    def saved(self, windows: int) -> None:
-        """The run is on disk after so many windows, or could not be brought there, or begins."""
-        self._at = windows if windows else None
+    def begun(self, windows: int, *, is_saved: bool) -> None:
+        """Count from so many windows on, after which the run is on disk, or could not be brought there, or begins."""
+        self._at = windows if is_saved else None
         self._windows, self._since_s, self._agreed = windows, time.monotonic(), None
 
     def is_saved(self, windows: int) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.checkpoint.run_state import Given
-from trimtab.checkpoint.steps import committed
 from trimtab.checkpoint.world import accepted
 from trimtab.core import checks
 from trimtab.core.codec import from_jsonable
@@ -28,7 +28,7 @@ class Checkpoints:
     Args:
         folder: of this run alone; made where its parent is there.
         every_steps: windows between two checkpoints. every_s: seconds, at the first end of a window after them. Either,
-            or both; None and None: at the run's end and at a signal only.
+            or both; None and None: by `run.checkpoint()` and at a signal only.
         keep_last: how many are kept; older ones are deleted once a newer one is on disk.
         resume: "auto" goes on from the newest one that is whole, and begins where there is none; "always" wants one;
             "never" wants a folder without.

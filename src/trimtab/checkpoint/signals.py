@@ -22,6 +22,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.came: signal.Signals | None = None
+        self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -35,7 +36,7 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.came is not None:  # at once, whatever runs
+        if self.came is not None or os.getpid() != self._pid:  # at once, whatever runs; a forked child keeps nothing
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -54,10 +55,11 @@ class Signals:
     def leave(self) -> None:
         """End the process's run as the signal would have: by KeyboardInterrupt, or an exit of 128 and its number.
 
+        Where none came here, but to another rank, as SIGTERM would.
+
         Raises:
             KeyboardInterrupt, SystemExit: as said.
         """
-        assert self.came is not None
         if self.came is signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + self.came)
+        raise SystemExit(128 + (self.came or signal.SIGTERM))

@@ -20,8 +20,8 @@ WAYS_OUT = {
     "fp32": "Leave torch's fp32 precision as it was",
     "ranks": "Start as many ranks",
     "plan": "Start it with the plan that is in its checkpoint",
-    "data": "Give the loader that it was trained on",
 }
+ACCEPTED = (*WAYS_OUT, "data")  # which is looked at once there is a loader (`runtime.data_position`)
 _SAID_ALONE = ("cpu", "gpu", "numpy", "trimtab", "sources")  # changes that are noted, and refused for nothing
 
 
@@ -64,7 +64,7 @@ def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[s
 def accepted(names: object) -> tuple[str, ...]:
     """Return the names of changes that are accepted; raises `ValueGivenError` for one that is none."""
     given = (names,) if isinstance(names, str) else tuple(names)  # type: ignore[arg-type]
-    return tuple(checks.one_of("checkpoints.accepts", name, tuple(WAYS_OUT)) for name in given)
+    return tuple(checks.one_of("checkpoints.accepts", name, ACCEPTED) for name in given)
 
 
 def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:

@@ -24,13 +24,14 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte of a run's checkpoints, and say which are whole; fails where one is not, or there is none."""
-    from trimtab.checkpoint.steps import committed, verified
+    from trimtab.checkpoint.envelope import committed
+    from trimtab.checkpoint.manifest import NAME
     from trimtab.core.errors import FormatError
 
-    folders = [folder] if (folder / "manifest.json").is_file() else committed(folder)
+    folders = [folder] if (folder / NAME).is_file() else committed(folder)
     if not folders:
         raise FormatError(str(folder), given="no checkpoint", expected="a run's folder, or a checkpoint")
-    rows = [_row(each, verified(each)) for each in folders]
+    rows = [_row(each) for each in folders]
     if as_json:
         print_json({"schema": 1, "name": "checkpoint_verify", "rows": rows})
     else:
@@ -39,13 +40,16 @@ def verify(
         raise typer.Exit(1)
 
 
-def _row(folder: Path, found: Any) -> dict[str, Any]:
-    from trimtab.checkpoint.manifest import Manifest
+def _row(folder: Path) -> dict[str, Any]:
+    from trimtab.checkpoint import envelope
+    from trimtab.core.errors import FormatError
     from trimtab.core.units import format_bytes
 
-    row = {"folder": folder.name, "is_whole": isinstance(found, Manifest)}
-    if not isinstance(found, Manifest):
-        return row | {"says": str(found)}
+    try:
+        found = envelope.verify(folder)
+    except FormatError as error:
+        return {"folder": folder.name, "is_whole": False, "says": str(error)}
+    row = {"folder": folder.name, "is_whole": True}
     size = sum(file.bytes for file in found.files.values())
     about = {name: found.about.get(name) for name in ("step", "rows")}
     says = f"{about['step']} windows, {about['rows']} rows; {len(found.files)} files of {format_bytes(size)}"

@@ -238,7 +238,7 @@ def from_first(make: Callable[[], str]) -> str:
         raise (lost if dist.get_rank() == 1 else lost.echoed()) from silence
     if found[0] == "!":
         way_out = "Mend that; the others wait for it."
-        raise RankError("rank 0", given=found[1:], expected="a plan", way_out=way_out).echoed()
+        raise RankError("rank 0", given=found[1:], expected="what it makes for all", way_out=way_out).echoed()
     return found[1:]
 
 

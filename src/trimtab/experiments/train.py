@@ -74,6 +74,8 @@ def train_task(
             clock.tick()
             done += window.num_batches
             progress(f"batch {done} of {steps}", done / steps)
+            if done == steps and checkpoints is not None:  # before its data are over, so that more of them can follow
+                run.checkpoint()
         synchronize(device)
         seconds = time.perf_counter() - begin
         energy = metered.of_all(clock.read(), total)

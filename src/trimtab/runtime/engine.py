@@ -326,8 +326,12 @@ class Run(Passes, Resumable):
         self._abandon()
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
-        self._undo.__exit__(type(error) if error else None, error, None)
-        self._keeper.close()
+        with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
+            last.callback(self._end_record, error)
+            last.callback(self._keeper.close)
+            self._undo.__exit__(type(error) if error else None, error, None)
+
+    def _end_record(self, error: BaseException | None) -> None:
         for each in (self._recovery.account(), self._control.close()):
             if each is not None:
                 self.note("account", each)

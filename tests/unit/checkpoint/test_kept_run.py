@@ -12,7 +12,7 @@ from torch import nn
 
 import trimtab
 from trimtab.checkpoint import envelope
-from trimtab.checkpoint.steps import committed
+from trimtab.checkpoint.envelope import committed
 from trimtab.core.errors import DamagedError, FormatError, ModelError, OptimizerError, UsageError, ValueGivenError
 from trimtab.core.record import Header, read_record
 
@@ -246,3 +246,38 @@ def test_what_is_wrong_with_a_model_s_names_is_said(saved):
     with pytest.raises(ModelError, match=r"more\.bias and 1 more in the model alone"):
         loop.start()
     assert issubclass(DamagedError, FormatError)
+
+
+def test_a_save_that_failed_is_not_taken_for_one(saved, monkeypatch):
+    """Asked for by hand after the one that was due, it is tried once more."""
+    loop = Loop(saved, on_failure="warn")
+    with loop.start() as run:
+        for window in run.windows(BATCHES):
+            run.train_step(window, loss_fn)
+            if run.num_windows == 5:
+                break
+        monkeypatch.setattr(envelope, "seal", full)
+        with pytest.warns(RuntimeWarning, match="No checkpoint after 5 windows"):
+            run.checkpoint()
+        monkeypatch.undo()
+        run.checkpoint()
+    assert [each.name for each in committed(saved)] == ["step-5", "step-4"]
+
+
+def test_a_record_has_its_end_where_the_last_save_failed(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(envelope, "seal", full)
+    with (
+        trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record,
+        pytest.raises(OSError, match="No space left"),
+    ):
+        Loop(saved, background=True, every_steps=5).train(9, record=record)
+    assert read_record(tmp_path / "r.jsonl").end is not None
+
+
+def test_a_forked_child_ends_by_a_signal_as_any_process(tmp_path):
+    with Loop(tmp_path / "run").start():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
