@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def train_task(
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
     kept = {"record": writer, "energy": recorded, "checkpoints": checkpoints}
-    with start(model, optimizer, plan, total_samples=rows, **kept) as run:
+    with writer or contextlib.nullcontext(), start(model, optimizer, plan, total_samples=rows, **kept) as run:
         clock.start()
         before = run.consumed_rows
         done = -(-before // task.batch_rows)
@@ -82,8 +83,6 @@ def train_task(
         loss = float(run.loss)
         value = task.metric.evaluate(model, data.held_out)
         run.evaluated(value, task.metric.name)
-    if writer is not None:
-        writer.close()
     return {
         "task": task.name,
         "steps": steps,
