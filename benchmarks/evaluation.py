@@ -33,8 +33,8 @@ from evaluation_slices import HALF, SIZES, TASKS, Slice, slices
 from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
-from trimtab.experiments.evaluation import MACHINE, Run
-from trimtab.experiments.evaluation_files import KINDS, RECORD, read_runs
+from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
+from trimtab.experiments.evaluation.result import MACHINE, Run
 from trimtab.experiments.report import write_evaluation
 from trimtab.measure.machine import environment
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from trimtab.core.codec import read_json
 from trimtab.core.plan import Plan
-from trimtab.experiments.evaluation import Finding, Run
-from trimtab.experiments.evaluation_findings import inverse
-from trimtab.experiments.paper_claims import FAIL, PASS, met, nearest
-from trimtab.experiments.paper_figures import LEAST, MOST, WITHIN
+from trimtab.experiments.evaluation.findings import inverse
+from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
+from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
+from trimtab.experiments.evaluation.result import Finding, Run
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
 MONITOR, TOLD = "monitor_overhead_ratio", "predicted_peak"

@@ -16,7 +16,8 @@ _RATIOS = {
     "third_progress_ratio": "progress",
     "third_progress_per_s_ratio": "progress per second",
 }
-METRICS = frozenset((*_SAVED, *_RATIOS, "bound_share", "doubling_months"))
+_SHARES = {"third_saved_share": "share of the seconds that a run saves"}
+METRICS = frozenset((*_SAVED, *_RATIOS, *_SHARES, "bound_share", "doubling_months"))
 
 
 def phases(rows: list[Row]) -> Iterator[str]:
@@ -26,7 +27,7 @@ def phases(rows: list[Row]) -> Iterator[str]:
             f"task | {name} | reference | plan | saved (95%) | n | of the gain", _of(rows, metric), _saved
         )
     yield from _table("task | loop | bound | seconds | share of its step", _of(rows, "bound_share"), _bound)
-    yield from _table("task | figure | of | value (95%) | n", _of(rows, *_RATIOS), _ratio)
+    yield from _table("task | figure | of | value (95%) | n", _of(rows, *_RATIOS, *_SHARES), _ratio)
     yield from _table("task | doubling, in cycles of | takes", _of(rows, "doubling_months"), _doubling)
 
 
@@ -53,7 +54,11 @@ def _bound(row: Row) -> str:
 
 
 def _ratio(row: Row) -> str:
-    of = f"{row['third']}, tier {row['tier']}" if "third" in row else row.get("arm", "plan")
+    of = row.get("arm", "plan")
+    if "third" in row:
+        of = f"{row['third']}, {'tier ' + row['tier'] if row['tier'] else of}"
+    if row["metric"] in _SHARES:
+        return f"{_SHARES[row['metric']]} | {of} | {_bounded(row, lambda value: f'{100 * value:.1f}%')} | {row['n']}"
     return f"{_RATIOS[row['metric']]} | {of} | {_bounded(row, lambda value: f'{value:.3f}x')} | {row['n']}"
 
 

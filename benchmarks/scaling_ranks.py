@@ -42,9 +42,9 @@ from trimtab.distributed.process_group import slowest, total
 from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.rehearsed_run import RehearsedRun
 from trimtab.distributed.stage_choice import RankLoop
-from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.experiments.ranks import rehearsal_of, task_of_rank
-from trimtab.experiments.scale_plans import kept
+from trimtab.experiments.scaling.plans import kept
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.recipes.replica import ReplicaLoop

@@ -24,7 +24,7 @@ import trimtab
 from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import slowest, total
-from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.recipes.replica import ReplicaLoop
 from trimtab.tasks.task import Task
 

@@ -14,8 +14,8 @@ from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.experiments.compare import Settings, compare
-from trimtab.experiments.result import Comparison
+from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.result import Comparison
 from trimtab.tasks import load_task
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"

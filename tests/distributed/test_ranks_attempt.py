@@ -22,7 +22,7 @@ RANK = """
     from tiny_task import task
     from trimtab.core.errors import RankError
     from trimtab.distributed import process_group, trouble
-    from trimtab.experiments import inspect_arm
+    from trimtab.experiments.racing import inspect_arm
     from trimtab.experiments.together import together
     from trimtab.recipes.replica import ReplicaLoop
 

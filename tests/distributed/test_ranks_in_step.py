@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from trimtab.experiments.inspect_arm import measure_arm
-from trimtab.experiments.race import Entry, race
+from trimtab.experiments.racing.inspect_arm import measure_arm
+from trimtab.experiments.racing.race import Entry, race
 from trimtab.measure.memory import storage_bytes
 from trimtab.recipes.reference import ReferenceLoop
 
@@ -38,9 +38,9 @@ RANK = """
     from trimtab.core.errors import TrimtabError, ValueGivenError
     from trimtab.core.plan import Plan
     from trimtab.distributed import process_group
-    from trimtab.experiments import race as race_module
-    from trimtab.experiments.compare import Settings, compare
-    from trimtab.experiments.race import Block, Entry, race
+    from trimtab.experiments.racing import race as race_module
+    from trimtab.experiments.comparison.compare import Settings, compare
+    from trimtab.experiments.racing.race import Block, Entry, race
     from trimtab.experiments.together import together
     from trimtab.recipes.replica import ReplicaLoop
 

@@ -14,7 +14,7 @@ from wide_task import WIDE, least_of
 
 from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
-from trimtab.experiments.scale_plans import Planned
+from trimtab.experiments.scaling.plans import Planned
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
 SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]

@@ -23,9 +23,10 @@ from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.rank_trace import WAYS
 from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.experiments import gain, progress_bar, race
+from trimtab.experiments import gain, progress_bar
+from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.phases_command import PhasePage
-from trimtab.experiments.result import Comparison
+from trimtab.experiments.racing import race
 from trimtab.measure import machine, meters
 from trimtab.measure.energy import NoMeter
 from trimtab.tasks import load_task

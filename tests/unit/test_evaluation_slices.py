@@ -14,7 +14,7 @@ from trimtab.cli.entry import app
 from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Measured, Plan
-from trimtab.experiments.evaluation_findings import of_comparison
+from trimtab.experiments.evaluation.findings import of_comparison
 from trimtab.tasks import load_task
 
 ROOT = Path(__file__).parents[2]

@@ -19,10 +19,10 @@ def print_json(value: Any) -> None:
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
     """Write the report of a comparison or an ablation to a folder, and print it."""
-    from trimtab.experiments.ablation import Ablation
-    from trimtab.experiments.ablation_rows import ablation_object
+    from trimtab.experiments.ablation.result import Ablation
+    from trimtab.experiments.ablation.rows import ablation_object
+    from trimtab.experiments.comparison.rows import benchmark_object
     from trimtab.experiments.report import terminal_report, write_report
-    from trimtab.experiments.rows import benchmark_object
 
     paths = write_report(found, folder)
     if as_json:
@@ -34,7 +34,7 @@ def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:
 
 def write_and_show_evaluation(runs: Any, folder: Path, command: str, *, as_json: bool) -> None:
     """Write the page of several runs to a folder, and print it."""
-    from trimtab.experiments.evaluation_rows import evaluation_object
+    from trimtab.experiments.evaluation.rows import evaluation_object
     from trimtab.experiments.report import terminal_evaluation, write_evaluation
 
     paths = write_evaluation(runs, folder, command)

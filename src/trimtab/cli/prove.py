@@ -56,7 +56,7 @@ def compare(
 ) -> None:
     """Race the reference loop against the plan, in pairs, and report what it bought."""
     import trimtab.experiments.report.svg  # noqa: F401 - what draws the report is missing before the races, not after
-    from trimtab.experiments.compare_command import Asked, compared
+    from trimtab.experiments.comparison.command import Asked, compared
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
@@ -95,8 +95,8 @@ def ablate(
     from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
-    from trimtab.experiments.ablate import AblateSettings
-    from trimtab.experiments.ablate import ablate as run
+    from trimtab.experiments.ablation.ablate import AblateSettings
+    from trimtab.experiments.ablation.ablate import ablate as run
     from trimtab.experiments.claim import folder_of
     from trimtab.tasks import load_task
 
@@ -135,9 +135,9 @@ def scale(
     from trimtab.core.objective import Budget
     from trimtab.core.plan import Plan
     from trimtab.experiments.claim import folder_of
-    from trimtab.experiments.scale import ScaleSettings, numbers
-    from trimtab.experiments.scale_bench import JobSettings
-    from trimtab.experiments.scale_command import run_scale
+    from trimtab.experiments.scaling.bench import JobSettings
+    from trimtab.experiments.scaling.command import run_scale
+    from trimtab.experiments.scaling.scale import ScaleSettings, numbers
 
     frees = adaptation(adapt, ("batch",)) != ()
     if plan_file is not None:
@@ -172,7 +172,7 @@ def phases(
 ) -> None:
     """Say where the gain comes from: which phases of a step a plan shortens, and what bounds those that are left."""
     from trimtab.core.codec import to_json
-    from trimtab.experiments.gain_rows import phase_object
+    from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phases_command import Asked, phases_of
 
     require_folder(out)
@@ -198,7 +198,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Put several runs on one page, beside what the paper claims; write one run's own report again."""
-    from trimtab.experiments.evaluation_files import read_runs
+    from trimtab.experiments.evaluation.files import read_runs
     from trimtab.experiments.report import read_report
 
     if paper or len(runs) > 1:

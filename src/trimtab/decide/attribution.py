@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
-from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+from trimtab.decide.statistics import Interval, is_clear_of_nothing, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
 # Phases that a roof is known of, and which phases' seconds are under it.
@@ -60,7 +60,7 @@ def attribute(gain: Gain) -> Attribution:
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    is_clear = interval.low > 0 or interval.high < 0
+    is_clear = is_clear_of_nothing(interval)
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
@@ -87,6 +87,44 @@ def attribute(gain: Gain) -> Attribution:
 
 def _clock_cost(arm: ArmPhases) -> Interval:
     return ratio_interval([lap.clocked_s / lap.plain_s for lap in arm.laps])
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a phase or a bound has of the seconds that a whole step saves.
+
+    Args:
+        each: lap by lap, over what is saved on average, so that their mean is the share.
+    """
+
+    of: str
+    share: Interval
+    each: tuple[float, ...]
+
+
+def shares(gain: Gain) -> tuple[Share, ...]:
+    """Return the share of each phase and of each bound (`BOUNDS`); none where what is saved is not clear of nothing."""
+    theirs, ours = gain.reference.laps, gain.plan.laps
+    wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
+    if not is_clear_of_nothing(mean_interval(wholes)):
+        return ()
+    bounds = [
+        tuple(bound_seconds(replace(arm, laps=(lap,))) for arm, lap in ((gain.reference, t), (gain.plan, o)))
+        for t, o in zip(theirs, ours, strict=True)
+    ]
+    saved = {
+        phase: [t.seconds.get(phase, 0.0) - o.seconds.get(phase, 0.0) for t, o in zip(theirs, ours, strict=True)]
+        for phase in PHASES
+        if phase in (*gain.reference.has, *gain.plan.has)
+    }
+    for bound in BOUNDS:
+        if any(bound in each for pair in bounds for each in pair):
+            saved[bound] = [t.get(bound, 0.0) - o.get(bound, 0.0) for t, o in bounds]
+    mean_s = math.fsum(wholes) / len(wholes)
+    return tuple(
+        Share(name, share_interval(seconds, wholes), tuple(each / mean_s for each in seconds))
+        for name, seconds in saved.items()
+    )
 
 
 def bound_seconds(arm: ArmPhases) -> dict[str, float]:

@@ -42,6 +42,21 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half, n)
 
 
+def share_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
+    """Return `mean(parts) / mean(wholes)` with the t interval of its linearised values (the delta method).
+
+    Means add up, so that shares of the parts of one whole do: a mean of `part / whole` would not, and is wild where a
+    whole comes near to nothing.
+    """
+    whole, share = math.fsum(wholes) / len(wholes), math.fsum(parts) / math.fsum(wholes)
+    return mean_interval([share + (part - share * each) / whole for part, each in zip(parts, wholes, strict=True)])
+
+
+def is_clear_of_nothing(found: Interval) -> bool:
+    """Return whether the whole interval of a difference is above 0, or below."""
+    return found.low > 0 or found.high < 0
+
+
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
     """Return theirs / ours pair by pair: above 1 where ours took less."""
     return tuple(b / a for a, b in zip(ours, theirs, strict=False))

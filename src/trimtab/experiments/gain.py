@@ -22,8 +22,8 @@ from trimtab.decide.roofline import roof_of
 from trimtab.decide.turns import turns
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import rows_of_rank, shard
-from trimtab.experiments.loops import PlanLoop
-from trimtab.experiments.watch import Watch, by_part, by_phase
+from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.watch import Watch, by_part, by_phase
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.step_trace import Prepare, as_it_is, trace_work

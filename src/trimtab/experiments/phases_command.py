@@ -20,11 +20,11 @@ from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import Together
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
+from trimtab.experiments.comparison.result import Comparison, ThirdRow
 from trimtab.experiments.gain import measure_gain
 from trimtab.experiments.planning import device_here, given_plan, make_plans
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
-from trimtab.experiments.result import Comparison, ThirdRow
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task, TaskData

@@ -13,7 +13,7 @@ from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
-from trimtab.decide.attribution import attribute, bound_seconds, of_the_roof, speedup
+from trimtab.decide.attribution import attribute, bound_seconds, of_the_roof, shares, speedup
 from trimtab.decide.roofline import roof_of
 
 DEVICE = DeviceSpec("made up", "cpu", None, {"fp32": 100.0, "bf16": 400.0}, 10.0, "made up", 1)
@@ -92,6 +92,36 @@ def test_of_a_saving_that_may_be_none_nobody_has_a_share():
     same = gain()
     noisy = replace(same, plan=ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1))))
     assert all(row.share is None for row in (*attribute(noisy).phases, attribute(noisy).whole))
+
+
+def test_shares_of_phases_are_what_was_planted_and_have_intervals():
+    found = {each.of: each for each in shares(gain())}
+    assert found["backward"].share.mean == pytest.approx(0.8 / 1.2)
+    assert found["recompute"].share.mean == pytest.approx(-0.4 / 1.2)
+    for each in found.values():
+        assert math.fsum(each.each) / len(each.each) == pytest.approx(each.share.mean)
+        assert each.share.low <= each.share.mean <= each.share.high
+    assert math.fsum(each.share.mean for name, each in found.items() if name in PHASES) == pytest.approx(1.0)
+    planned = attribute(gain(clocks=(1.0, 1.1)))
+    assert {each.of: each.share.mean for each in shares(gain(clocks=(1.0, 1.1))) if each.of in PHASES} == pytest.approx(
+        {row.phase: row.share for row in planned.phases}
+    )
+
+
+def test_shares_of_bounds_follow_the_roofs():
+    roofs = {"forward": Roof(0.3, 0.1, 0, 0), "backward": Roof(0.1, 0.1, 0, 0), "optimizer": Roof(0.0, 0.05, 0, 0)}
+    made = gain()
+    made = replace(made, reference=replace(made.reference, roofs=roofs), plan=replace(made.plan, roofs=roofs))
+    found = {each.of: each.share.mean for each in shares(made)}
+    assert found["memory-bound"] == pytest.approx((0.25 * 0.5 + 0.5 * (2.0 - 1.6) + 0.3) / 1.2)
+    assert found["compute-bound"] == pytest.approx((0.75 * 0.5 + 0.5 * (2.0 - 1.6)) / 1.2)
+    assert found["waiting for data"] == pytest.approx(0.0)
+
+
+def test_where_nothing_is_clear_nothing_has_a_share():
+    noisy = ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1)))
+    assert shares(replace(gain(), plan=noisy)) == ()
+    assert shares(gain(wobble=(1.0,))) == ()
 
 
 def test_one_lap_has_no_interval_and_no_shares():

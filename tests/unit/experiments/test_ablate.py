@@ -15,13 +15,14 @@ from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
-from trimtab.experiments import ablate as ablate_module
-from trimtab.experiments import lengths, race_folder
-from trimtab.experiments import race as race_module
-from trimtab.experiments.ablate import AblateSettings, ablate
-from trimtab.experiments.ablation import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
-from trimtab.experiments.ablation_rows import ablation_object
+from trimtab.experiments.ablation import ablate as ablate_module
+from trimtab.experiments.ablation.ablate import AblateSettings, ablate
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
+from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.planning import Plans
+from trimtab.experiments.racing import folder as race_folder
+from trimtab.experiments.racing import lengths
+from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.report import read_report, terminal_report, write_report
 
 TWO = Plan.fixed(BATCH_ROWS, micro_batch=8, fused_optimizer=True)

@@ -11,9 +11,9 @@ import pytest
 from race_records import climbing, record, timed
 
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
-from trimtab.experiments.ablation import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Change, Effect
-from trimtab.experiments.ablation_effects import Evidence, products
-from trimtab.experiments.ablation_headline import NOTHING, headline
+from trimtab.experiments.ablation.effects import Evidence, products
+from trimtab.experiments.ablation.headline import NOTHING, headline
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Change, Effect
 
 NAMES = ("micro_batch", "precision", "recompute")
 # Logarithms of what each change is worth alone, in speed.

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.experiments import compare as compare_module
-from trimtab.experiments.compare import Settings, compare
-from trimtab.experiments.compare_command import Asked
+from trimtab.experiments.comparison import compare as compare_module
+from trimtab.experiments.comparison.command import Asked
+from trimtab.experiments.comparison.compare import Settings, compare
 from trimtab.experiments.fingerprint import code_of
-from trimtab.experiments.inspect_arm import measure_arm
-from trimtab.experiments.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
 from trimtab.experiments.planning import Plans, example_batch
+from trimtab.experiments.racing.inspect_arm import measure_arm
+from trimtab.experiments.racing.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS
 from trimtab.measure.process_state import ProcessState
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import load_task

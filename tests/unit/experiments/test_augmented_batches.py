@@ -11,7 +11,7 @@ from torch import nn
 
 from trimtab.core.plan import Plan
 from trimtab.distributed.dealing import shard
-from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.experiments.train import train_task
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, Metric, Task, TaskData

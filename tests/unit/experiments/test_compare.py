@@ -24,21 +24,22 @@ from trimtab.core.phases import Gain
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.record import read_record
 from trimtab.experiments import claim as claim_module
-from trimtab.experiments import compare as compare_module
 from trimtab.experiments import gain as gain_module
-from trimtab.experiments import inspect_arm, race_folder
-from trimtab.experiments import lengths as lengths_module
 from trimtab.experiments import planning as planning_module
-from trimtab.experiments import race as race_module
-from trimtab.experiments.arm_facts import ArmFacts
-from trimtab.experiments.compare import Settings, compare
+from trimtab.experiments.comparison import compare as compare_module
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.fingerprint import build_of, code_of
-from trimtab.experiments.inspect_arm import measure_arm
-from trimtab.experiments.loops import PlanLoop
 from trimtab.experiments.planning import PLANNING_SEED, Plans, make_plans
+from trimtab.experiments.racing import folder as race_folder
+from trimtab.experiments.racing import inspect_arm
+from trimtab.experiments.racing import lengths as lengths_module
+from trimtab.experiments.racing import race as race_module
+from trimtab.experiments.racing.inspect_arm import measure_arm
+from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.experiments.report import terminal_report, write_report
-from trimtab.experiments.result import Comparison
-from trimtab.experiments.rows import benchmark_object
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import TaskData, load_task
 from trimtab.tasks.models.gpt import GPTShape

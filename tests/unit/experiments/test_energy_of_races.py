@@ -17,16 +17,24 @@ from trimtab.core.record import Event, RunRecord, read_record, write_record
 from trimtab.decide.statistics import ratio_interval
 from trimtab.distributed.alone import ALONE
 from trimtab.distributed.energy import RankMeter
-from trimtab.experiments import race as race_module
-from trimtab.experiments import stats
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.energy_rows import (
+    METER,
+    energy_row,
+    energy_verdict,
+    joules_to,
+    meter_of,
+    short_blocks,
+    watts,
+)
+from trimtab.experiments.comparison.ratio_rows import throughput_row
+from trimtab.experiments.comparison.result import Arm
+from trimtab.experiments.comparison.target_rows import target_row
 from trimtab.experiments.doctor import energy_finding
-from trimtab.experiments.energy_rows import METER, energy_row, energy_verdict, joules_to, meter_of, short_blocks, watts
-from trimtab.experiments.race import Entry, Racer, race
-from trimtab.experiments.race_meter import RaceMeter
-from trimtab.experiments.ratio_rows import throughput_row
+from trimtab.experiments.racing import race as race_module
+from trimtab.experiments.racing.meter import RaceMeter
+from trimtab.experiments.racing.race import Entry, Racer, race
 from trimtab.experiments.report.energy_tables import arm_energy_table
-from trimtab.experiments.result import Arm
-from trimtab.experiments.target_rows import target_row
 from trimtab.measure.energy import GivenWatts
 from trimtab.recipes.reference import ReferenceLoop
 

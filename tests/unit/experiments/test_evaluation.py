@@ -9,21 +9,32 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from measured_runs import CPU, GPU, ablation, around, comparison, counted, on, recorded, scaled
+from measured_runs import CPU, GPU, NOISE, ablation, around, comparison, counted, on, recorded, scaled
 
 from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.hardware import DeviceSpec
+from trimtab.core.phases import ArmPhases, Gain, Lap
 from trimtab.core.record import write_record
-from trimtab.experiments import paper_arithmetic, paper_claims
-from trimtab.experiments.evaluation import Finding
-from trimtab.experiments.evaluation_files import KINDS, read_runs
-from trimtab.experiments.evaluation_findings import of_ablation, of_comparison, of_record, of_scaling
-from trimtab.experiments.evaluation_machines import letters, sameness
-from trimtab.experiments.evaluation_rows import evaluation_object
-from trimtab.experiments.paper_claims import FAIL, NO_VERDICT, NOT_COMPARABLE, NOT_MEASURED, PASS, judge, met, status_of
-from trimtab.experiments.paper_figures import CLAIMS, COMPONENTS, LEAST, MAIN_TABLES, MOST, RANKS, WITHIN
+from trimtab.experiments.comparison.result import Ratio, ThirdRow, Verdict
+from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
+from trimtab.experiments.evaluation.files import KINDS, read_runs
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.machines import letters, sameness
+from trimtab.experiments.evaluation.paper_claims import (
+    FAIL,
+    NO_VERDICT,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    PASS,
+    judge,
+    met,
+    status_of,
+)
+from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, LEAST, MAIN_TABLES, MOST, RANKS, WITHIN
+from trimtab.experiments.evaluation.result import Finding
+from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.report import write_evaluation
-from trimtab.experiments.result import Ratio, Verdict
 
 
 def judged(found, source, measure, arm="paper"):
@@ -66,7 +77,6 @@ def test_arithmetic_is_of_the_papers_own_figures():
     assert found["20% a cycle doubles in about 19 months"].holds
     assert not found["perplexity within 0.5%"].holds
     assert found["efficiency on 4 GPUs: 85.7 and 94.6%"].holds
-    assert paper_arithmetic.doubling_months(2.0) == 5
 
 
 # Held against a bar.
@@ -177,6 +187,36 @@ def test_a_component_is_judged_alone_and_not_in_the_plan():
 
 
 # Machines.
+
+
+def test_a_share_of_the_gain_is_held_against_its_claim(tmp_path):
+    """By phase and bound as the plan of tier S was clocked, by third as every arm's races ran."""
+    shares = around(0.4), around(0.1)
+    thirds = [
+        ThirdRow("early", name, "reference", tier, None, None, None, saved=share)
+        for (name, tier), share in zip((("paper", ""), ("plan_S", "S")), shares, strict=True)
+    ]
+    clocked = {"data": 0.1, "forward": 1.0, "backward": 2.0}, {"data": 0.1, "forward": 0.8, "backward": 1.2}
+    theirs, ours = (
+        ArmPhases(
+            tuple(Lap({name: s * f for name, s in seconds.items()}, {}, math.fsum(seconds.values()) * f) for f in NOISE)
+        )
+        for seconds in clocked
+    )
+    device = DeviceSpec("made up", "cuda", None, {}, None, "made up", 1)
+    gain = Gain("cifar10_resnet50", theirs, ours, "", device)
+    run = of_comparison("runs/a", replace(comparison(environment=GPU), thirds=tuple(thirds), gain=gain))
+    found = {(each.arm, each.part): each for each in run.findings if each.measure == "gain_share"}
+    assert found["plan_S", "backward"].figure.mean == pytest.approx(0.8)
+    assert found["plan_S", "backward"].figure.n == len(NOISE)
+    assert {part for arm, part in found if arm == "paper"} == {"early"}
+    (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
+    by_arm = {each.finding.arm: each.status for each in judge([run])[early]}
+    assert by_arm == {"paper": PASS, "plan_S": FAIL}
+    (sent,) = [claim for claim in CLAIMS if claim.part == ("communication",)]
+    assert judge([run])[sent] == (), "one process"
+    page = write_evaluation([run], tmp_path, "x")["md"].read_text()
+    assert "early" in next(line for line in page.splitlines() if line.startswith("| 35% of the gain early"))
 
 
 def test_machines_are_told_apart_and_never_meet_in_a_ratio():

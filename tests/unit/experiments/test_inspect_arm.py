@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.plan import Plan
-from trimtab.experiments.arm_facts import ArmFacts
-from trimtab.experiments.inspect_arm import measure_arm
-from trimtab.experiments.loops import PlanLoop
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.racing.inspect_arm import measure_arm
+from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.measure import phases
 from trimtab.recipes.paper import PaperLoop
 from trimtab.recipes.reference import ReferenceLoop

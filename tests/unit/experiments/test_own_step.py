@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.objective import Reference
-from trimtab.experiments import own_step
-from trimtab.experiments.own_step import check_step
 from trimtab.experiments.planning import PLANNING_SEED
+from trimtab.experiments.racing import own_step
+from trimtab.experiments.racing.own_step import check_step
 from trimtab.recipes.reference import ReferenceLoop
 from trimtab.tasks import DataSource, TaskData
 

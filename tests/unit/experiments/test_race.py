@@ -21,9 +21,9 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import RunRecord, read_record, write_record
 from trimtab.decide.turns import turns
-from trimtab.experiments import race as race_module
-from trimtab.experiments.loops import PlanLoop
-from trimtab.experiments.race import Entry, race
+from trimtab.experiments.racing import race as race_module
+from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.race import Entry, race
 from trimtab.measure import allocator
 from trimtab.recipes.reference import ReferenceLoop
 

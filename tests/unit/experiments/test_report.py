@@ -24,6 +24,18 @@ from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
+from trimtab.experiments.comparison.result import (
+    PLAN_ARMS,
+    Arm,
+    ArmCurve,
+    Comparison,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    ThirdRow,
+    Verdict,
+)
+from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.report import (
     gain_tables,
     gains_report,
@@ -40,18 +52,6 @@ from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.markdown import markdown_page
 from trimtab.experiments.report.outline import document, sections
 from trimtab.experiments.report.planning_figures import memory_time
-from trimtab.experiments.result import (
-    PLAN_ARMS,
-    Arm,
-    ArmCurve,
-    Comparison,
-    Ratio,
-    RatioRow,
-    TargetRow,
-    ThirdRow,
-    Verdict,
-)
-from trimtab.experiments.rows import benchmark_object
 
 HOSTILE = '<script>alert(1)</script> | a*b* "quoted" `code` [x](javascript:y) \x1b[31m ]]> -->'
 T_975 = {2: 4.303, 7: 2.365}
@@ -241,7 +241,11 @@ def gain(task: str = "source_gpt", laps: int = 6) -> Gain:
 def thirds(n: int = 8) -> tuple[ThirdRow, ...]:
     """Return tier S as fast all along, tier F ahead in the first third and with no ratio of progress in the last."""
     even, ahead = (interval([mean * (1 + 0.01 * (i % 3)) for i in range(n)]) for mean in (1.4, 3.0))
-    found = [ThirdRow(name, "plan_S", "reference", "S", even, even, even) for name in ("early", "middle", "late")]
+    share = interval([0.3 + 0.01 * (i % 3) for i in range(n)])
+    found = [
+        ThirdRow(name, "plan_S", "reference", "S", even, even, even, saved=share)
+        for name in ("early", "middle", "late")
+    ]
     found += [ThirdRow(name, "plan_F", "reference", "F", even, ahead, ahead) for name in ("early", "middle")]
     return (*found, ThirdRow("late", "plan_F", "reference", "F", even, None, None, "its metric did not get better"))
 
@@ -819,7 +823,9 @@ def test_thirds_say_why_a_ratio_is_not_known() -> None:
     assert early[0] == "early"
     assert early[2].startswith("3.0")
     assert late[2] == "not known: its metric did not get better"
-    assert all(len(row) == 5 for row in (early, late))
+    assert all(len(row) == 6 for row in (early, late))
+    assert gain_tables.thirds_table(thirds(), "S").rows[0][4].startswith("3")
+    assert gain_tables.thirds_table(thirds(), "").rows == ()
     assert gain_tables.thirds_table(thirds(3), "S").rows[0][1].count(",") == 2  # too few for an interval: raw pairs
 
 

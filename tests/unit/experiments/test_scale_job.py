@@ -16,11 +16,11 @@ from trimtab.core.objective import Budget
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.progress import silent
 from trimtab.distributed.planning import Made
-from trimtab.experiments import scale_bench
-from trimtab.experiments.scale import ScaleSettings, scale
-from trimtab.experiments.scale_bench import JobSettings
-from trimtab.experiments.scale_job import run_job
-from trimtab.experiments.scale_plans import Planned, fitted, refuse_other_maths, told_bytes
+from trimtab.experiments.scaling import bench as scale_bench
+from trimtab.experiments.scaling.bench import JobSettings
+from trimtab.experiments.scaling.job import run_job
+from trimtab.experiments.scaling.plans import Planned, fitted, refuse_other_maths, told_bytes
+from trimtab.experiments.scaling.scale import ScaleSettings, scale
 from trimtab.measure import allocator
 
 SHORT = JobSettings(blocks=2, block_s=0.01)

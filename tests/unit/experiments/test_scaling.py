@@ -10,11 +10,12 @@ import pytest
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
-from trimtab.experiments import scaling, scaling_table
 from trimtab.experiments.report.scaling_page import scaling_page
-from trimtab.experiments.scale import ScaleSettings, next_round, numbers, path_of
-from trimtab.experiments.scale_bench import JobSettings
-from trimtab.experiments.scaling import Job, Refused, Sharing, Timed, TimedArm, summarise
+from trimtab.experiments.scaling import result as scaling
+from trimtab.experiments.scaling import table as scaling_table
+from trimtab.experiments.scaling.bench import JobSettings
+from trimtab.experiments.scaling.result import Job, Refused, Sharing, Timed, TimedArm, summarise
+from trimtab.experiments.scaling.scale import ScaleSettings, next_round, numbers, path_of
 
 LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
 

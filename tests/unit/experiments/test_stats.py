@@ -14,11 +14,11 @@ from scipy import stats as scipy_stats
 
 from trimtab.core.record import BRIEF, End, Event, RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.experiments import stats
-from trimtab.experiments.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.result import Ratio
-from trimtab.experiments.target_rows import OTHER_EARLY, target_row
-from trimtab.experiments.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
+from trimtab.experiments.comparison.result import Ratio
+from trimtab.experiments.comparison.target_rows import OTHER_EARLY, target_row
+from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
 
 CONTROL = Interval(1.0, 0.98, 1.02, 5)
 TIGHT = Interval(1.0, 0.999, 1.001, 5)

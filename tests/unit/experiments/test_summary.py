@@ -16,13 +16,13 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
-from trimtab.experiments.arm_facts import ArmFacts
-from trimtab.experiments.notes import WHY_TIMED
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.comparison.notes import WHY_TIMED
+from trimtab.experiments.comparison.result import Comparison, Verdict
+from trimtab.experiments.comparison.rows import benchmark_object
+from trimtab.experiments.comparison.stats import GIVEN_ROWS
+from trimtab.experiments.comparison.summary import _planning_s, summarise
 from trimtab.experiments.planning import Plans
-from trimtab.experiments.result import Comparison, Verdict
-from trimtab.experiments.rows import benchmark_object
-from trimtab.experiments.stats import GIVEN_ROWS
-from trimtab.experiments.summary import _planning_s, summarise
 
 DEVICE = DeviceSpec("a processor", "cpu", 2**34, {"fp32": 1e9}, None, "made up", 1)
 LOOP = LoopFacts(
@@ -471,6 +471,7 @@ def test_rows_are_flat_and_named():
         "third_speed_ratio",
         "third_progress_ratio",
         "third_progress_per_s_ratio",
+        "third_saved_share",
     }
     assert {row["task"] for row in rows} == {"tiny"}
     for row in rows:

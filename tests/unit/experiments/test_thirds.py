@@ -7,7 +7,7 @@ import math
 import pytest
 from race_records import record
 
-from trimtab.experiments.thirds import THIRDS, third_rows
+from trimtab.experiments.comparison.thirds import THIRDS, third_rows
 
 METRIC = ("accuracy", True, "share")
 
@@ -26,6 +26,24 @@ def test_each_third_has_its_own_speed():
     assert [row.speed.mean for row in found] == pytest.approx([2.0, 1.0, 0.5])
     assert {row.speed.n for row in found} == {2}
     assert (found[0].speed.low, found[0].speed.high) == pytest.approx((2.0, 2.0))
+
+
+def test_each_third_has_its_share_of_what_a_run_saves():
+    """Seconds saved a block of twelve: 3, then 2, then 1; the first, in which caches fill, tells nothing."""
+    theirs = record(blocks=[(10, 5.0)] * 12)
+    ours = record(blocks=[(10, s) for s in (50.0, *[2.0] * 3, *[3.0] * 4, *[4.0] * 4)])
+    found = rows((ours, theirs), (ours, theirs))
+    assert [row.saved.mean for row in found] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    assert {row.saved.n for row in found} == {2}
+    slower = rows((theirs, ours), (theirs, ours))  # what is lost has shares as well
+    assert [row.saved.mean for row in slower] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+
+
+def test_of_a_saving_that_is_not_clear_no_third_has_a_share():
+    even = record(blocks=[(10, 5.0)] * 12)
+    ours = [record(blocks=[(10, s)] * 12) for s in (4.0, 6.0, 5.0)]
+    assert {row.saved for row in rows(*((each, even) for each in ours))} == {None}
+    assert {row.saved for row in rows((ours[0], even))} == {None}, "one pair"
 
 
 def test_a_third_ends_inside_a_block():

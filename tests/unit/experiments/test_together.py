@@ -16,17 +16,17 @@ from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.distributed.alone import ALONE, Pace, Together
 from trimtab.distributed.in_step import _Ahead
-from trimtab.experiments.arm_facts import ArmFacts
 from trimtab.experiments.claim import claim
-from trimtab.experiments.compare import Settings, compare
-from trimtab.experiments.headline import headline
-from trimtab.experiments.inspect_arm import _mean, measure_arm
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.headline import headline
+from trimtab.experiments.comparison.rank_notes import Ranks, rank_notes
+from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.summary import summarise
 from trimtab.experiments.planning import Plans, given_plan
-from trimtab.experiments.rank_notes import Ranks, rank_notes
+from trimtab.experiments.racing.inspect_arm import _mean, measure_arm
 from trimtab.experiments.ranks import refuse_on_ranks, task_of_rank
 from trimtab.experiments.report.outline import byline
-from trimtab.experiments.result import Comparison
-from trimtab.experiments.summary import summarise
 from trimtab.experiments.together import together
 from trimtab.recipes.reference import ReferenceLoop
 

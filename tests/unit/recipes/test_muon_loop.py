@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.schedule import warmup_cosine, warmup_linear
-from trimtab.experiments.loops import StrongPlanLoop
+from trimtab.experiments.racing.loops import StrongPlanLoop
 from trimtab.recipes.muon import MuonLoop
 from trimtab.recipes.strong import StrongLoop, factor_at
 from trimtab.tasks import StrongRecipe

@@ -9,7 +9,7 @@ from recipe_tasks import CPU, ROWS, batches, make_task, modes_of_a_loop, sgd, we
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.schedule import warmup_linear
-from trimtab.experiments.loops import StrongPlanLoop
+from trimtab.experiments.racing.loops import StrongPlanLoop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.tasks import BUILT_IN, StrongRecipe, load_task
 

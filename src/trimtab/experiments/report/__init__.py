@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.phases import Gain
-from trimtab.experiments.ablation import Ablation
-from trimtab.experiments.evaluation import Run
-from trimtab.experiments.evaluation_rows import evaluation_object
+from trimtab.experiments.ablation.result import Ablation
+from trimtab.experiments.comparison.result import Comparison, ThirdRow
+from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.report import ablation_outline, evaluation_outline, outline
 from trimtab.experiments.report.document import Document
-from trimtab.experiments.result import Comparison, ThirdRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

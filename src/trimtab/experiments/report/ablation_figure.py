@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.experiments.ablation import ALONE, WITHIN, Ablation
+from trimtab.experiments.ablation.result import ALONE, WITHIN, Ablation
+from trimtab.experiments.comparison.result import Ratio
 from trimtab.experiments.report import svg
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.drawing import LABEL, Drawing, Key
 from trimtab.experiments.report.figures import paint_ratio
 from trimtab.experiments.report.svg import COLOUR
 from trimtab.experiments.report.tables import tier_title
-from trimtab.experiments.result import Ratio
 
 _ROLES = {ALONE: "s2", WITHIN: "s4"}
 

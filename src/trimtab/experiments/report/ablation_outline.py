@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trimtab.experiments.ablation import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
+from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.report import ablation_tables as tables
 from trimtab.experiments.report import plan_tables
 from trimtab.experiments.report import wording as say

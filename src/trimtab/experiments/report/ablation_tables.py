@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trimtab.core.units import format_seconds
-from trimtab.experiments.ablation import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.comparison.result import RatioRow, Verdict
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import RatioRow, Verdict
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
 _ALL = ("all changes", "together, over each alone")

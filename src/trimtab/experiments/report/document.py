@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimtab.experiments.comparison.result import Verdict
 from trimtab.experiments.report.tables import Table
-from trimtab.experiments.result import Verdict
 
 if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
     from trimtab.experiments.report.drawing import Drawing

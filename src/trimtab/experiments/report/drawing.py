@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.experiments.comparison.result import Arm, Comparison
 from trimtab.experiments.report.svg import NUM_SERIES
-from trimtab.experiments.result import Arm, Comparison
 
 LABEL = 28  # characters of a name inside a drawing; the tables have it whole
 _ARMS = ("reference", "self", "paper", "strong", "plan_S", "plan_F")

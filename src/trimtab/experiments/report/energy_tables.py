@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trimtab.core.units import format_joules
+from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table, versus
-from trimtab.experiments.result import Comparison
 
 
 def joules(value: float | None) -> str:

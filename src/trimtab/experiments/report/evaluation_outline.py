@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from trimtab.experiments.evaluation import Run
-from trimtab.experiments.evaluation_machines import sameness
-from trimtab.experiments.paper_claims import LITERAL, Judged, headline, judge
-from trimtab.experiments.paper_figures import MACHINE, MAIN_TABLES, Claim, MainTable
+from trimtab.experiments.evaluation.machines import sameness
+from trimtab.experiments.evaluation.paper_claims import LITERAL, Judged, headline, judge
+from trimtab.experiments.evaluation.paper_figures import MACHINE, MAIN_TABLES, Claim, MainTable
+from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.report import evaluation_tables as tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trimtab.core.units import format_count
-from trimtab.experiments.evaluation import Finding, Run
-from trimtab.experiments.evaluation_machines import letters
-from trimtab.experiments.paper_arithmetic import checks
-from trimtab.experiments.paper_claims import (
+from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.evaluation.machines import letters
+from trimtab.experiments.evaluation.paper_arithmetic import checks
+from trimtab.experiments.evaluation.paper_claims import (
     FAIL,
     NOT_COMPARABLE,
     NOT_MEASURED,
@@ -16,10 +16,10 @@ from trimtab.experiments.paper_claims import (
     Judged,
     nearest,
 )
-from trimtab.experiments.paper_figures import COMPONENTS, RANKS, Claim, Line, MainTable
+from trimtab.experiments.evaluation.paper_figures import COMPONENTS, RANKS, Claim, Line, MainTable
+from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Verdict
 
 _SHARES = ("mfu", "scaling_efficiency", "gain_share")
 _WOULD = {PASS: "there it would hold", FAIL: "there it would not hold"}

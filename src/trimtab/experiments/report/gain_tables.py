@@ -19,9 +19,9 @@ from trimtab.decide.attribution import (
 from trimtab.decide.attribution import speedup as speedup_of
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of
 from trimtab.decide.statistics import Interval
+from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table, tier_title
-from trimtab.experiments.result import Ratio, ThirdRow
 
 _NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
@@ -125,26 +125,32 @@ def gain_notes(gain: Gain) -> tuple[str, ...]:
 def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
     """Return gain early, in the middle and late in training, of one tier."""
     rows = [row for row in thirds if row.tier == tier]
-    columns = ("Third", "Rows per second", "Progress", "Progress per second", "n")
+    columns = ("Third", "Rows per second", "Progress", "Progress per second", "Of the seconds saved", "n")
     note = (
         "Thirds of each run's own rows; ours over the reference's, above 1 is better, paired by seed, with the 95% "
         "interval. Progress is what the held-out metric gains in that third: a difference, or of what is relative one "
-        "of logarithms."
+        "of logarithms. Of the seconds that a whole run saves each third has a share, where they are clear of nothing."
     )
     shown = tuple(_third(row) for row in rows)
-    return Table(f"Early, middle and late: {tier_title(tier)}", columns, shown, "No run was whole.", note, columns[1:])
+    of = tier_title(tier) if tier else "the paper's recipe, literal (P1)"
+    return Table(f"Early, middle and late: {of}", columns, shown, "No run was whole.", note, columns[1:])
 
 
 def _third(row: ThirdRow) -> tuple[str, ...]:
     ratios = (row.speed, row.progress, row.progress_per_s)
     n = next((str(ratio.n) for ratio in ratios if ratio is not None), "0")
-    return (row.third, *(_with_interval(ratio, row.why) for ratio in ratios), n)
+    saved = say.UNMEASURED if row.saved is None else _figure(row.saved, say.share)
+    return (row.third, *(_with_interval(ratio, row.why) for ratio in ratios), saved, n)
 
 
 def _with_interval(ratio: Ratio | None, why: str) -> str:
     if ratio is None:
         return f"not known: {say.one_line(why)}" if why else say.UNMEASURED
-    value, interval = say.estimate(ratio, say.ratio)
+    return _figure(ratio, say.ratio)
+
+
+def _figure(ratio: Ratio, words: Callable[[float], str]) -> str:
+    value, interval = say.estimate(ratio, words)
     return value if interval == _NO_INTERVAL else f"{value} ({interval})"
 
 

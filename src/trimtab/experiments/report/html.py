@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 
+from trimtab.experiments.comparison.result import Verdict
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import (
     Block,
@@ -21,7 +22,6 @@ from trimtab.experiments.report.drawing import Drawing, Key
 from trimtab.experiments.report.style import style_sheet
 from trimtab.experiments.report.svg import variable
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Verdict
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trimtab.experiments.comparison.result import PLAN_ARMS, Arm, Comparison, Ratio
 from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Tile
-from trimtab.experiments.result import PLAN_ARMS, Arm, Comparison, Ratio
 
 _LABEL = 48  # characters of a name under a figure
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import re
 
+from trimtab.experiments.comparison.result import Verdict
 from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Picture, Section
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Verdict
 
 # An underscore inside a word is no emphasis, and `plan_S` reads better unescaped.
 _SPECIAL = re.compile(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")

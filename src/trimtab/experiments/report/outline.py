@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trimtab.core.phases import Gain
+from trimtab.experiments.comparison.result import Comparison, ThirdRow
 from trimtab.experiments.report import energy_tables, gain_tables, plan_tables, tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import (
@@ -21,7 +22,6 @@ from trimtab.experiments.report.document import (
 )
 from trimtab.experiments.report.key_figures import key_figures
 from trimtab.experiments.report.tables import Table
-from trimtab.experiments.result import Comparison, ThirdRow
 
 if TYPE_CHECKING:  # it comes with matplotlib, without which the text is written
     from trimtab.experiments.report.drawing import Drawing

@@ -7,8 +7,8 @@ from typing import Any
 
 from trimtab.experiments.report.html import escape, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
-from trimtab.experiments.scaling import MODES, Scaling, ScalingRow
-from trimtab.experiments.scaling_table import notes, tables
+from trimtab.experiments.scaling.result import MODES, Scaling, ScalingRow
+from trimtab.experiments.scaling.table import notes, tables
 
 # As the same loops have them in the figures of comparisons; what frees the batch shares no figure with what keeps it.
 _ROLES = {"baseline": "s0", "plan": "s4"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from trimtab.experiments.comparison.result import PLAN_LOOPS, Arm, Comparison, RatioRow, TargetRow, Verdict
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.result import PLAN_LOOPS, Arm, Comparison, RatioRow, TargetRow, Verdict
 
 Cell = str | Verdict
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trimtab.core.errors import DependencyError
+from trimtab.experiments.comparison.result import Verdict
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Block, Bullets, Code, Document, Heading, Paragraph, Section, Tile
 from trimtab.experiments.report.tables import Cell, Table
-from trimtab.experiments.result import Verdict
 
 try:
     from rich import box

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from trimtab.core.units import format_bytes, format_count, format_seconds
-from trimtab.experiments.result import Arm, Comparison, Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, Verdict
 
 Words = Callable[[float], str]
 UNMEASURED = "not measured"

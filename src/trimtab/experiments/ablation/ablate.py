@@ -1,0 +1,164 @@
+"""`trimtab ablate`: what each change of a plan is worth, added to the loop alone and taken out of the plan (table III).
+
+    plan -> an arm for each set of changes that is told -> peaks, apart -> races of all of them, one a seed -> Ablation
+
+Every stage leaves its result in the output folder, as a comparison's does; started again, it goes on there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget, Objective
+from trimtab.core.plan import Plan
+from trimtab.core.progress import Progress, silent
+from trimtab.core.record import BRIEF, RunRecord
+from trimtab.decide.ablation import REFERENCE, Design, changes_of, plans_of
+from trimtab.experiments.ablation.result import Ablation
+from trimtab.experiments.ablation.summary import Raced, nothing_to_ablate, summarise
+from trimtab.experiments.claim import claim
+from trimtab.experiments.planning import Plans, device_here, make_plans, require_fits
+from trimtab.experiments.racing.folder import RaceFolder, read_back, reference_s
+from trimtab.experiments.racing.lengths import lengths, seeds_in_time
+from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.own_step import check_step
+from trimtab.experiments.racing.race import Entry
+from trimtab.recipes.loop import MakeLoop
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.tasks.placement import placement_of
+from trimtab.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class AblateSettings:
+    """How much to run.
+
+    Args:
+        num_seeds: races, one a seed; 5 for a verdict, 8 for a claim. whole_seeds: how many of them run to the end of
+            the budget, which tells quality (None: all; 0: it is left out); the others run a few steps an arm.
+        quick: short arms, and no more seeds than fit about two minutes with the planning (one at the least).
+        adapt: whether the plan may change the learning rate and its schedule. pairwise: whether each two changes are
+            run together too. cap_s: training seconds after which an arm is censored.
+    """
+
+    num_seeds: int = 5
+    whole_seeds: int | None = None
+    quick: bool = False
+    adapt: bool = False
+    pairwise: bool = False
+    cap_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        checks.integer("seeds", self.num_seeds, high=1000)
+        if self.whole_seeds is not None:
+            checks.integer("whole", self.whole_seeds, low=0, high=self.num_seeds)
+        if self.quick and self.whole_seeds != 0:
+            way_out = "Leave out --quick, or --whole."
+            raise ValueGivenError("quick", given="whole races", expected="time and memory alone", way_out=way_out)
+        if not self.cap_s > 0:
+            raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
+
+    def is_brief(self, seed: int) -> bool:
+        """Return whether the arms of a seed's race run a few steps only."""
+        return self.whole_seeds is not None and seed >= self.whole_seeds
+
+
+def ablate(
+    task: Task,
+    out: Path,
+    settings: AblateSettings,
+    *,
+    command: str,
+    budget: Budget | None = None,
+    plan: Plan | None = None,
+    progress: Progress = silent,
+) -> Ablation:
+    """Run (or go on with) an ablation in the folder `out`; returns what it found.
+
+    Args:
+        budget: that the plan is made under. plan: what is ablated, in place of one that is made here.
+    """
+    begun, device, budget = time.perf_counter(), device_here(), budget or Budget()
+    if plan is not None:
+        require_fits(task, plan)
+    progress(f"reading {task.name}")
+    data = task.load_data()
+    out.mkdir(parents=True, exist_ok=True)
+    fixed = {name: value for name, value in asdict(settings).items() if not name.endswith("_seeds")}
+    claim(out, task, data, {"ablation": fixed}, budget, Objective(), plan)
+    kept = RaceFolder(out, task, data, device, progress)
+    done = sum(kept.of_race(seed, brief=settings.is_brief(seed)).exists() for seed in range(settings.num_seeds))
+    if done:
+        progress(f"going on with {done} races from {out}")
+    if done < settings.num_seeds:
+        check_step(task, data, device)
+    adapt = ("learning_rate",) if settings.adapt else ()
+    how = {"adapt": adapt, "strong": False, "budget": budget, "progress": progress}
+    plans = kept.plans(partial(make_plans, task, data, device, **how)) if plan is None else Plans({"S": plan})
+    chosen = _whole(plans)
+    design = Design(changes_of(chosen, task.reference), settings.pairwise)
+    if not design.changes:
+        return nothing_to_ablate(task, data, chosen, command)
+    raced = _raced(task, kept, plans, design, settings, budget, begun)
+    where = placement_of(data, device)
+    lies = (f"training data in the races: {where.reason}",) if where.changed else ()
+    return summarise(task, data, raced, command, (*lies, *read_back(done, len(raced.races), out)))
+
+
+def _raced(
+    task: Task,
+    kept: RaceFolder,
+    plans: Plans,
+    design: Design,
+    settings: AblateSettings,
+    budget: Budget,
+    begun: float,
+) -> Raced:
+    """Run every arm that can be: its peak, then the races."""
+    plan = _whole(plans)
+    arms, refusals = plans_of(plan, design, task.reference)
+    makes = _loops(arms, task.budget_rows)
+    facts = kept.facts([Entry(name, make, task.budget_rows) for name, make in makes.items()], peaks_alone=arms)
+    refusals |= {name: fact.error for name, fact in facts.items() if fact.error}
+    step_s = reference_s(plans, facts)
+    races: dict[int, dict[str, RunRecord]] = {}
+    for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
+        is_brief = settings.is_brief(seed)
+        rows = lengths(task, step_s, quick=settings.quick, brief=is_brief)
+        entries = _entries(task, design, makes, rows.few if is_brief else task.budget_rows, rows.control)
+        entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
+        races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
+    return Raced(plan, design, races, facts, refusals, budget)
+
+
+def _whole(plans: Plans) -> Plan:
+    """Return the plan that is taken apart: with all that it was let change."""
+    return plans.plans.get("F", plans.plans["S"])
+
+
+def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:
+    """Return what builds each arm's loop, the reference's first."""
+    plans: dict[str, MakeLoop] = {name: partial(PlanLoop, plan=plan, total_samples=rows) for name, plan in arms.items()}
+    return {REFERENCE: ReferenceLoop} | plans
+
+
+def _entries(task: Task, design: Design, makes: Mapping[str, MakeLoop], rows: int, control_rows: int) -> list[Entry]:
+    """Return all arms with so many rows each, and those once more that are the controls."""
+    budgets = dict.fromkeys(makes, rows) | dict.fromkeys(design.controls, min(rows, control_rows))
+    return [
+        Entry(
+            name,
+            makes[design.controls.get(name, name)],
+            wanted,
+            is_timed_only=wanted < task.budget_rows,
+            detail={BRIEF: True} if wanted < task.budget_rows else {},
+        )
+        for name, wanted in budgets.items()
+    ]

@@ -1,0 +1,172 @@
+"""From the records of an ablation to what each change is worth (math: section 8). Reads records, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.comparison.ratio_rows import SAME_PEAK, counted, memory_verdict, quality_row, unless_failed
+from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.stats import Races, as_ratio, failures, throughput_ratios
+from trimtab.experiments.comparison.verdicts import control_verdict, interaction_verdict, speed_verdict
+
+# An arm over another, and the power its ratio is taken to.
+Term = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of the arms: races, peaks by arm, and how the held-out metric is read.
+
+    Args:
+        labels: of each arm, for a person. metric, higher_is_better, unit: as of the task's.
+    """
+
+    design: Design
+    races: Races
+    peaks: Mapping[str, int]
+    labels: Mapping[str, str]
+    metric: str
+    higher_is_better: bool
+    unit: str
+
+    @property
+    def has_interactions(self) -> bool:
+        """Whether there are several changes."""
+        return len(self.design.changes) > 1
+
+    def control(self, again: str) -> Interval | None:
+        """Return a loop's second run against its first; None where they have not run, or failed."""
+        found = self.design.controls
+        return None if again not in found else self._control([(again, found[again], 1)])
+
+    @property
+    def interaction_terms(self) -> list[Term]:
+        """What an interaction is of, where every loop in it is one that ran before."""
+        return [(PLAN_AGAIN, PLAN, 1), (UNCHANGED_AGAIN, UNCHANGED, -1)]
+
+    @property
+    def interaction_control(self) -> Interval | None:
+        """What two runs of the same loops seem to be worth together beyond apart."""
+        return self._control(self.interaction_terms) if self.has_interactions else None
+
+    @property
+    def interaction_ratio(self) -> Ratio | None:
+        """The same with its pairs."""
+        return self._product(self.interaction_terms) if self.has_interactions else None
+
+    def _control(self, terms: Sequence[Term]) -> Interval | None:
+        ratios = products(self.races, terms)
+        return ratio_interval(ratios) if len(ratios) > 1 and not failures(self.races, *_arms(terms)) else None
+
+    def ratio(self, arm: str, against: str, tier: str, control: Interval | None) -> Iterator[RatioRow]:
+        """Yield throughput, memory and quality of an arm over another, where they were measured."""
+        names = self.labels.get(arm, arm), self.labels.get(against, against)
+        if ratios := throughput_ratios(self.races, arm, against):
+            ratio = as_ratio(ratio_interval(ratios), ratios)
+            verdict = unless_failed(speed_verdict(ratio, control, *names), self.races, arm, against)
+            yield RatioRow(THROUGHPUT, arm, against, tier, ratio, verdict)
+        if arm in self.peaks and against in self.peaks:
+            peaks = counted(self.peaks[arm] / self.peaks[against])
+            yield RatioRow(MEMORY, arm, against, tier, peaks, memory_verdict(peaks, names[1]))
+        how = (self.metric, self.higher_is_better, self.unit)
+        if (quality := quality_row(self.races, arm, against, tier, *how)) is not None:
+            yield quality
+
+    def effects(self, change: Change) -> Iterator[Effect]:
+        """Yield what a change is worth alone and in the plan, and how these differ."""
+        design, settings = self.design, {ALONE: UNCHANGED_AGAIN, WITHIN: PLAN_AGAIN}
+        both = {ALONE: design.alone(change.name), WITHIN: design.within(change.name)}
+        for setting, (arm, against) in both.items():
+            if setting in change.refusals or (setting == WITHIN and not self.has_interactions):
+                continue
+            for row in self.ratio(arm, against, change.tier, self.control(settings[setting])):
+                yield Effect(change.name, setting, row.metric, change.tier, row.ratio, row.verdict, arm, against)
+        if self.has_interactions and not change.refusals:
+            yield from self._interactions(change, both[WITHIN], both[ALONE])
+
+    def pair_effects(self, change: Change, other: Change) -> Iterator[Effect]:
+        """Yield what a change is worth beside one other, over what it is worth alone."""
+        tier = "F" if "F" in (change.tier, other.tier) else "S"
+        beside, alone = self.design.beside(change.name, other.name), self.design.alone(change.name)
+        if ALONE not in {**change.refusals, **other.refusals}:
+            yield from self._interactions(change, beside, alone, other, tier)
+
+    def _interactions(
+        self,
+        change: Change,
+        beside: tuple[str, str],
+        alone: tuple[str, str],
+        other: Change | None = None,
+        tier: str = "",
+    ) -> Iterator[Effect]:
+        """Yield the effect beside other changes over the effect alone."""
+        terms: list[Term] = [(*beside, 1), (*alone, -1)]
+        what = change.says if other is None else f"{change.says} with {other.says}"
+        rest = {"arm": beside[0], "against": beside[1], "other": "" if other is None else other.name}
+        if (ratio := self._product(terms)) is not None:
+            verdict = interaction_verdict(ratio, self.interaction_control, what)
+            verdict = unless_failed(verdict, self.races, *_arms(terms))
+            yield Effect(change.name, INTERACTION, THROUGHPUT, tier or change.tier, ratio, verdict, **rest)
+        if all(arm in self.peaks for arm in (*beside, *alone)):
+            value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
+            verdict = _memory_interaction(value, what)
+            yield Effect(change.name, INTERACTION, MEMORY, tier or change.tier, counted(value), verdict, **rest)
+
+    def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:
+        """Yield all changes' worth over the product of what each is worth alone; of two it is their interaction."""
+        if len(changes) < 3 or any(ALONE in change.refusals for change in changes):
+            return
+        terms: list[Term] = [(PLAN, UNCHANGED, 1), *((*self.design.alone(each.name), -1) for each in changes)]
+        if (ratio := self._product(terms)) is None:
+            return
+        control, power = self.interaction_control, len(changes) - 1  # so often one base is divided out
+        if control is not None:
+            control = Interval(control.mean**power, control.low**power, control.high**power, control.n)
+        tier = "F" if any(each.tier == "F" for each in changes) else "S"
+        verdict = interaction_verdict(ratio, control, "the plan as a whole")
+        yield Effect("", INTERACTION, THROUGHPUT, tier, ratio, unless_failed(verdict, self.races, *_arms(terms)))
+
+    def _product(self, terms: Sequence[Term]) -> Ratio | None:
+        ratios = products(self.races, terms)
+        return as_ratio(ratio_interval(ratios), ratios) if ratios else None
+
+    def control_rows(self) -> Iterator[RatioRow]:
+        """Yield each loop that ran twice against itself."""
+        for again, base in self.design.controls.items():
+            if ratios := throughput_ratios(self.races, again, base):
+                ratio = as_ratio(ratio_interval(ratios), ratios)
+                verdict = unless_failed(control_verdict(ratio, self.labels[base]), self.races, again, base)
+                yield RatioRow(THROUGHPUT, again, base, "", ratio, verdict)
+
+    def whole(self, tier: str) -> Iterator[RatioRow]:
+        """Yield the plan against the user's loop, and the engine that changes nothing."""
+        for arm, of in ((PLAN, tier), (UNCHANGED, "S")):
+            yield from self.ratio(arm, REFERENCE, of, self.control(UNCHANGED_AGAIN))
+
+
+def products(races: Races, terms: Sequence[Term]) -> list[float]:
+    """Return the product of throughput ratios, each to its power, of every race that has them all."""
+    found = []
+    for seed in sorted(races):
+        one = {seed: races[seed]}
+        ratios = [(throughput_ratios(one, arm, against), power) for arm, against, power in terms]
+        if all(each for each, _ in ratios):
+            found.append(math.prod(each[0] ** power for each, power in ratios))
+    return found
+
+
+def _arms(terms: Sequence[Term]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for arm, against, _ in terms for name in (arm, against)))
+
+
+def _memory_interaction(value: float, what: str) -> Verdict:
+    """Return whether peaks multiply: four counts, each of which repeats to within 1%."""
+    if abs(math.log(value)) <= 2 * math.log1p(SAME_PEAK):
+        return Verdict("none found", f"{what}: {value:.3f}x the peak it leaves apart")
+    more = "more" if value < 1 else "less"
+    return Verdict(f"{more} together", f"{what} saves {more} together than apart: {value:.3f}x the peak")

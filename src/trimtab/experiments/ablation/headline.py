@@ -1,0 +1,75 @@
+"""The first sentences of an ablation: the plan as a whole, its dearest change, and what acts together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.decide.ablation import PLAN, REFERENCE
+from trimtab.decide.statistics import Interval, resolution
+from trimtab.experiments.ablation.result import INTERACTION, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.comparison.result import RatioRow, Verdict
+from trimtab.experiments.comparison.verdicts import figures
+
+NOTHING = Verdict("no gain", "Nothing to ablate: the plan changes nothing of the loop.")
+
+
+def headline(
+    changes: Sequence[Change],
+    effects: Sequence[Effect],
+    whole: Sequence[RatioRow],
+    control: Interval | None = None,
+) -> Verdict:
+    """Return the verdict read first.
+
+    Args:
+        control: of interactions.
+    """
+    if not changes:
+        return NOTHING
+    row = next((r for r in whole if (r.arm, r.against, r.metric) == (PLAN, REFERENCE, THROUGHPUT)), None)
+    if row is None:
+        return Verdict("no verdict", "The plan as a whole was not timed: see every arm as it ran.")
+    many = f"Its {len(changes)} changes together" if len(changes) > 1 else f"Its one change ({changes[0].says})"
+    sentences = [_whole(row, many), _dearest(changes, effects), _together(changes, effects, control)]
+    return Verdict(row.verdict.kind, " ".join(each for each in sentences if each))
+
+
+def _whole(row: RatioRow, many: str) -> str:
+    found = figures(row.ratio)
+    return {
+        "gain": f"{many}: {found} the throughput of the reference.",
+        "harm": f"{many} make the loop slower: {found} the throughput of the reference.",
+        "no verdict": f"No verdict on the plan as a whole: {row.verdict.sentence}.",
+    }.get(row.verdict.kind, f"{many}: no gain that is clear of the noise ({found}).")
+
+
+def _dearest(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
+    """Name the change that the plan would be slowest without, and those that it would be faster without."""
+    within = [e for e in effects if (e.setting, e.metric) == (WITHIN, THROUGHPUT)]
+    says = {change.name: change.says for change in changes}
+    gains = sorted((e for e in within if e.verdict.kind == "gain"), key=lambda e: -e.ratio.mean)
+    said = (
+        f"Most of it is {says[gains[0].change]}: with it the plan is {figures(gains[0].ratio)} as fast."
+        if gains
+        else ""
+    )
+    harms = [says[e.change] for e in within if e.verdict.kind == "harm"]
+    return f"{said} The plan is faster without {' and without '.join(harms)}.".strip() if harms else said
+
+
+def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Interval | None) -> str:
+    """Say which changes act together with the rest of the plan, or that none is seen to."""
+    says = {change.name: change.says for change in changes}
+    found = [
+        e for e in effects if (e.setting, e.metric) == (INTERACTION, THROUGHPUT) and e.change in says and not e.other
+    ]
+    seen = []
+    for kind in ("more", "less"):
+        named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
+        seen += [f"Worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
+    if not seen and found and all(e.verdict.kind == "none found" for e in found):
+        told = f"{100 * resolution(control):.2g}%"
+        return (
+            f"No change is seen to be worth more or less beside the others than alone; the A/A control resolves {told}."
+        )
+    return " ".join(seen)

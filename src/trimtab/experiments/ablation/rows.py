@@ -1,0 +1,65 @@
+"""An ablation as flat benchmark rows: what `trimtab ablate --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trimtab.core.codec import to_jsonable
+from trimtab.decide.ablation import PLAN_AGAIN, UNCHANGED_AGAIN
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, THROUGHPUT, WITHIN, Ablation, Effect
+from trimtab.experiments.comparison.result import Ratio, RatioRow
+from trimtab.experiments.comparison.rows import METRICS, ROWS_SCHEMA, interval_of, resolution_of
+
+
+def ablation_object(ablation: Ablation) -> dict[str, Any]:
+    """Return the object of every benchmark; a row is flat but for its pairs, ratios are with a change over without."""
+    run = {"command": ablation.command, "data_sha256": ablation.data_source.get("sha256")}
+    found = {
+        "schema": ROWS_SCHEMA,
+        "name": "ablate",
+        "environment": dict(ablation.environment) | run,
+        "rows": [*_planning(ablation), *_whole(ablation), *_effects(ablation), *_refused(ablation), *_arms(ablation)],
+    }
+    return dict(to_jsonable(found))
+
+
+def _planning(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    changes = ", ".join(change.says for change in ablation.changes) or "nothing"
+    head = {"metric": "planning_s", "task": ablation.task, "tier": ablation.plan.tier, "changes": changes}
+    yield head | {"planning_s": ablation.plan.planning_s}
+
+
+def _whole(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    for row in (*ablation.whole, *ablation.controls):
+        yield _head(ablation, row) | {"setting": "whole"} | interval_of(row.ratio) | {"verdict": row.verdict.kind}
+
+
+def _effects(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    controls = {row.arm: row.ratio for row in ablation.controls}
+    of: dict[str, Ratio | None] = {ALONE: controls.get(UNCHANGED_AGAIN), WITHIN: controls.get(PLAN_AGAIN)}
+    of[INTERACTION] = ablation.interaction_control
+    for effect in ablation.effects:
+        told = resolution_of(of[effect.setting]) if effect.metric == THROUGHPUT else {}
+        head = _head(ablation, effect) | {"change": effect.change or "all", "setting": effect.setting}
+        other = {"other": effect.other} if effect.other else {}
+        yield head | other | interval_of(effect.ratio) | told | {"verdict": effect.verdict.kind}
+
+
+def _head(ablation: Ablation, row: RatioRow | Effect) -> dict[str, Any]:
+    head = {"metric": METRICS[row.metric], "task": ablation.task, "tier": row.tier}
+    return head | {"arm": row.arm, "against": row.against}
+
+
+def _refused(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    for change in ablation.changes:
+        for setting, why in change.refusals.items():
+            head = {"metric": "throughput_ratio", "task": ablation.task, "tier": change.tier, "change": change.name}
+            yield head | {"setting": setting, "mean": None, "n": 0, "refused": why}
+
+
+def _arms(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    for arm in ablation.arms:
+        head = {"metric": "arm", "task": ablation.task, "arm": arm.name, "changes": arm.changes}
+        figures = {"row_s": arm.row_s, "peak_bytes": arm.peak_bytes, "final_metric": arm.final_metric}
+        yield head | figures | {"final_rows": arm.final_rows} | ({"error": arm.error} if arm.error else {})

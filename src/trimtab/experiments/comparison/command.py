@@ -1,0 +1,122 @@
+"""`trimtab compare`: what was asked for, checked before minutes of work, then run here or as ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.api import Metering
+from trimtab.core.codec import read_json
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget
+from trimtab.core.plan import Plan
+from trimtab.core.progress import silent
+from trimtab.distributed.launch import launch
+from trimtab.distributed.process_group import joined, place
+from trimtab.experiments.claim import folder_of
+from trimtab.experiments.comparison.compare import USUAL_ADAPT, Settings, compare
+from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.progress_bar import ProgressBar
+from trimtab.experiments.ranks import refuse_on_ranks
+from trimtab.experiments.together import together
+from trimtab.tasks import load_task
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options; None where one was not given.
+
+    Args:
+        adapt: what tier F may change; (): it is not raced. against: names of the peers. memory: a limit, as the plan's
+            budget has it. plan: a file. ranks: processes to start, where no launcher has. energy_watts: to estimate
+            joules with.
+    """
+
+    task: str
+    pairs: int = 5
+    whole: int | None = None
+    quick: bool = False
+    adapt: tuple[str, ...] | None = None
+    peers: bool | None = None
+    cap_s: float = math.inf
+    memory: str | None = None
+    plan: Path | None = None
+    out: Path | None = None
+    ranks: int = 1
+    energy_watts: float | None = None
+    against: tuple[str, ...] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written.
+
+        Raises:
+            FormatError: that is a file.
+        """
+        return folder_of("compare", self.task, self.out)
+
+    def given(self) -> Plan | None:
+        """Return the plan that is raced, where one was given.
+
+        Raises:
+            ValueGivenError: a limit was given with it.
+        """
+        if self.plan is not None and self.memory is not None:
+            raise ValueGivenError("--memory", given="a limit with --plan", expected="one where the plan is made")
+        return None if self.plan is None else read_json(Plan, self.plan)
+
+    def settings(self, num_ranks: int) -> Settings:
+        """Return how much is run; what was not asked for is all that is of use."""
+        usual = USUAL_ADAPT if not self.quick and self.plan is None and num_ranks == 1 else ()
+        adapt = usual if self.adapt is None else self.adapt
+        peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
+        whole = 0 if self.quick and self.whole is None else self.whole
+        how = {"quick": self.quick, "adapt": adapt, "peers": peers, "cap_s": self.cap_s, "against": self.against}
+        return Settings(self.pairs, whole_pairs=whole, **how)
+
+    @property
+    def races_peers(self) -> bool | None:
+        """Whether peers were asked for, which who names them has; None where nothing was said.
+
+        Raises:
+            ValueGivenError: some are named, and none are to be raced.
+        """
+        if self.against is not None and self.peers is False:
+            raise ValueGivenError("--against", given="peers with --no-peers", expected="the one or the other")
+        return True if self.against is not None else self.peers
+
+
+def compared(asked: Asked, command: str) -> Comparison | None:
+    """Run a comparison in this process, as one of a launcher's ranks, or start ranks that do.
+
+    Args:
+        command: what the report says reproduces it.
+
+    Returns:
+        What it found; None where another process writes that down.
+    """
+    metering = Metering(asked.energy_watts)
+    given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
+    num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
+    if num_ranks > 1:
+        refuse_on_ranks(task, num_ranks, adapts=bool(asked.adapt), peers=asked.races_peers)
+    settings, folder = asked.settings(num_ranks), asked.folder
+    if num_ranks > here.num_ranks:
+        launch(sys.argv[1:], num_ranks)
+        return None
+    with joined(), ProgressBar() as progress, together() as ranks:
+        told = progress if here.rank == 0 else silent
+        found = compare(
+            task,
+            folder,
+            settings,
+            command=command,
+            budget=budget,
+            plan=given,
+            progress=told,
+            together=ranks,
+            metering=metering,
+        )
+    return found if here.rank == 0 else None

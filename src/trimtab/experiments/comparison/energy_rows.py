@@ -1,0 +1,96 @@
+"""Joules of arms, from the records of races: per row, to a target, and against another arm's."""
+
+from __future__ import annotations
+
+import math
+
+from trimtab.core.codec import from_jsonable
+from trimtab.core.energy import NO_METER, WINDOW_S, MeterFacts, Provenance
+from trimtab.core.record import RunRecord
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.verdicts import figures
+
+# In a header's detail: the facts of the meter.
+METER = "meter"
+# Of an arm's seconds, the share that has to lie in windows of joules for the rest to be told by their watts.
+_KNOWN = 0.5
+
+
+def meter_of(races: stats.Races) -> MeterFacts:
+    """Return what counted joules, the same in all races; else nothing that can be told as one."""
+    headers = (record.header for race in races.values() for record in race.values())
+    found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
+    if len({(each.provenance, each.sources) for each in found}) > 1:
+        return MeterFacts(Provenance.ABSENT, reason="races were counted by different meters, which are not mixed")
+    return found[0] if found else NO_METER
+
+
+def watts(record: RunRecord) -> float | None:
+    """Return an arm's mean power over the blocks whose joules are known; None where they are less than half."""
+    blocks = stats.blocks(record)
+    known = [block for block in blocks if math.isfinite(block.energy_j)]
+    seconds, all_s = (math.fsum(block.seconds for block in each) for each in (known, blocks))
+    return math.fsum(block.energy_j for block in known) / seconds if seconds > _KNOWN * all_s else None
+
+
+def short_blocks(record: RunRecord) -> tuple[int, int]:
+    """Return how many of an arm's blocks were too short for a meter, and how many blocks it had, but for its first."""
+    found = stats.blocks(record)
+    found = found[1:] or found
+    short = [block for block in found if math.isnan(block.energy_j) and block.seconds < WINDOW_S]
+    return len(short), len(found)
+
+
+def joules_to(record: RunRecord, seconds: float) -> float | None:
+    """Return the joules of an arm's first seconds of training; of a block that has none by the arm's mean power."""
+    power_w = watts(record)
+    if power_w is None or not math.isfinite(seconds):
+        return None
+    joules, left_s = [], seconds
+    for block in stats.blocks(record):
+        share = min(1.0, left_s / block.seconds) if block.seconds > 0 else 0.0
+        whole = block.energy_j if math.isfinite(block.energy_j) else power_w * block.seconds
+        joules.append(share * whole)
+        left_s -= block.seconds
+        if left_s <= 0:
+            break
+    return math.fsum(joules)
+
+
+def energy_control(races: stats.Races) -> Interval | None:
+    """Return the reference's joules against its own; None without a control, or where it failed."""
+    ratios = stats.energy_ratios(races, "self", "reference")
+    return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
+
+
+def energy_row(races: stats.Races, arm: str, against: str, tier: str) -> RatioRow | None:
+    """Return joules per row of an arm over another's: below 1 is better. None where nothing counted them."""
+    meter, ratios = meter_of(races), stats.energy_ratios(races, arm, against)
+    if meter.is_absent or not ratios:
+        return None
+    ratio = stats.as_ratio(ratio_interval(ratios), ratios)
+    said = stats.failures(races, arm, against)
+    if said:
+        verdict = Verdict("no verdict", f"{said}: the figure is of what ran")
+    elif meter.provenance is not Provenance.MEASURED:
+        verdict = Verdict("no verdict", "estimated by watts that were given: it says no more than the seconds do")
+    else:
+        verdict = energy_verdict(ratio, energy_control(races), arm, against)
+    return RatioRow("energy", arm, against, tier, ratio, verdict)
+
+
+def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
+    """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    found = f"{arm} takes {figures(ratio)} the energy of {against}"
+    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
+        return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+    if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
+        return Verdict("no verdict", f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
+    resolved = resolution(control)
+    if ratio.high < min(1.0, control.low) and 1 / ratio.mean - 1 > resolved:
+        return Verdict("gain", found)
+    if ratio.low > max(1.0, control.high) and ratio.mean - 1 > resolved:
+        return Verdict("harm", found)
+    return Verdict("no gain", f"{found}; the A/A control resolves {100 * resolved:.2g}%")

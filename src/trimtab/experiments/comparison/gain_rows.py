@@ -1,0 +1,67 @@
+"""Where a gain comes from, as flat benchmark rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trimtab.core.phases import Gain
+from trimtab.decide.attribution import Saved, attribute, bound_seconds, speedup
+from trimtab.decide.projection import CYCLE_MONTHS, doubling_months
+from trimtab.decide.statistics import Interval
+from trimtab.experiments.comparison.result import ThirdRow
+
+ROWS_SCHEMA = 1
+
+
+def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
+    """Return the object that `trimtab phases --json` prints, in the environment of the first."""
+    rows = [row for gain in gains for row in gain_rows(gain)]
+    rows += [row for gain, each in zip(gains, thirds, strict=True) for row in third_rows_flat(gain.task, each)]
+    return {"schema": ROWS_SCHEMA, "name": "phases", "environment": dict(gains[0].environment), "rows": rows}
+
+
+def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
+    """Yield a row for each phase, part, bound and clock of a gain, its speed-up, and what that would come to."""
+    found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks}
+    for name, rows in (
+        ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),
+        ("part_saved_s", found.parts),
+    ):
+        yield from ({"metric": name} | head | _saved(row) for row in rows)
+    arms = {"reference": (gain.reference, found.reference_clock), "plan": (gain.plan, found.plan_clock)}
+    for arm, (phases, clock) in arms.items():
+        bounds = bound_seconds(phases)
+        for bound, seconds in bounds.items():
+            share = seconds / math.fsum(bounds.values())
+            yield {"metric": "bound_share", **head, "arm": arm, "bound": bound, "seconds_s": seconds, "share": share}
+        yield {"metric": "clock_ratio", **head, "arm": arm} | _interval(clock)
+    gained = speedup(gain)
+    yield {"metric": "step_speedup", **head} | _interval(gained)
+    months = doubling_months(gained.mean)
+    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS, "mean": _finite(months)}
+
+
+def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each ratio and share of each third."""
+    for row in thirds:
+        head = {"task": task, "tier": row.tier, "arm": row.arm, "against": row.against, "third": row.third}
+        ratios = {f"third_{name}_ratio": getattr(row, name) for name in ("speed", "progress", "progress_per_s")}
+        for name, ratio in (ratios | {"third_saved_share": row.saved}).items():
+            if ratio is not None:
+                figures = {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n, "pairs": ratio.pairs}
+                yield {"metric": name} | head | figures
+
+
+def _saved(row: Saved) -> dict[str, Any]:
+    seconds = {"phase": row.phase, "reference_s": row.reference_s, "plan_s": row.plan_s}
+    return seconds | _interval(row.saved) | {"share": row.share}
+
+
+def _interval(found: Interval) -> dict[str, Any]:
+    return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "n": found.n}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,104 @@
+"""The first sentence of a report: tier S by throughput, then tier F by the ladder and by what it ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from trimtab.core.plan import Plan
+from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.verdicts import figures
+
+
+def headline(
+    ratios: Sequence[RatioRow], targets: Sequence[TargetRow], plan: Plan, failed: Mapping[str, str], ranks: str = ""
+) -> Verdict:
+    """Return the verdict read first.
+
+    Args:
+        plan: that of tier S. failed: of each arm that failed, where. Its tier brings no gain, whatever the races show
+            that it survived. ranks: what is said of those that trained together, or "".
+    """
+    same = _failure("keeps the maths", failed.get("plan_S")) or _same_maths(_find(ratios, "plan_S", "throughput"), plan)
+    freed = _failure("frees the learning rate", failed.get("plan_F")) or _freed(
+        targets, _find(ratios, "plan_F", "final_metric_difference")
+    )
+    kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
+    sentences = [found.sentence for found in (same, freed) if found.sentence]
+    said = " ".join(sentences) or "Nothing was measured."
+    return Verdict(kind, f"{said} {ranks}" if ranks else said)
+
+
+def _failure(what: str, where: str | None) -> Verdict | None:
+    return Verdict("no verdict", f"The plan that {what} failed {where}: no verdict.") if where else None
+
+
+def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
+    return next((r for r in ratios if (r.arm, r.metric, r.against) == (arm, metric, "reference")), None)
+
+
+def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
+    if row is None:
+        return Verdict("no verdict", "")
+    found = figures(row.ratio)
+    advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
+    sentences = {
+        "gain": f"Same maths, {found} the throughput of the reference.",
+        "harm": f"Same maths, but slower: {found} the throughput of the reference.",
+        "no verdict": f"No verdict on throughput: {row.verdict.sentence}.",
+    }
+    otherwise = f"No gain from settings that keep the maths ({found}): {advice}."
+    return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise))
+
+
+def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
+    """Return what tier F brings, search included: the hardest rung it was decided on, and all that speaks against it.
+
+    What speaks against it, a harder rung or the final metric, leaves no gain.
+    """
+    rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict"]
+    hardest = decided[-1] if decided else -1
+    against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
+    if not decided:
+        open_rungs = ["no target could be decided"] if rungs and not against else against
+        return Verdict("no verdict", f"With the learning rate freed, {' and '.join(open_rungs)}." if open_rungs else "")
+    row = rungs[hardest]
+    but = f", but {' and '.join(against)}" if against else ""
+    sentence = f"With the learning rate freed, target {row.target:g} is reached {_speed(row)}{but}."
+    return Verdict("no verdict" if against else row.verdict.kind, sentence)
+
+
+def _speed(row: TargetRow) -> str:
+    if row.ratio is None:
+        how, bound = ("at most", row.bound[3:]) if row.bound.startswith("<= ") else ("at least", row.bound[3:])
+        return f"{how} {bound} as fast, search included"
+    return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
+
+
+def _interval(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return ""
+    return f" (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def _missed(rungs: Sequence[TargetRow]) -> list[str]:
+    """Name the rungs that the reference reached in some pair and the arm did not."""
+    return [
+        f"target {row.target:g} was reached in {row.reached_arm} of {row.n} pairs (reference: {row.reached_against} "
+        f"of {row.n})"
+        for row in rungs
+        if any(
+            math.isinf(ours) and math.isfinite(theirs) for ours, theirs in zip(row.arm_s, row.against_s, strict=True)
+        )
+    ]
+
+
+def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
+    """Say what a final metric has against a rung that was decided; where none was, only what harm it shows."""
+    if row is None:
+        return ["its final quality was not measured"] if decided else []
+    if row.verdict.kind not in (("harm", "no verdict") if decided else ("harm",)):
+        return []
+    what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
+    return [f"{what}: {row.verdict.sentence}"]

@@ -1,0 +1,91 @@
+"""What a reader of a comparison must know besides its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.core.plan import KEEP_OPTIMIZER
+from trimtab.core.units import format_seconds
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.result import TargetRow
+from trimtab.experiments.planning import Plans
+from trimtab.tasks.task import Task
+
+# In a header's detail: why an arm was only timed where others ran to their end.
+WHY_TIMED = "why_timed"
+_ENDS = {"cap": "stopped at the time cap", "diverged": "diverged"}
+
+
+def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.Races) -> list[str]:
+    """Return the sentences."""
+    found = [f"{name}: {reason}" for name, reason in ends(races).items()]
+    if any(row.left_censored for row in targets):
+        found.append(
+            "A target crossed at the first evaluation is left-censored: its true time is at most the one shown."
+        )
+    if "F" in plans.plans:
+        freed = plans.plans["F"]
+        search = "a learning-rate range test" if freed.optimizer == KEEP_OPTIMIZER else "a search that trained"
+        took = format_seconds(freed.search_s)
+        found.append(f"Tier F is charged with planning and {search} of {took} in every pair.")
+    if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
+        found.append("No arm ran to its end: time to target and final metric were not measured.")
+    found += _horizon(races) + _only_timed(races) + _rates(task, races)
+    return found + sources(races) + spread(plans, races)
+
+
+def ends(races: stats.Races) -> dict[str, str]:
+    """Return how arms ended that did not run to their budget."""
+    ends: dict[str, list[str]] = {}
+    for race in races.values():
+        for name, record in race.items():
+            ends.setdefault(name, []).append(record.end.reason if record.end else "cut off")
+    return {
+        name: ", ".join(f"{_ENDS[e]} in {found.count(e)} of {len(found)} races" for e in _ENDS if e in found)
+        for name, found in ends.items()
+        if any(e in _ENDS for e in found)
+    }
+
+
+def _horizon(races: stats.Races) -> list[str]:
+    """Say where tier F was given fewer rows than the reference."""
+    pairs = stats.to_the_end(races, "plan_F", "reference")
+    given = {(stats.given_rows(ours), stats.given_rows(theirs)) for ours, theirs in pairs}
+    return [
+        f"tier F trained on {ours:,} of the reference's {theirs:,} rows; that horizon is set in the task, it was not "
+        "searched for"
+        for ours, theirs in sorted(given)
+        if ours < theirs
+    ]
+
+
+def _only_timed(races: stats.Races) -> list[str]:
+    return [
+        f"{name} was only timed here: {reason}"
+        for arm, name in (("plan_S", "tier S"), ("paper", "P1"))
+        for reason in sorted({str(r[arm].header.detail.get(WHY_TIMED, "")) for r in races.values() if arm in r})
+        if reason
+    ]
+
+
+def _rates(task: Task, races: stats.Races) -> list[str]:
+    """Say of a hand-tuned recipe that was raced what its rates are, where they were not swept."""
+    raced = {name for race in races.values() for name in race}
+    return [f"{name}: {recipe.rates}" for name, recipe in task.recipes.items() if name in raced and recipe.rates]
+
+
+def sources(races: stats.Races) -> list[str]:
+    """Say where races that are read as one were run by different states of this package's code."""
+    by = {seed: {r.header.environment.get("sources", "") for r in race.values()} for seed, race in races.items()}
+    states = sorted(set().union(*by.values()))
+    if len(states) < 2:
+        return []
+    each = (f"{name or 'unknown'} in {sum(name in found for found in by.values())}" for name in states)
+    return [f"the races were run by different states of trimtab's code: {', '.join(each)} of {len(races)}"]
+
+
+def spread(plans: Plans, races: stats.Races) -> list[str]:
+    """Say what the intervals do not hold; below two pairs there is none."""
+    what = "planning and of its search" if "F" in plans.plans else "planning"
+    sentence = f"one plan, {len(races)} seeds: the variance of {what} is not in the intervals"
+    return [sentence] if len(races) > 1 else []

@@ -1,0 +1,126 @@
+"""Ratios with their verdicts: throughput, quality and memory of one arm against another's."""
+
+from __future__ import annotations
+
+import math
+
+from trimtab.core.record import RunRecord
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.stats import (
+    Races,
+    as_ratio,
+    cpu_ratios,
+    curve,
+    failures,
+    throughput_ratios,
+    to_the_end,
+)
+from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, quality_verdict, speed_verdict
+
+# Counted again, the peak of the same step differs by up to 1%.
+SAME_PEAK = 0.02
+
+
+def throughput_row(races: Races, arm: str, against: str, tier: str, control: Interval | None) -> RatioRow | None:
+    """Return the throughput ratio of an arm over another; None without a common race.
+
+    The arm "self" is the control: it is held against nothing but itself.
+    """
+    ratios = throughput_ratios(races, arm, against)
+    if not ratios:
+        return None
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
+    verdict = unless_failed(verdict, races, arm, against)
+    cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
+    return RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends)
+
+
+def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
+    """Return the throughput ratio of a plan over the tuned loop that it was made for; None without a common race."""
+    ratios = throughput_ratios(races, arm, against)
+    if not ratios:
+        return None
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = unless_failed(non_inferiority(ratio), races, arm, against)
+    return RatioRow("do_no_harm", arm, against, tier, ratio, verdict, whole=len(to_the_end(races, arm, against)))
+
+
+def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
+    """Return the verdict, or none where one of the arms failed in some race."""
+    said = failures(races, *arms)
+    return Verdict("no verdict", f"{said}: the figure is of what ran") if said else verdict
+
+
+def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
+    """Return the ratio in processor time, only where it is of the same pairs."""
+    ratios = cpu_ratios(races, arm, against)
+    return as_ratio(ratio_interval(ratios), ratios) if len(ratios) == pairs else None
+
+
+def quality_row(
+    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool, unit: str
+) -> RatioRow | None:
+    """Return the difference of the held-out metric (better > 0): points of a share or a percentage, else percent.
+
+    Tier S is judged at equal samples; tier F, which may train on fewer, at the end of both, which a cap on the time
+    may be. None for tier F as soon as one run of a pair stopped for another reason: the pairs that are left would be
+    selected by their outcome. Nothing is relative to a metric of zero: no verdict then.
+
+    Args:
+        unit: of the metric, as `Metric` has it: "share", "percent" or "relative".
+    """
+    pairs = to_the_end(races, arm, against)
+    if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
+        return None
+    differences = []
+    for ours, theirs in pairs:
+        mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
+        common = mine.keys() & yours.keys()
+        if tier == "F" and mine and yours:
+            differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
+        elif tier != "F" and common:
+            differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
+    if not differences:
+        return None
+    interval = mean_interval(differences)
+    ratio = as_ratio(interval, differences)
+    verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
+    return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
+
+
+def difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:
+    """Return how much better ours is, in points of a share or a percentage, else in percent of theirs."""
+    better = ours - theirs if higher_is_better else theirs - ours
+    if unit == "relative":
+        return 100.0 * better / abs(theirs) if theirs else math.nan
+    return better * (100.0 if unit == "share" else 1.0)
+
+
+def _ran_out(record: RunRecord) -> bool:
+    return record.end is not None and record.end.reason in ("budget", "cap")
+
+
+def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
+    return {rows: value for rows, _, value in curve(record, metric)}
+
+
+def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
+    """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
+    ratio = counted(ours / theirs)
+    return RatioRow(
+        "peak_memory", arm, against, tier, ratio, unless_failed(memory_verdict(ratio, against), races, arm, against)
+    )
+
+
+def counted(value: float) -> Ratio:
+    """Return a ratio of counts."""
+    return Ratio(value, None, None, 1, (value,), counted=True)
+
+
+def memory_verdict(ratio: Ratio, against: str) -> Verdict:
+    """Return gain, harm or no gain of a ratio of two counted peaks."""
+    value = ratio.mean
+    kind = "gain" if value < 1 - SAME_PEAK else ("harm" if value > 1 + SAME_PEAK else "no gain")
+    return Verdict(kind, f"{value:.3f}x the peak of {against}")

@@ -1,0 +1,131 @@
+"""A comparison as flat benchmark rows: what `trimtab compare --json` prints."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from trimtab.core.codec import to_jsonable
+from trimtab.core.energy import NO_METER
+from trimtab.core.plan import Plan
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.comparison.gain_rows import gain_rows, third_rows_flat
+from trimtab.experiments.comparison.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
+
+ROWS_SCHEMA = 1
+METRICS = {
+    "throughput": "throughput_ratio",
+    "peak_memory": "peak_memory_ratio",
+    "energy": "energy_ratio",
+    "final_metric_difference": "final_metric_difference",
+    "do_no_harm": "do_no_harm_ratio",
+}
+# What the A/A control, a ratio of speeds, is the resolution of.
+_TIMED = ("throughput", "do_no_harm")
+
+
+def benchmark_object(comparison: Comparison) -> dict[str, Any]:
+    """Return the object of every benchmark; a row is flat but for its pairs, ratios are ours over theirs."""
+    rows = [_ratio_row(comparison, row) for row in comparison.ratios]
+    rows += [_target_row(comparison, row) for row in comparison.target_rows]
+    rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
+    rows += [] if comparison.gain is None else gain_rows(comparison.gain)
+    rows += third_rows_flat(comparison.task, comparison.thirds)
+    found = {
+        "schema": ROWS_SCHEMA,
+        "name": "compare",
+        "environment": dict(comparison.environment) | _run(comparison),
+        "rows": rows,
+    }
+    return dict(to_jsonable(found))
+
+
+def _run(comparison: Comparison) -> dict[str, Any]:
+    """Return what was run, on what data."""
+    sha256 = comparison.data_source.get("sha256")
+    energy = {} if comparison.meter == NO_METER else {"energy": comparison.meter.describe()}
+    return {"command": comparison.command, "data_sha256": sha256} | energy
+
+
+def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
+    """Return what a plan's arm is charged with, its search included."""
+    head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
+    seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
+    return head | seconds | {"changes": plan.changes_in_words or "nothing"}
+
+
+def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
+    against = {"self": "self"}.get(row.arm, row.against)
+    head = {
+        "metric": METRICS[row.metric],
+        "task": comparison.task,
+        "tier": row.tier,
+        "arm": row.arm,
+        "against": against,
+    }
+    resolved = _resolution(comparison) if row.metric in _TIMED else {}
+    cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
+    whole = {} if row.whole is None else {"n_whole": row.whole}
+    return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
+
+
+def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
+    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster."""
+    head = {
+        "metric": "time_to_target_ratio",
+        "task": comparison.task,
+        "tier": row.tier,
+        "arm": row.arm,
+        "against": row.against,
+        "target": row.target,
+        "charged": row.charged,
+        "censored": row.ratio is None,
+        "reached": row.reached_arm,
+        "reached_against": row.reached_against,
+        "n": row.n,
+        "left_censored": row.left_censored,
+        "arm_rows": row.arm_rows,
+        "against_rows": row.against_rows,
+        "median_s": _median(row.arm_s),
+        "median_against_s": _median(row.against_s),
+        "arm_s": row.arm_s,
+        "against_s": row.against_s,
+    }
+    if row.energy is not None:
+        head |= {"arm_j": row.arm_j, "against_j": row.against_j, "energy_ratio": row.energy.mean}
+    if row.ratio is None:
+        return head | {"bound": row.bound, "verdict": row.verdict.kind}
+    ratio = row.ratio
+    low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
+    interval = {"mean": 1 / ratio.mean, "low": low, "high": high, "pairs": tuple(1 / pair for pair in ratio.pairs)}
+    return head | interval | _resolution(comparison) | {"verdict": row.verdict.kind}
+
+
+def _median(seconds: tuple[float, ...]) -> float | None:
+    """Return the median over the pairs, or None where it was never reached."""
+    middle = statistics.median(seconds)
+    return middle if math.isfinite(middle) else None
+
+
+def interval_of(ratio: Ratio) -> dict[str, Any]:
+    """Return the keys of a ratio."""
+    return {"mean": ratio.mean, "low": ratio.low, "high": ratio.high, "n": ratio.n, "pairs": ratio.pairs}
+
+
+def _cpu(ratio: Ratio | None) -> dict[str, Any]:
+    """Return throughput per second of processor time, beside that on the wall clock."""
+    if ratio is None:
+        return {"cpu_mean": None, "cpu_low": None, "cpu_high": None}
+    return {"cpu_mean": ratio.mean, "cpu_low": ratio.low, "cpu_high": ratio.high}
+
+
+def _resolution(comparison: Comparison) -> dict[str, Any]:
+    return resolution_of(comparison.resolution)
+
+
+def resolution_of(control: Ratio | None) -> dict[str, Any]:
+    """Return the smallest effect the A/A control can tell from nothing; None below the pairs a verdict needs."""
+    if control is None or control.n < MIN_PAIRS_FOR_VERDICT or control.low is None or control.high is None:
+        return {"resolution": None}
+    return {"resolution": max(control.high, 1 / control.low) - 1}

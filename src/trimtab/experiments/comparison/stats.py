@@ -1,0 +1,193 @@
+"""From the records of races to ratios and times to target (math: section 8). Reads records, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.record import BRIEF, RunRecord
+from trimtab.decide.statistics import Interval
+from trimtab.experiments.comparison.result import Ratio
+
+Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
+# In a header's detail: the rows an arm was to train on.
+GIVEN_ROWS = "given_rows"
+
+
+Pair = tuple[RunRecord, RunRecord]
+
+
+def paired(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return (arm, against) of every race both ran without an error, by seed; `failures` says what that leaves out."""
+    return [pair for pair in _both(races, arm, against) if not any(map(failed, pair))]
+
+
+def to_the_end(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return the pairs in which neither was only timed for a few steps, and neither failed."""
+    return [pair for pair in whole(races, arm, against) if not any(map(failed, pair))]
+
+
+def whole(races: Races, arm: str, against: str) -> list[Pair]:
+    """Return the pairs in which neither was only timed for a few steps, those too in which one failed."""
+    return [pair for pair in _both(races, arm, against) if not any(map(is_brief, pair))]
+
+
+def _both(races: Races, arm: str, against: str) -> list[Pair]:
+    return [(race[arm], race[against]) for _, race in sorted(races.items()) if arm in race and against in race]
+
+
+def failures(races: Races, *arms: str) -> str:
+    """Return `plan_S failed in 1 of 5 races` of each of the arms that did, or "".
+
+    The races that such an arm survived were selected by their outcome: they show a ratio and allow no verdict.
+    """
+    return " and ".join(f"{arm} failed {where}" for arm in arms if (where := failed_in(races, arm)))
+
+
+def failed_in(races: Races, arm: str) -> str:
+    """Return `in 1 of 5 races` of an arm that failed in some, or ""."""
+    errors = [failed(race[arm]) for race in races.values() if arm in race]
+    return f"in {sum(map(bool, errors))} of {len(errors)} races" if any(errors) else ""
+
+
+def is_brief(record: RunRecord) -> bool:
+    """Return whether an arm was only timed for a few steps."""
+    return bool(record.header.detail.get(BRIEF))
+
+
+def failed(record: RunRecord) -> str:
+    """Return the error an arm left its race with, a metric that was no number among them, or ""."""
+    if record.end is None:
+        return ""
+    if record.end.reason == "diverged":
+        return "its held-out metric was not finite"
+    return str(record.end.detail.get("error", "")) if record.end.reason == "error" else ""
+
+
+def given_rows(record: RunRecord) -> int:
+    """Return the rows an arm was to train on; from records that do not say so, those it trained on."""
+    trained = record.end.detail.get("rows", 0) if record.end else 0
+    return int(record.header.detail.get(GIVEN_ROWS, trained))
+
+
+def curve(record: RunRecord, metric: str) -> tuple[tuple[int, float, float], ...]:
+    """Return (rows, train seconds, metric) of every evaluation."""
+    return tuple((e.rows, e.train_s, e.metrics[metric]) for e in record.evaluations)
+
+
+def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
+    """Return an interval with its raw pairs; no bounds below two."""
+    bounded = interval.n >= 2
+    return Ratio(
+        interval.mean, interval.low if bounded else None, interval.high if bounded else None, interval.n, tuple(pairs)
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """One lap of one arm; no number: processor time that was not recorded, joules that nothing counted."""
+
+    rows: int
+    seconds: float
+    cpu_s: float = math.nan
+    energy_j: float = math.nan
+
+
+def throughput_ratios(races: Races, arm: str, against: str) -> list[float]:
+    """Return rows per second of `arm` over `against`, per race, over the laps both ran."""
+    return _ratios(races, arm, against, "seconds")
+
+
+def cpu_ratios(races: Races, arm: str, against: str) -> list[float]:
+    """Return rows per second of processor time of `arm` over `against`, per race that holds it."""
+    return _ratios(races, arm, against, "cpu_s")
+
+
+def energy_ratios(races: Races, arm: str, against: str) -> list[float]:
+    """Return joules per row of `arm` over those of `against`, per race, over those laps of both that have them."""
+    found = []
+    for pair in paired(races, arm, against):
+        laps = zip(*_common(*map(blocks, pair)), strict=True)
+        known = [lap for lap in laps if all(math.isfinite(block.energy_j) for block in lap)]
+        ours, theirs = (_rate([lap[side] for lap in known], "energy_j") for side in (0, 1))
+        found += [theirs / ours] if ours > 0 and theirs > 0 else []
+    return found
+
+
+def step_joules(record: RunRecord, rows_per_step: int) -> float:
+    """Return joules per `rows_per_step` rows of one arm, as `step_seconds`; no number where nothing counted them."""
+    found = blocks(record)
+    rate = _rate([b for b in found[1:] or found if math.isfinite(b.energy_j)], "energy_j")
+    return rows_per_step / rate if rate > 0 else math.nan
+
+
+def step_seconds(record: RunRecord, rows_per_step: int) -> float:
+    """Return seconds per `rows_per_step` rows of one arm, its first block left out where there is another."""
+    found = blocks(record)
+    rate = _rate(found[1:] or found, "seconds")
+    return rows_per_step / rate if rate > 0 else math.nan
+
+
+def _ratios(races: Races, arm: str, against: str, clock: str) -> list[float]:
+    pairs = (_common(blocks(ours), blocks(theirs)) for ours, theirs in paired(races, arm, against))
+    rates = [(_rate(ours, clock), _rate(theirs, clock)) for ours, theirs in pairs]
+    return [ours / theirs for ours, theirs in rates if ours > 0 and theirs > 0]
+
+
+def _common(ours: list[Block], theirs: list[Block]) -> tuple[list[Block], list[Block]]:
+    """Return the blocks of the laps both ran, so that each has a partner of about its time.
+
+    The first, in which caches fill and kernels are chosen, is left out of both, unless one of them has no other.
+    """
+    laps = min(len(ours), len(theirs))
+    first = 1 if laps > 1 else 0
+    return ours[first:laps], theirs[first:laps]
+
+
+def _rate(laps: Sequence[Block], clock: str) -> float:
+    """Return rows per second of a clock; nan without rows, or where the clock was not read or stood still."""
+    rows = sum(block.rows for block in laps)
+    seconds = math.fsum(getattr(block, clock) for block in laps)
+    return rows / seconds if rows and seconds > 0 else math.nan
+
+
+def blocks(record: RunRecord) -> list[Block]:
+    """Return the laps of one arm."""
+    details = [event.detail for event in record.events if event.name == "block"]
+    return [
+        Block(int(d["rows"]), float(d["seconds"]), _number(d.get("cpu_s")), _number(d.get("energy_j"))) for d in details
+    ]
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def is_beyond(value: float, target: float, higher_is_better: bool) -> bool:
+    """Return whether a metric meets a target."""
+    return value >= target if higher_is_better else value <= target
+
+
+def time_to_target(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> tuple[float, bool]:
+    """Return (seconds, left-censored): the first of two consecutive evaluations beyond the target, interpolated.
+
+    Infinity when it was never reached. A crossing at the very first evaluation is left-censored: its time is that
+    evaluation's. The last evaluation alone does not count: nothing confirms it.
+    """
+    return crossing(curve(record, metric), target, higher_is_better)
+
+
+def crossing(points: Sequence[tuple[int, float, float]], target: float, higher_is_better: bool) -> tuple[float, bool]:
+    """Return (seconds, left-censored) of a curve's (rows, seconds, metric), as `time_to_target` has it of a record."""
+    met = [is_beyond(value, target, higher_is_better) for _, _, value in points]
+    for i, (_, seconds, value) in enumerate(points):
+        if not met[i] or (i + 1 < len(points) and not met[i + 1]) or i + 1 == len(points):
+            continue
+        if i == 0:
+            return seconds, True
+        _, before_s, before = points[i - 1]
+        share = (target - before) / (value - before) if value != before else 1.0
+        return before_s + share * (seconds - before_s), False
+    return math.inf, False

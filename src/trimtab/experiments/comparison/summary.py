@@ -1,0 +1,249 @@
+"""From plans and race records to the `Comparison` every report reads."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping
+
+from trimtab.core.plan import Plan
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments.comparison import stats
+from trimtab.experiments.comparison.arm_facts import ArmFacts, utilisation
+from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, short_blocks, watts
+from trimtab.experiments.comparison.headline import headline
+from trimtab.experiments.comparison.notes import notes
+from trimtab.experiments.comparison.rank_notes import ONE_RANK, Ranks, rank_notes
+from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
+from trimtab.experiments.comparison.result import (
+    PLAN_ARMS,
+    PLAN_LOOPS,
+    Arm,
+    ArmCurve,
+    Comparison,
+    RatioRow,
+    TargetRow,
+    ThirdRow,
+)
+from trimtab.experiments.comparison.target_rows import target_row
+from trimtab.experiments.comparison.thirds import third_rows
+from trimtab.experiments.planning import Plans
+from trimtab.tasks.task import Task, TaskData
+
+_LABELS = {
+    "reference": ("P0 reference", "", "recipes/reference.py"),
+    "self": ("reference again (A/A control)", "", "recipes/reference.py"),
+    "plan_S": ("trimtab, same maths", "S", "experiments/racing/loops.py"),
+    "plan_F": ("trimtab, freed", "F", "experiments/racing/loops.py"),
+    "strict": ("P0 in strict fp32, without TF32", "", "recipes/strict.py"),
+    "paper": ("P1 paper, literal", "", "recipes/paper.py"),
+    "strong": ("P2 strong, hand-tuned", "", "recipes/strong.py"),
+    "muon": ("P3 strong, with Muon", "", "recipes/muon.py"),
+    "strong_plan": ("trimtab's plan for P2", "S", "experiments/racing/loops.py"),
+}
+
+
+# Where ranks train together.
+_ON_RANKS = {
+    "reference": ("P0 reference, in DDP", "", "recipes/replica.py"),
+    "self": ("reference in DDP again (A/A control)", "", "recipes/replica.py"),
+}
+
+# Peers that tier S is held against besides the reference; and each tier's time to a target. Only tier F may train as
+# P2 and P3 do.
+_RIVALS = ("strong", "muon", "strict")
+_TARGETS_AGAINST = {"plan_S": ("paper", "strict"), "plan_F": ("paper", "strong", "muon", "strict")}
+
+# What search and planning are charged to: arm -> key of its plan.
+_CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
+
+
+def summarise(
+    task: Task,
+    data: TaskData,
+    plans: Plans,
+    races: stats.Races,
+    facts: Mapping[str, ArmFacts],
+    *,
+    command: str,
+    environment: Mapping[str, str],
+    ranks: Ranks = ONE_RANK,
+) -> Comparison:
+    """Return everything a report shows."""
+    present = [name for name in _LABELS if any(name in race for race in races.values())]
+    failed = [name for name in _LABELS if name in facts and facts[name].error and name not in present]
+    control = _control(races)
+    ratios = _ratio_rows(task, races, facts, present, control)
+    targets = _target_rows(task, plans, races, present, control)
+    source = data.source
+    return Comparison(
+        task=task.name,
+        description=task.description,
+        headline=headline(ratios, targets, plans.plans["S"], _failures(races, facts), ranks.headline),
+        metric=task.metric.name,
+        higher_is_better=task.metric.higher_is_better,
+        unit=task.metric.unit,
+        terms=task.terms,
+        targets=task.targets,
+        num_pairs=len(races),
+        arms=tuple(_arm(name, task, plans, races, facts, ranks.num) for name in (*present, *failed)),
+        ratios=tuple(ratios),
+        target_rows=tuple(targets),
+        resolution=None
+        if control is None
+        else stats.as_ratio(control, stats.throughput_ratios(races, "self", "reference")),
+        plans=plans.plans,
+        trials=tuple(trial for found in plans.profiles.values() for trial in found.trials),
+        planning_s=_planning_s(plans),
+        data_source={"name": source.name, "origin": source.origin, "sha256": source.sha256},
+        command=command,
+        environment=dict(environment),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        peak_source=plans.device.source if plans.device else "unknown",
+        notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
+        num_ranks=ranks.num,
+        meter=meter_of(races),
+        thirds=tuple(_thirds(task, races, present)),
+    )
+
+
+def _planning_s(plans: Plans) -> float:
+    """Return the seconds of all plans: tier F's are those of tier S and of its search, the one for P2 is made apart."""
+    found = {key: plan.planning_s for key, plan in plans.plans.items()}
+    return math.fsum([found.get("F", found["S"]), *(found[key] for key in PLAN_LOOPS if key in found)])
+
+
+def _control(races: stats.Races) -> Interval | None:
+    ratios = stats.throughput_ratios(races, "self", "reference")
+    return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
+
+
+def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
+    """Return where each arm that failed did."""
+    raced = {name: stats.failed_in(races, name) for name in _LABELS}
+    early = {name: "before the first race" for name, fact in facts.items() if fact.error}
+    return early | {name: where for name, where in raced.items() if where}
+
+
+def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts], num_ranks: int) -> Arm:
+    label, tier, source = (_LABELS if num_ranks == 1 else _LABELS | _ON_RANKS)[name]
+    label = _freed_label(plans.plans["F"]) if name == PLAN_ARMS["F"] and "F" in plans.plans else label
+    all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
+    errors = [text for record in all_records.values() if (text := stats.failed(record))]
+    records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
+    step_s = tuple(stats.step_seconds(record, task.batch_rows) for record in records.values())
+    terms = task.batch_rows * _terms_per_row(task, facts)
+    whole = {seed: record for seed, record in records.items() if not stats.is_brief(record)}
+    curves = tuple(ArmCurve(seed, stats.curve(record, task.metric.name)) for seed, record in whole.items())
+    finals = [curve.points[-1] for curve in curves if curve.points]
+    fact = facts.get(name)
+    rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
+    short = [] if meter_of(races).is_absent else [short_blocks(record) for record in records.values()]
+    mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
+    return Arm(
+        name,
+        label,
+        tier,
+        source,
+        step_s,
+        tuple(terms / seconds for seconds in step_s),
+        peak_bytes=fact.peak_bytes if fact else None,
+        phases_s=fact.phases_s if fact else {},
+        mfu=mfu,
+        hfu=hfu,
+        final_metric=tuple(value for _, _, value in finals),
+        final_rows=max((rows for rows, _, _ in finals), default=0),
+        curves=curves,
+        search_s=_charge(name, plans) or 0.0,
+        error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
+        joules=_known(stats.step_joules(record, task.batch_rows) for record in records.values()),
+        watts=_known(watts(record) for record in records.values()),
+        short_blocks=sum(number for number, _ in short),
+        blocks=sum(number for _, number in short),
+    )
+
+
+def _freed_label(plan: Plan) -> str:
+    """Return what a tier-F plan was found to change; of one that was tried and kept all, what was tried."""
+    freed = {"learning_rate_scale": "learning rate", "optimizer": "optimizer", "batch_policy": "batch"}
+    tried = [word for name, word in freed.items() if getattr(plan, name).reason != getattr(Plan, name).reason]
+    return f"trimtab, {' and '.join(tried) or 'nothing'} adapted"
+
+
+def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(figure for figure in figures if figure is not None and math.isfinite(figure))
+
+
+def _terms_per_row(task: Task, facts: Mapping[str, ArmFacts]) -> float:
+    """Return what a row holds: as the reference's loss counted it, for every arm, so that rates compare as rows do."""
+    counted = facts["reference"].terms_per_row if "reference" in facts else None
+    return task.terms_per_row if counted is None else counted
+
+
+def _error_in(errors: list[str], races: int) -> str | None:
+    return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
+
+
+def _charge(name: str, plans: Plans) -> float | None:
+    key = _CHARGED.get(name, "")
+    return plans.plans[key].planning_s if key in plans.plans else None
+
+
+def _ratio_rows(
+    task: Task,
+    races: stats.Races,
+    facts: Mapping[str, ArmFacts],
+    present: list[str],
+    control: Interval | None,
+) -> list[RatioRow]:
+    rows: list[RatioRow | None] = []
+    better = task.metric.higher_is_better
+    for name in present:
+        if name in ("reference", "strong_plan"):
+            continue
+        tier = _LABELS[name][1]
+        rows.append(throughput_row(races, name, "reference", tier, control))
+        rows.append(energy_row(races, name, "reference", tier))
+        if name != "self":
+            rows.append(_memory(races, facts, name, "reference", tier))
+        if name in ("plan_S", "plan_F"):
+            rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
+    for peer in _RIVALS:
+        if peer in present:
+            rows.append(throughput_row(races, "plan_S", peer, "S", control))
+            rows.append(energy_row(races, "plan_S", peer, "S"))
+            rows.append(_memory(races, facts, "plan_S", peer, "S"))
+    if "strong_plan" in present:
+        rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
+    return [row for row in rows if row is not None]
+
+
+def _memory(races: stats.Races, facts: Mapping[str, ArmFacts], arm: str, against: str, tier: str) -> RatioRow | None:
+    ours, theirs = facts.get(arm), facts.get(against)
+    if ours is None or theirs is None or not ours.peak_bytes or not theirs.peak_bytes:
+        return None
+    return memory_row(races, arm, against, tier, ours.peak_bytes, theirs.peak_bytes)
+
+
+def _thirds(task: Task, races: stats.Races, present: list[str]) -> list[ThirdRow]:
+    metric = (task.metric.name, task.metric.higher_is_better, task.metric.unit)
+    tiers = [(name, _LABELS[name][1]) for name in ("plan_S", "plan_F", "paper") if name in present]
+    return [row for name, tier in tiers for row in third_rows(races, name, "reference", tier, *metric)]
+
+
+def _target_rows(
+    task: Task, plans: Plans, races: stats.Races, present: list[str], control: Interval | None
+) -> list[TargetRow]:
+    rows: list[TargetRow | None] = []
+    for target in task.targets:
+        for name in ("plan_S", "plan_F"):
+            if name not in present:
+                continue
+            tier = _LABELS[name][1]
+            metric = (target, task.metric.name, task.metric.higher_is_better)
+            for charge in (None, _charge(name, plans)):
+                rows.append(target_row(races, name, "reference", tier, *metric, charge, control))
+            for peer in _TARGETS_AGAINST[name]:
+                if peer in present:
+                    rows.append(target_row(races, name, peer, tier, *metric, None, control))
+    return [row for row in rows if row is not None]

@@ -1,0 +1,189 @@
+"""Seconds to the rungs of the ladder, with what censoring leaves to be said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trimtab.core.record import RunRecord
+from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.experiments.comparison.energy_rows import joules_to
+from trimtab.experiments.comparison.result import Ratio, TargetRow, Verdict
+from trimtab.experiments.comparison.stats import (
+    Pair,
+    Races,
+    as_ratio,
+    curve,
+    failed,
+    failures,
+    given_rows,
+    is_beyond,
+    time_to_target,
+    whole,
+)
+from trimtab.experiments.comparison.verdicts import speed_verdict
+
+OTHER_EARLY = "not measured: the other crossed before its first evaluation"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Seconds to a target of an arm (charge included) and of another, and what is known of them.
+
+    An arm that failed never reached it. `early`: crossed by the first evaluation, so that the time is an upper bound.
+    `cap_s`: how long the other is known to have taken at least, where it never reached it. `charge_s`: what is charged,
+    which an arm takes however early it crosses.
+    """
+
+    ours: float
+    theirs: float
+    ours_early: bool
+    theirs_early: bool
+    cap_s: float
+    charge_s: float = 0.0
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that the arm took at the least."""
+        return self.charge_s if self.ours_early else self.ours
+
+
+def target_row(
+    races: Races,
+    arm: str,
+    against: str,
+    tier: str,
+    target: float,
+    metric: str,
+    higher_is_better: bool,
+    charge_s: float | None,
+    control: Interval | None = None,
+) -> TargetRow | None:
+    """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given.
+
+    None when the two were to run to the end in no race.
+    """
+    records = whole(races, arm, against)
+    if not records:
+        return None
+    pairs = [_pair(*pair, metric, target, higher_is_better, charge_s or 0.0) for pair in records]
+    ratio, bound, verdict = _judge(pairs, control, arm, against)
+    if said := failures(races, arm, against):
+        verdict = Verdict("no verdict", f"{said}: {verdict.sentence}")
+    spent = [] if charge_s is not None else _joules(records, pairs)
+    spent_ratios = [ours / theirs for ours, theirs in spent]
+    return TargetRow(
+        target=target,
+        arm=arm,
+        against=against,
+        tier=tier,
+        charged=charge_s is not None,
+        ratio=ratio,
+        bound=bound,
+        reached_arm=sum(math.isfinite(pair.ours) for pair in pairs),
+        reached_against=sum(math.isfinite(pair.theirs) for pair in pairs),
+        n=len(pairs),
+        left_censored=sum(pair.ours_early or pair.theirs_early for pair in pairs),
+        arm_s=tuple(pair.ours for pair in pairs),
+        against_s=tuple(pair.theirs for pair in pairs),
+        verdict=verdict,
+        arm_rows=max(given_rows(record) for record, _ in records),
+        against_rows=max(given_rows(other) for _, other in records),
+        arm_j=tuple(ours for ours, _ in spent),
+        against_j=tuple(theirs for _, theirs in spent),
+        energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if spent else None,
+    )
+
+
+def _joules(records: list[Pair], pairs: list[_Pair]) -> list[tuple[float, float]]:
+    """Return the joules to the target of pairs whose seconds to it are known exactly, where they were counted."""
+    found = []
+    for (record, other), pair in zip(records, pairs, strict=True):
+        if not (pair.ours_early or pair.theirs_early):
+            ours, theirs = joules_to(record, pair.ours), joules_to(other, pair.theirs)
+            found += [] if ours is None or theirs is None else [(ours, theirs)]
+    return found
+
+
+def _pair(
+    record: RunRecord, other: RunRecord, metric: str, target: float, higher_is_better: bool, charge_s: float
+) -> _Pair:
+    ours, ours_early = time_to_target(record, metric, target, higher_is_better)
+    theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
+    # Where the other failed after it had crossed, no more than that time may be counted against it.
+    cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
+    ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
+    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s)
+
+
+def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
+    """Return how long an arm trained without a crossing that its last evaluation may be one of.
+
+    A last evaluation beyond the target confirms none, and rules none out since the one before.
+    """
+    points = curve(record, metric)
+    before = len(points)
+    while before and is_beyond(points[before - 1][2], target, higher_is_better):
+        before -= 1
+    if before == len(points):
+        return float(record.end.detail["train_s"]) if record.end else 0.0
+    return points[before - 1][1] if before else 0.0
+
+
+def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:
+    """Return (ratio, bound, verdict): one of ratio and bound."""
+    if (loss := _sure_loss(pairs, control, arm, against)) is not None:
+        return None, *loss
+    if bound := _censored(pairs):
+        return None, bound, Verdict("no verdict", bound)
+    ratios = [pair.theirs / pair.ours for pair in pairs]
+    ratio = as_ratio(ratio_interval(ratios), ratios)
+    verdict = speed_verdict(ratio, control, arm, against)
+    if not any(pair.ours_early for pair in pairs):
+        return ratio, "", verdict
+    # The arm was already past the target when first looked at: each such ratio is a lower bound, and so is their mean,
+    # of which the interval's lower end is what can be said.
+    bound = f">= {_down(min(ratios) if ratio.low is None else ratio.low)}"
+    why = f"{bound}: it had crossed by its first evaluation"
+    if verdict.kind == "gain":
+        return None, bound, Verdict("gain", f"{arm} is faster than {against}, {why}")
+    return None, bound, Verdict("no verdict", why)
+
+
+def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[str, Verdict] | None:
+    """Return (bound, verdict) where the arm surely took longer than the other, or None.
+
+    Times that are upper bounds, because an arm had crossed by its first evaluation, show a loss all the same: of the
+    other's as it stands, of the arm's by what it took at the least.
+    """
+    if not any(pair.ours_early or pair.theirs_early for pair in pairs):
+        return None
+    known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
+    if not known:
+        return None
+    ratios = [pair.theirs / pair.least_s for pair in pairs]
+    most = as_ratio(ratio_interval(ratios), ratios)
+    if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
+        return None
+    bound = f"<= {math.ceil(100 * most.high - 1e-9) / 100:.2f}x"
+    why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
+    return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
+
+
+def _down(ratio: float) -> str:
+    """Return a lower bound, rounded down."""
+    return f"{math.floor(100 * ratio + 1e-9) / 100:.2f}x"
+
+
+def _censored(pairs: list[_Pair]) -> str:
+    """Say what pairs allow in which a time is not known: how much faster the arm is at least, where that is known."""
+    never = [math.isinf(pair.ours) for pair in pairs]
+    if all(never):
+        return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
+    if any(never):
+        return "reached in some pairs only"
+    if any(pair.theirs_early for pair in pairs):
+        return OTHER_EARLY
+    if any(math.isinf(pair.theirs) for pair in pairs):
+        return f">= {_down(min(min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs))}"
+    return ""

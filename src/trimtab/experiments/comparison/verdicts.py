@@ -1,0 +1,149 @@
+"""What intervals allow to be said (math: section 8)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
+from trimtab.experiments.comparison.result import Ratio, Verdict
+
+NON_INFERIOR = 0.97
+QUALITY = 0.5  # points of accuracy, or percent of perplexity
+_POWER = 0.90
+
+
+def figures(ratio: Ratio) -> str:
+    """Return `1.31x (95% 1.20 to 1.43, n=8)`; without an interval the mean alone."""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.mean:.2f}x"
+    return f"{ratio.mean:.2f}x (95% {ratio.low:.2f} to {ratio.high:.2f}, n={ratio.n})"
+
+
+def speed_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
+    """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
+    side = clear_side(ratio, control)
+    if isinstance(side, Verdict):
+        return side
+    found = figures(ratio)
+    if side > 0:
+        return Verdict("gain", f"{arm} is {found} as fast as {against}")
+    if side < 0:
+        return Verdict("harm", f"{arm} is slower than {against}: {found}")
+    return Verdict("no gain", f"{arm} against {against}: {found}; {_resolved(control)}")
+
+
+def interaction_verdict(ratio: Ratio, control: Interval | None, what: str) -> Verdict:
+    """Return whether changes are worth more or less together than apart; "none found" where neither is shown.
+
+    Args:
+        ratio: worth together over worth apart. control: the same of two runs of the same loops, whose truth is 1.
+        what: of which changes.
+    """
+    side = clear_side(ratio, control)
+    if isinstance(side, Verdict):
+        return side
+    found = figures(ratio)
+    if side == 0:
+        return Verdict("none found", f"{what}: {found} what it is apart; {_resolved(control)}")
+    more = "more" if side > 0 else "less"
+    return Verdict(f"{more} together", f"{what} is worth {more} together than apart: {found}")
+
+
+def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
+    """Return 1 or -1 where a ratio is above or below 1 by more than its noise and the control's, else 0.
+
+    No verdict below five pairs, of the ratio or of the A/A control.
+    """
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
+        pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
+        return Verdict("no verdict", f"no A/A control{pairs}, so {figures(ratio)} may be noise")
+    resolved = resolution(control)
+    # Where the reference differs from itself, a ratio has to be clear of that difference too.
+    least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
+    return int(low > most and ratio.mean - 1 > resolved) - int(high < least and 1 - ratio.mean > resolved)
+
+
+def _resolved(control: Interval | None) -> str:
+    return f"the A/A control resolves {100 * resolution(control):.2g}%"
+
+
+def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
+    """Return the verdict on a loop against itself: its interval is the resolution, and should hold 1."""
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    if low <= 1 <= high:
+        return Verdict("no gain", f"{what} against itself: {figures(ratio)}; this interval is the resolution")
+    return Verdict("no verdict", f"the control itself differs: {figures(ratio)} between two runs of the same loop")
+
+
+def non_inferiority(ratio: Ratio) -> Verdict:
+    """Return whether the interval lies at or above 0.97 ("do no harm"), below it, or shows neither."""
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
+    if low >= NON_INFERIOR:
+        return Verdict("no gain", f"do no harm: {found}")
+    if high < NON_INFERIOR:
+        return Verdict("harm", f"harm: {found}")
+    return Verdict("no verdict", f"not shown: {found}")
+
+
+def _power(ratio: Ratio) -> str:
+    pairs = pairs_for_power(ratio.pairs)
+    if pairs is None:
+        return f"no number of pairs would give {_POWER:.0%} power at this mean"
+    return f"{pairs} pairs give {_POWER:.0%} power at this noise"
+
+
+def pairs_for_power(ratios: Sequence[float]) -> int | None:
+    """Return the pairs that show non-inferiority with 90% power, were mean and deviation what these say.
+
+    `n = ((z_.975 + z_.90) * s / (mean_log - log .97))^2` on log ratios (normal approximation), at least 5; None where
+    the mean is at or below the bar.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    margin = statistics.fmean(logs) - math.log(NON_INFERIOR)
+    if margin <= 0:
+        return None
+    normal = statistics.NormalDist()
+    z = normal.inv_cdf(0.975) + normal.inv_cdf(_POWER)
+    return max(MIN_PAIRS_FOR_VERDICT, math.ceil((z * statistics.stdev(logs) / margin) ** 2))
+
+
+def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
+    """Return the verdict on a difference of the final metric: clear of 0 and beyond half a point or percent.
+
+    An interval within it shows that there is none; of tier F, one not below it that nothing is lost. Tier S keeps the
+    maths: better is not its claim.
+    """
+    if not all(map(math.isfinite, ratio.pairs)):
+        return Verdict("no verdict", "the metric is not finite in some pair")
+    if (bounds := _bounds(ratio)) is None:
+        return _too_few(ratio)
+    low, high = bounds
+    found = f"{ratio.mean:+.2f} (95% {low:+.2f} to {high:+.2f}), limit {QUALITY}"
+    if tier == "F" and low > 0 and ratio.mean > QUALITY:
+        return Verdict("gain", f"quality is higher: {found}")
+    if low >= -QUALITY and (tier == "F" or high <= QUALITY):
+        return Verdict("no gain", f"quality within the limit: {found}")
+    if high < 0 and ratio.mean < -QUALITY:
+        return Verdict("harm", f"quality is lower: {found}")
+    return Verdict("no verdict", f"quality not shown to be equal: {found}")
+
+
+def _bounds(ratio: Ratio) -> tuple[float, float] | None:
+    """Return the interval, or None where a verdict needs more pairs."""
+    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
+        return None
+    return ratio.low, ratio.high
+
+
+def _too_few(ratio: Ratio) -> Verdict:
+    return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")

@@ -1,0 +1,1 @@
+"""The paper's evaluation: what runs of every kind show, beside what the paper states."""

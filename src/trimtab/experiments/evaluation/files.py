@@ -1,0 +1,106 @@
+"""From folders and files to runs: what each is, read strictly; what is no run is refused by name.
+
+A further kind of result is one entry of `KINDS`: the file a folder has it in, a key that only it has, its class, and
+the function that returns its findings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.codec import from_jsonable
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.record import read_record
+from trimtab.experiments.ablation.result import Ablation
+from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.scaling.result import Scaling
+
+RECORD = ".jsonl"
+# What a command writes into its folder first: without a result beside it, it was cut off.
+BEGUN = "settings.json"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of result.
+
+    Args:
+        file: in a run's folder. key: of its JSON object, and of no other kind's.
+    """
+
+    name: str
+    file: str
+    key: str
+    value: type[Any]
+    run_of: Callable[[str, Any], Run]
+
+
+KINDS = (
+    Kind("comparison", "report.json", "target_rows", Comparison, of_comparison),
+    Kind("ablation", "report.json", "effects", Ablation, of_ablation),
+    Kind("scaling table", "scaling.json", "links", Scaling, of_scaling),
+)
+_EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[Run, ...]:
+    """Return the runs that folders and files hold, in their order.
+
+    Raises:
+        FormatError: one is damaged, of another schema, or no run; it is named.
+        ValueGivenError: one was given twice.
+    """
+    files = [_file(Path(path)) for path in paths]
+    for index, file in enumerate(files):
+        if file.resolve() in [other.resolve() for other in files[:index]]:
+            raise ValueGivenError("runs", given=f"{paths[index]} twice", expected="each run once")
+    return tuple(_read(str(path), file) for path, file in zip(paths, files, strict=True))
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
+    if files:
+        return files[0]
+    if (path / BEGUN).is_file():
+        raise FormatError(
+            str(path),
+            given="a run that was cut off before its first result",
+            expected=_EXPECTED,
+            way_out="Start its command again with the same --out: it goes on there.",
+        )
+    raise FormatError(str(path), given="a folder that holds no result", expected=_EXPECTED)
+
+
+def _read(name: str, file: Path) -> Run:
+    if file.suffix == RECORD:
+        return of_record(name, read_record(file))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(str(file), given=str(error), expected=_EXPECTED) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(str(file), given=f"text that is not JSON ({error})", expected=_EXPECTED) from None
+    kind = next((kind for kind in KINDS if isinstance(data, dict) and kind.key in data), None)
+    if kind is None:
+        raise FormatError(str(file), given=_what(data), expected=_EXPECTED)
+    try:
+        return kind.run_of(name, from_jsonable(kind.value, data))
+    except FormatError as error:
+        raise FormatError(
+            f"{file}: {error.field}", given=error.given, expected=error.expected, way_out=error.way_out
+        ) from None
+
+
+def _what(data: Any) -> str:
+    """Say what a file holds that is no run."""
+    if isinstance(data, dict) and {"name", "rows"} <= data.keys():
+        return f"the rows that benchmark {data['name']!r:.40} printed, without the run they are of"
+    return "JSON of something else"

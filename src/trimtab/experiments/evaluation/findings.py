@@ -1,0 +1,265 @@
+"""Findings of each kind of run. A further kind is a function here and an entry in `evaluation_files.KINDS`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from trimtab.core.record import RunRecord
+from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
+from trimtab.decide.attribution import shares
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
+from trimtab.experiments.ablation.result import ALONE, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
+from trimtab.experiments.comparison.ratio_rows import difference
+from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.stats import as_ratio, crossing
+from trimtab.experiments.evaluation.result import Finding, Run
+from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
+
+REFERENCE, NO_VERDICT = "reference", "no verdict"
+_PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
+
+
+def of_comparison(name: str, found: Comparison) -> Run:
+    """Return what a comparison shows."""
+    return Run(
+        name,
+        "comparison",
+        found.task,
+        found.environment,
+        found.headline,
+        (*_ratios(found), *_targets(found), *_peers(found), *_mfu(found), *_gain(found)),
+        found.metric,
+        found.unit,
+        found.terms,
+        {arm.name: arm.label for arm in found.arms},
+        found.created,
+        found.command,
+        found.data_source.get("sha256", ""),
+    )
+
+
+def _ratios(found: Comparison) -> Iterator[Finding]:
+    names = {"final_metric_difference": "final_metric"}
+    for row in found.ratios:
+        measure = names.get(row.metric, row.metric)
+        values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
+        is_open = row.verdict.kind == NO_VERDICT
+        said = row.verdict.sentence if is_open else ""
+        yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, has_verdict=not is_open)
+        if measure == "do_no_harm":
+            yield from _peaks(found, row)
+
+
+def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
+    """Yield what a plan holds over the tuned loop that it was made for, of which a comparison has no row."""
+    ours, theirs = (_value("peak_memory", found.arm(name)) for name in (row.arm, row.against))
+    if ours and theirs:
+        figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
+        yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure)
+
+
+def _value(measure: str, arm: Arm | None) -> float | None:
+    """Return an arm's own figure, the median over seeds."""
+    if arm is None:
+        return None
+    of = {"throughput": arm.terms_per_s, "do_no_harm": arm.terms_per_s, "final_metric": arm.final_metric}
+    of |= {"energy": arm.joules, "peak_memory": () if arm.peak_bytes is None else (float(arm.peak_bytes),)}
+    values = of.get(measure, ())
+    return statistics.median(values) if values else None
+
+
+def _targets(found: Comparison) -> Iterator[Finding]:
+    for row in found.target_rows:
+        ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
+        said = row.bound or _unreached(row)
+        figure = None if row.ratio is None else inverse(row.ratio)
+        where = {"target": row.target, "charged": row.charged, "has_verdict": row.verdict.kind != NO_VERDICT}
+        yield Finding("time_to_target", row.arm, row.against, row.tier, ours, theirs, figure, said, **where)
+
+
+def _unreached(row: TargetRow) -> str:
+    return "never reached" if row.n and not row.reached_arm else ""
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
+
+
+def inverse(ratio: Ratio) -> Ratio:
+    """Return ours over theirs of theirs over ours."""
+    low, high = (None if end is None else 1 / end for end in (ratio.high, ratio.low))
+    return Ratio(1 / ratio.mean, low, high, ratio.n, tuple(1 / pair for pair in ratio.pairs), ratio.counted)
+
+
+def _peers(found: Comparison) -> Iterator[Finding]:
+    """Yield what a comparison has no row for: times and final metric of the other recipes against the reference."""
+    reference = found.arm(REFERENCE)
+    if reference is None or reference.error:
+        return
+    have = {REFERENCE, "self", *(row.arm for row in found.target_rows)}
+    for arm in found.arms:
+        if arm.tier or arm.name in have or not arm.curves or arm.error:
+            continue
+        for target in found.targets:
+            yield _time_of(arm, reference, target, found)
+        if (figure := _difference(arm, reference, found)) is not None:
+            values = (_value("final_metric", each) for each in (arm, reference))
+            yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure)
+
+
+def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Finding:
+    each = [
+        tuple(crossing(curve.points, target, found.higher_is_better) for curve in pair)
+        for pair in _paired(arm, reference)
+    ]
+    ours, theirs = ([seconds for seconds, _ in side] for side in zip(*each, strict=True)) if each else ([], [])
+    known = bool(each) and not any(early or math.isinf(seconds) for pair in each for seconds, early in pair)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if known else []
+    figure = as_ratio(ratio_interval(ratios), ratios) if ratios else None
+    reached = sum(map(math.isfinite, ours)), sum(map(math.isfinite, theirs))
+    control = found.resolution
+    is_resolved = control is not None and control.n >= MIN_PAIRS_FOR_VERDICT
+    said = "" if known else f"reached in {reached[0]} of {len(ours)} pairs (reference: {reached[1]})"
+    return Finding(
+        "time_to_target",
+        arm.name,
+        REFERENCE,
+        "",
+        _median(ours),
+        _median(theirs),
+        figure,
+        said,
+        target=target,
+        has_verdict=is_resolved,
+    )
+
+
+def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:
+    theirs = {curve.seed: curve for curve in reference.curves}
+    return [(curve, theirs[curve.seed]) for curve in arm.curves if curve.seed in theirs]
+
+
+def _difference(arm: Arm, reference: Arm, found: Comparison) -> Ratio | None:
+    """Return the difference of the final metric where both have trained on as many rows: positive is better."""
+    ends = [
+        (ours.points[-1], theirs.points[-1])
+        for ours, theirs in _paired(arm, reference)
+        if ours.points and theirs.points and ours.points[-1][0] == theirs.points[-1][0]
+    ]
+    if not ends:
+        return None
+    pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
+    return as_ratio(mean_interval(pairs), pairs)
+
+
+def _mfu(found: Comparison) -> Iterator[Finding]:
+    """Yield the share of the peak FLOP/s of each arm; over seeds it moves as its throughput does."""
+    reference = found.arm(REFERENCE)
+    for arm in found.arms:
+        if arm.mfu is None or not arm.terms_per_s or arm.name == REFERENCE:
+            continue
+        middle = statistics.median(arm.terms_per_s)
+        each = [arm.mfu * rate / middle for rate in arm.terms_per_s]
+        theirs = None if reference is None else reference.mfu
+        figure = as_ratio(mean_interval(each), each)
+        yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure)
+
+
+def _gain(found: Comparison) -> Iterator[Finding]:
+    """Yield where the gain comes from: shares of what a step saves by phase and bound, of a run by third."""
+    for each in () if found.gain is None else shares(found.gain):
+        figure = as_ratio(each.share, each.each)
+        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, part=_PARTS.get(each.of, each.of))
+    for row in found.thirds:
+        if row.against == REFERENCE and row.saved is not None:
+            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, part=row.third)
+
+
+def of_scaling(name: str, found: Scaling) -> Run:
+    """Return what a scaling table shows."""
+    return Run(
+        name,
+        "scaling",
+        found.task,
+        found.environment or {},
+        Verdict("no verdict", "Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds."),
+        tuple(_efficiencies(found)),
+        labels=RECIPES,
+    )
+
+
+def _efficiencies(found: Scaling) -> Iterator[Finding]:
+    alone = {row.recipe: row.rows_per_s.mean for row in found.rows if row.ranks == 1}
+    for row in found.rows:
+        if row.recipe == "self" or row.mode != "weak":
+            continue
+        figure = None if row.efficiency is None or row.crowded else _efficiency(row.efficiency, row.pairs)
+        said = f"ranks share {row.crowded}: it says that they run, and nothing of scaling" if row.crowded else ""
+        rates = (row.rows_per_s.mean, alone.get(row.recipe))
+        yield Finding("scaling_efficiency", row.recipe, "", TIERS[row.recipe], *rates, figure, said, ranks=row.ranks)
+
+
+def _efficiency(found: Interval, pairs: Sequence[float]) -> Ratio:
+    bounds = (found.low, found.high) if len(pairs) >= MIN_PAIRS_FOR_VERDICT else (None, None)
+    return Ratio(found.mean, *bounds, len(pairs), tuple(pairs))
+
+
+def of_record(name: str, found: RunRecord) -> Run:
+    """Return what the record of one run shows: no ratio, for it is paired with nothing."""
+    header, steps = found.header, found.steps
+    seconds, rows = math.fsum(step.wall_s for step in steps), sum(step.rows for step in steps)
+    ended = "cut off" if found.end is None else found.end.reason
+    said = f"{header.name}, seed {header.seed}: {len(steps)} windows of {rows:,} rows, ended: {ended}"
+    findings = [Finding("throughput", "run", value=rows / seconds)] if seconds > 0 and rows else []
+    if found.evaluations:
+        metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
+        findings.append(Finding("final_metric", "run", value=value, said=metric))
+    data = header.detail.get("data", {})
+    return Run(
+        name,
+        "record",
+        header.name,
+        header.environment,
+        Verdict("no verdict", said),
+        tuple(findings),
+        labels={"run": "one run"},
+        data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",
+    )
+
+
+def of_ablation(name: str, found: Ablation) -> Run:
+    """Return what an ablation shows: each change alone, over the loop that the plan's engine runs unchanged."""
+    return Run(
+        name,
+        "ablation",
+        found.task,
+        found.environment,
+        found.headline,
+        tuple(_components(found)),
+        found.metric,
+        found.unit,
+        labels={"plan": "a change of trimtab's plan"} | {change.name: change.says for change in found.changes},
+        created=found.created,
+        command=found.command,
+        data_sha256=found.data_source.get("sha256", ""),
+    )
+
+
+def _components(found: Ablation) -> Iterator[Finding]:
+    names = {THROUGHPUT: "component_throughput", MEMORY: "component_memory", QUALITY: "component_quality"}
+    for effect in found.effects:
+        if effect.setting not in (ALONE, WITHIN) or not effect.change or effect.other:
+            continue
+        is_open = effect.verdict.kind == NO_VERDICT
+        yield Finding(
+            names[effect.metric],
+            "plan",
+            effect.setting,
+            effect.tier,
+            figure=effect.ratio,
+            said=effect.verdict.sentence if is_open else "",
+            has_verdict=not is_open,
+            part=effect.change,
+        )

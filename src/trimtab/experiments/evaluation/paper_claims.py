@@ -1,0 +1,156 @@
+"""Whether what was measured shows what the paper claims: of its own recipe, and of our plans (math: section 8)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.comparison.result import Ratio, Verdict
+from trimtab.experiments.evaluation.paper_figures import CLAIMS, LEAST, MOST, Claim
+from trimtab.experiments.evaluation.result import Finding, Run
+
+PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
+NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
+# The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
+LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
+# What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
+_AGAINST = ("reference", "", "alone")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim held against one finding of one run.
+
+    Args:
+        status: pass, fail, no verdict, not comparable. here: what it would be, were the machine and the size no matter.
+        why: what the status rests on.
+    """
+
+    claim: Claim
+    run: Run
+    finding: Finding
+    status: str
+    here: str
+    why: str = ""
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether it is of the paper's own recipe."""
+        return self.finding.arm == LITERAL
+
+
+def judge(runs: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> dict[Claim, tuple[Judged, ...]]:
+    """Return each claim with all that was measured of it; nothing where it was not."""
+    return {claim: tuple(_judged(claim, runs)) for claim in claims}
+
+
+def status_of(judged: Sequence[Judged]) -> str:
+    """Return one status of findings that may differ: one that fails makes the claim fail."""
+    found = {each.status for each in judged}
+    return next((status for status in (FAIL, PASS, NO_VERDICT, NOT_COMPARABLE) if status in found), NOT_MEASURED)
+
+
+def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
+    for run in runs:
+        if run.task not in (*claim.workload.tasks, *claim.workload.smaller):
+            continue
+        for finding in _of(claim, run):
+            elsewhere, here = _elsewhere(claim, run, finding), met(claim.sense, claim.bar, finding)
+            status = NOT_COMPARABLE if elsewhere else here
+            yield Judged(claim, run, finding, status, here, elsewhere or finding.said or _because(here, finding))
+
+
+def _because(here: str, finding: Finding) -> str:
+    figure = finding.figure
+    if here == NO_VERDICT:
+        few = figure is not None and figure.n < MIN_PAIRS_FOR_VERDICT
+        return (
+            f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}" if figure and few else "the interval holds it"
+        )
+    what = "the count is" if figure is not None and figure.counted else "the whole interval is"
+    return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
+
+
+def _of(claim: Claim, run: Run) -> Iterator[Finding]:
+    """Yield the findings of a run that a claim is about; of times, the uncharged, to the claim's target or the next."""
+    found = [
+        finding
+        for finding in run.findings
+        if finding.measure == claim.measure
+        and finding.arm in (LITERAL, *OURS)
+        and finding.against in _AGAINST
+        and finding.ranks == claim.ranks
+        and (not claim.part or finding.part in claim.part)
+        and not finding.charged
+    ]
+    if claim.target is None:
+        yield from found
+        return
+    for arm in dict.fromkeys(finding.arm for finding in found):
+        yield nearest([finding for finding in found if finding.arm == arm], claim.target)
+
+
+def nearest(rungs: Sequence[Finding], target: float) -> Finding:
+    """Return the rung of a target; where the ladder has none, the hardest whose time is known, or the last."""
+    exact = [each for each in rungs if each.target == target]
+    known = [each for each in rungs if each.figure is not None]
+    return (exact or known or list(rungs))[-1]
+
+
+def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
+    """Say why a figure is not of what the paper speaks of, or ""."""
+    found = []
+    if run.task in claim.workload.smaller:
+        found.append(f"{run.task} is smaller than {claim.workload.says}")
+    if not run.has_gpu:
+        found.append("measured on a CPU, claimed of a GPU")
+    if claim.target is not None and finding.target != claim.target:
+        found.append(f"to {finding.target:g}, not to {claim.target:g}")
+    return "; ".join(found)
+
+
+def met(sense: str, bar: float, finding: Finding) -> str:
+    """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
+
+    A count has no interval: it is the figure itself that is beyond or short.
+    """
+    bounds = _bounds(finding.figure) if finding.has_verdict else None
+    if bounds is None:
+        return NO_VERDICT
+    low, high = bounds
+    if sense == MOST:
+        return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
+    if sense == LEAST:
+        return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
+    return PASS if -bar <= low and high <= bar else FAIL if low > bar or high < -bar else NO_VERDICT
+
+
+def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
+    if figure is None or not math.isfinite(figure.mean):
+        return None
+    if figure.counted:
+        return figure.mean, figure.mean
+    if figure.n < MIN_PAIRS_FOR_VERDICT or figure.low is None or figure.high is None:
+        return None
+    return figure.low, figure.high
+
+
+def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
+    """Return what is read first: how many claims the paper's own recipe shows, and how many our plans reach."""
+    literal = [status_of([each for each in found if each.is_literal]) for found in judged.values()]
+    ours = [status_of([each for each in found if not each.is_literal]) for found in judged.values()]
+    reached = sum(status == PASS for status in ours)
+    parts = [
+        f"{literal.count(PASS)} shown, {literal.count(FAIL)} missed, {literal.count(NO_VERDICT)} without a verdict",
+        f"{literal.count(NOT_COMPARABLE)} measured where they cannot be compared",
+        f"{literal.count(NOT_MEASURED)} not measured",
+    ]
+    said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
+    said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
+    return Verdict(f"{literal.count(PASS)} of {len(judged)} shown", said)
+
+
+def _left(statuses: Sequence[str]) -> int:
+    return sum(status in (NO_VERDICT, NOT_COMPARABLE, NOT_MEASURED) for status in statuses)

@@ -1,0 +1,84 @@
+"""What runs show, in one form whatever they are: findings, each of one run on one machine. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trimtab.experiments.comparison.result import Ratio, Verdict
+
+# Of an environment: what makes a machine another one, and what a figure depends on beside it.
+MACHINE = ("cpu", "cpu_cores", "gpu", "os")
+VERSIONS = ("trimtab", "sources", "torch", "cuda", "numpy", "python", "threads")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One measured figure of one run.
+
+    Args:
+        measure: time_to_target, peak_memory, throughput, final_metric, mfu, energy, do_no_harm, scaling_efficiency,
+            component_throughput, component_memory, component_quality, gain_share.
+        arm, against: of which loops; "" where there is no other, of a component "alone" or "in the plan".
+        tier: "S", "F" or "".
+        value, baseline: the figure itself of each, in its unit: seconds, bytes, terms per second.
+        figure: what is judged: the ratio ours over theirs (below 1 is better for time and memory), a difference of the
+            final metric (points or percent, positive is better), or a share; None: not known.
+        said: what stands in place of it, where it is not known, or has to be known beside it.
+        has_verdict: whether its run has one on it: enough pairs, a control, and nothing that failed.
+        target, charged: of a time, and whether planning is counted. ranks: of an efficiency. part: of a component, its
+            choice; of a share, what it is of.
+    """
+
+    measure: str
+    arm: str
+    against: str = ""
+    tier: str = ""
+    value: float | None = None
+    baseline: float | None = None
+    figure: Ratio | None = None
+    said: str = ""
+    has_verdict: bool = True
+    target: float | None = None
+    charged: bool = False
+    ranks: int | None = None
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one folder or file holds.
+
+    Args:
+        name: as it was given. kind: comparison, scaling, record and the like. labels: arm -> what a person reads.
+        data_sha256: of what it was trained on, "" where that is not recorded.
+    """
+
+    name: str
+    kind: str
+    task: str
+    environment: Mapping[str, str]
+    headline: Verdict
+    findings: tuple[Finding, ...]
+    metric: str = ""
+    unit: str = ""
+    terms: str = "rows"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""
+    command: str = ""
+    data_sha256: str = ""
+
+    @property
+    def machine(self) -> tuple[tuple[str, str], ...]:
+        """What tells its machine from another; empty where that was not recorded."""
+        return tuple((key, self.environment[key]) for key in MACHINE if key in self.environment)
+
+    @property
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """What else its figures depend on."""
+        return tuple((key, self.environment[key]) for key in VERSIONS if key in self.environment)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether its figures are of a GPU: where there is one, loops run on it."""
+        return "gpu" in self.environment

@@ -1,0 +1,155 @@
+"""What races leave in a folder, by stage: plans, what each arm holds, records. What is there is not made again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from trimtab.calibrate.failures import describe
+from trimtab.core.choice import Choice
+from trimtab.core.progress import Progress
+from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.planning import Plans
+from trimtab.experiments.racing.failures import end_with
+from trimtab.experiments.racing.inspect_arm import measure_arm
+from trimtab.experiments.racing.meter import RaceMeter
+from trimtab.experiments.racing.race import Entry, race
+from trimtab.measure.machine import environment
+from trimtab.tasks.placement import placed
+from trimtab.tasks.task import Task, TaskData
+
+# The arm that all is held against, without which there is nothing to say.
+REFERENCE = "reference"
+
+
+class RaceFolder:
+    """The folder of one task's races on one device; rank 0 alone reads and writes it."""
+
+    def __init__(
+        self,
+        path: Path,
+        task: Task,
+        data: TaskData,
+        device: torch.device,
+        progress: Progress,
+        together: Together = ALONE,
+    ) -> None:
+        self.path, self._task, self._data, self._device = path, task, data, device
+        self._progress, self._together = progress, together
+
+    @functools.cached_property
+    def held(self) -> tuple[TaskData, Choice]:
+        """The data where races take it from, and why there: placed once, at the first of them."""
+        return placed(self._data, self._device)
+
+    def plans(self, make: Callable[[], Plans]) -> Plans:
+        """Return the plans."""
+        path = self.path / "plans.json"
+        if (kept := self._together.read(Plans, path)) is not None:
+            return kept
+        plans = make()
+        self._together.write(path, plans, indent=1)
+        return plans
+
+    def facts(self, entries: Sequence[Entry], peaks_alone: Collection[str] = ()) -> dict[str, ArmFacts]:
+        """Return what is known of each arm apart from the races; of those in `peaks_alone` what it holds at most."""
+        facts = {}
+        for entry in entries:
+            path = self.path / f"arm-{entry.name}.json"
+            fact = self._together.read(ArmFacts, path)
+            if fact is None or not fact.is_current:
+                is_peak = entry.name in peaks_alone
+                self._progress(f"{'memory' if is_peak else 'memory and phases'} of {entry.name}")
+                fact = self._measured(entry, is_peak=is_peak)
+                self._together.write(path, fact, indent=1)
+            facts[entry.name] = fact
+        return facts
+
+    def _measured(self, entry: Entry, *, is_peak: bool) -> ArmFacts:
+        try:
+            return measure_arm(entry.make, self._task, self._data, self._device, self._together, peak_alone=is_peak)
+        except Exception as error:  # an arm that cannot run here is reported as such; without the reference nothing is
+            is_reference = entry.name == REFERENCE
+            if is_reference or not self._together.may_leave(error):
+                end_with(error, self._together, is_reference=is_reference)
+            return ArmFacts(None, error=describe(error))
+
+    def of_race(self, seed: int, *, brief: bool) -> Path:
+        """Return where a seed's race is, whose arms are only timed or not."""
+        return self.path / (f"brief-{seed}" if brief else f"race-{seed}")
+
+    def race(
+        self,
+        entries: Sequence[Entry],
+        seed: int,
+        num: int,
+        *,
+        brief: bool,
+        cap_s: float = math.inf,
+        meter: RaceMeter | None = None,
+    ) -> dict[str, RunRecord]:
+        """Return the record of each arm in the race of a seed, one of so many.
+
+        Args:
+            cap_s, meter: as of `race`.
+        """
+        folder, together = self.of_race(seed, brief=brief), self._together
+
+        def told(text: str, share: float | None = None) -> None:
+            self._progress(f"race {seed + 1} of {num}: {text}", (seed + (share or 0.0)) / num)
+
+        if together.each(folder.exists())[0]:
+            return {path.stem: read_record(path) for path in sorted(folder.glob("*.jsonl"))}
+        records = race(
+            entries,
+            self._task,
+            self.held[0],
+            seed,
+            self._device,
+            cap_s=cap_s,
+            environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),
+            progress=told,
+            together=together,
+            meter=meter,
+        )
+        if together.rank == 0:
+            _write(folder, records)
+        return {record.header.name: record for record in records}
+
+
+def _write(folder: Path, records: Sequence[RunRecord]) -> None:
+    partial_folder = folder.with_suffix(".partial")
+    partial_folder.mkdir(exist_ok=True)
+    for record in records:
+        path = partial_folder / f"{record.header.name}.jsonl"
+        path.unlink(missing_ok=True)
+        write_record(path, record)
+    partial_folder.rename(folder)  # a race counts only when all its arms are on disk
+
+
+def read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
+    """Say how many of the races were there already."""
+    if not done:
+        return ()
+    return (f"{done} of {races} races were read back from {out}, where an earlier run of this comparison left them",)
+
+
+def environment_of(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
+    """Return where the races ran, which may have been another day than today."""
+    headers = [record.header for race in races.values() for record in race.values()]
+    return next((header.environment for header in headers if header.environment), environment())
+
+
+def reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int = 1) -> float:
+    """Return about how long a step of the reference takes here.
+
+    A plan that was given may be from elsewhere, and one of several ranks was made for a share that nobody else runs.
+    """
+    baseline = plans.plans["S"].baseline if plans.profiles and num_ranks == 1 else None
+    return baseline.step_s if baseline else sum(facts[REFERENCE].phases_s.values()) or 1.0

@@ -1,0 +1,122 @@
+"""One arm looked at on its own, apart from the races: peak memory of a step, seconds by phase, FLOP and terms."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.distributed.dealing import rows_of_rank, shard
+from trimtab.experiments.comparison.arm_facts import ArmFacts
+from trimtab.experiments.racing.watch import Watch, by_phase
+from trimtab.measure.flops import count_flops
+from trimtab.measure.memory import alive_between_steps, peak_bytes, storage_bytes
+from trimtab.measure.sharded_norms import is_sharded, local
+from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
+from trimtab.tasks.task import Task, TaskData
+
+_PHASE_STEPS = 4
+
+
+def measure_arm(
+    make: MakeLoop,
+    task: Task,
+    data: TaskData,
+    device: torch.device,
+    together: Together = ALONE,
+    *,
+    peak_alone: bool = False,
+) -> ArmFacts:
+    """Return what a step of a fresh loop takes, once the optimizer's state exists, and what its loss counts.
+
+    Its phases are clocked (`measure.phases`) in steps of their own. Several ranks measure in step: the peak is the
+    largest of theirs, terms are of all of them, the rest is rank 0's.
+
+    Args:
+        peak_alone: what it holds at most is all that is asked for: neither phases nor FLOP, which take steps of their
+            own.
+    """
+    rows = [rows_of_rank(task.batch_rows, rank, together.num_ranks) for rank in range(together.num_ranks)]
+    shares = [each.stop - each.start for each in rows]
+    watch = Watch(task, device, shares[together.rank], waits=together.num_ranks > 1)
+    torch.manual_seed(0)
+    with together.entering():
+        loop = make(watch.watched_task(), device)
+    together.draw_apart(0)
+    batches = watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
+    is_over = False
+    try:
+        for _ in range(2):
+            loop.step(batches)
+        peak = held_at_most(loop, batches, device, together.num_ranks)
+        largest = None if peak is None else int(max(together.each(peak)))
+        phases = {} if peak_alone else _phases(loop, batches, watch)
+        terms = together.each(_terms_per_row(loop, batches, watch))
+        flops = None if peak_alone else _flops_per_row(loop, batches, together)
+        is_over = True
+        found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
+        return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
+    finally:
+        if is_over or together.num_ranks == 1:
+            loop.close()
+
+
+def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:
+    """Return peak bytes of a step of this rank's, whose optimizer's state exists; None where its engine hides some.
+
+    On CUDA the loop is the only one that holds anything.
+    """
+    loop.optimizer.zero_grad(set_to_none=True)  # alive before the count, gradients are not in it
+    peak = peak_bytes(lambda: loop.step(batches), device, lambda: _live(loop))
+    if num_ranks > 1 and device.type == "cpu" and not is_sharded(loop.model):
+        # The buckets of gradients, which DDP holds all the time.
+        peak += storage_bytes(p for p in loop.model.parameters() if p.requires_grad)
+    return None if getattr(loop, "hides_memory", False) else peak
+
+
+def _terms_per_row(loop: Loop, batches: Iterator[Any], watch: Watch) -> float:
+    """Return what the loss counted in a row of all batches so far; the task's own figure where it is a mean."""
+    if not watch.counts:  # a step of the user's own takes its loss itself: the declared one is asked apart
+        watch.num_batches = 0
+        for _ in range(_PHASE_STEPS):
+            with autocast(loop.precision, watch.device):
+                watch.loss(loop.model, move(next(batches), watch.device))
+    if any(count is None for count in watch.counts):
+        return float(watch.task.terms_per_row)
+    return math.fsum(map(float, watch.counts)) / (watch.num_batches * watch.num_rows)
+
+
+def _mean(terms: list[float], rows: list[int]) -> float:
+    """Return the terms of a row over all ranks."""
+    return terms[0] if len(terms) == 1 else math.fsum(map(operator.mul, terms, rows)) / sum(rows)
+
+
+def _flops_per_row(loop: Loop, batches: Iterator[Any], together: Together) -> float | None:
+    """Return FLOP of a step over its rows; None where the counter's dispatch mode is too much for the loop."""
+    rows: list[int] = []
+    # The loop ran without it: that is no failure of the arm.
+    flops = together.attempt(lambda: count_flops(lambda: rows.append(loop.step(batches))))
+    return None if flops is None else flops / rows[0]
+
+
+def _phases(loop: Loop, batches: Iterator[Any], watch: Watch) -> dict[str, float]:
+    """Return seconds per batch of the task by phase, over a few steps."""
+    drawn = watch.num_batches
+    with watch.clock.on(loop.model, parts=False):
+        for _ in range(_PHASE_STEPS):
+            loop.step(batches)
+    phases = by_phase(watch.clock.seconds(), watch.num_batches - drawn)  # P1 takes several a step
+    # A step of the user's own calls no loss function of ours: its forward and backward are in what is left.
+    hidden = {} if "forward" in phases else {"rest": "forward, backward and rest"}
+    return {hidden.get(name, name): seconds for name, seconds in phases.items()}
+
+
+def _live(loop: Loop) -> Iterator[Tensor]:
+    """Yield what a loop holds between steps; of shards, this rank's."""
+    yield from map(local, alive_between_steps(loop.model, loop.optimizer))

@@ -1,0 +1,203 @@
+"""Whether a user's own step function does the maths that the task declares.
+
+A plan trains `loss_fn` with `make_optimizer`; the reference trains by `task.step`. Were the two different maths, each
+ratio between them would compare two trainings, not two speeds.
+
+Compared are the gradients that the optimizer's steps see, and the weights that both loops reach on equal ones: on each
+its own, weights say both too much and too little. Adam moves one whose gradient is rounding alone (an attention's key
+bias) by all of its rate, either way, and takes a gradient four times too large as if it were right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.experiments.planning import PLANNING_SEED
+from trimtab.experiments.racing.failures import blame_reference
+from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.measure.process_state import ProcessState
+from trimtab.recipes.loop import Loop, MakeLoop
+from trimtab.recipes.reference import ReferenceLoop
+from trimtab.tasks.task import Task, TaskData
+
+_STEPS = 2
+# Largest ||difference|| / ||declared||, of gradients and of what the weights moved by; rounding alone stays far below.
+_LIMIT = 1e-3
+# A parameter's gradient below this share of the whole one's is held to the share: rounding may be all there is of it.
+_SMALL = 1e-2
+# Where the step differs from itself (atomic additions on a GPU), how often that much is still the same maths.
+_NOISE = 3.0
+
+# One a parameter, zero where it has none, on the host.
+_Gradients = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """All weights at the start and after two steps, and the gradients that each step of the optimizer saw."""
+
+    start: Tensor
+    end: Tensor
+    gradients: Sequence[_Gradients]
+
+
+class _Difference(NamedTuple):
+    """How far a loop is from another: its weights, of what they moved by, and its gradients, of their norm.
+
+    Weights come first: were they to part on equal gradients, so would the gradients of the step after.
+    """
+
+    weights: float
+    gradient: float
+
+
+def check_step(task: Task, data: TaskData, device: torch.device) -> None:
+    """Train two steps by `task.step` and by `loss_fn` through a plan that changes nothing, from one seed.
+
+    Raises:
+        ValueGivenError: gradients, weights, or the number of the optimizer's steps differ. LoopError: the step function
+            raised.
+    """
+    if task.step is None:
+        return
+    before = ProcessState.capture()
+    try:
+        theirs = _reference(task, data, device)
+        ours = _trained(_plain_plan, task, data, device, theirs.gradients)
+        _check_number(len(theirs.gradients), len(ours.gradients))
+        found = _difference(ours, theirs)
+        if max(found) <= _LIMIT:
+            return
+        noise = _difference(_reference(task, data, device, theirs.gradients), theirs)
+        for share, own, refusal in zip(found, noise, (_other_weights, _other_gradient), strict=True):
+            if share > max(_LIMIT, _NOISE * own):
+                raise refusal(share)
+    finally:
+        before.restore()
+
+
+def _plain_plan(task: Task, device: torch.device) -> PlanLoop:
+    """Return the loop of a plan that does what the task declares of its reference."""
+    declared = task.reference
+    plan = Plan.fixed(task.batch_rows, precision=declared.precision, clip_norm=declared.clip_norm)
+    return PlanLoop(task, device, plan)
+
+
+def _reference(task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients] = ()) -> _Trained:
+    """Train by the step function."""
+    try:
+        return _trained(ReferenceLoop, task, data, device, given)
+    except Exception as error:
+        blame_reference(error)
+
+
+def _trained(make: MakeLoop, task: Task, data: TaskData, device: torch.device, given: Sequence[_Gradients]) -> _Trained:
+    """Train two steps; `given` are gradients to step on in place of the loop's own."""
+    torch.manual_seed(PLANNING_SEED)
+    loop = make(task, device)
+    seen: list[_Gradients] = []
+    watch = _watch(loop, seen, given)
+    try:
+        start = _weights(loop.model)
+        batches = data.batches(PLANNING_SEED, task.batch_rows)
+        torch.manual_seed(PLANNING_SEED)
+        for _ in range(_STEPS):
+            loop.step(batches)
+        return _Trained(start, _weights(loop.model), seen)
+    finally:
+        watch.remove()
+        loop.close()
+
+
+def _watch(loop: Loop, seen: list[_Gradients], given: Iterable[_Gradients]) -> RemovableHandle:
+    """Note what gradients the loop's optimizer steps on, and put those given, while there are any, in their place."""
+    parameters = list(loop.model.parameters())
+    waiting = iter(given)
+
+    def note(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(map(callable, (*args[1:], *kwargs.values()))):
+            return  # a closure: its gradients are computed inside the step
+        if bool(getattr(optimizer, "found_inf", None)):
+            return  # a fused step, told by a loss scaler to skip itself
+        scale = getattr(optimizer, "grad_scale", None)  # what a fused step still has to divide by
+        scale = 1.0 if scale is None else float(scale)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad / scale for p in parameters]
+        seen.append([grad.detach().cpu() for grad in grads])
+        for parameter, grad in zip(parameters, next(waiting, ()), strict=False):
+            if parameter.grad is not None:  # where there is none the optimizer skips the parameter, and has to still
+                parameter.grad = grad.to(parameter.device) * scale
+
+    return loop.optimizer.register_step_pre_hook(note)
+
+
+def _weights(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().double().cpu() for p in model.parameters()])
+
+
+def _difference(ours: _Trained, theirs: _Trained) -> _Difference:
+    """Return how far theirs is from ours: the weights at the end, and the worst parameter's gradient of any step."""
+    pairs = zip(ours.gradients, theirs.gradients, strict=False)
+    gradient = max((_worst(mine, other) for mine, other in pairs), default=0.0)
+    moved = float((theirs.end - theirs.start).norm())
+    return _Difference(_share(float((ours.end - theirs.end).norm()), moved), gradient)
+
+
+def _worst(ours: _Gradients, theirs: _Gradients) -> float:
+    """Return the largest ||difference|| of a parameter's gradient, of its norm, or of a share of the whole one's."""
+    sizes = [_norm(grad) for grad in ours]
+    least = _SMALL * math.hypot(*sizes)
+    differences = (_norm(mine - other) for mine, other in zip(ours, theirs, strict=True))
+    return max(_share(difference, max(size, least)) for difference, size in zip(differences, sizes, strict=True))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.to_dense(), dtype=torch.float64))
+
+
+def _share(difference: float, whole: float) -> float:
+    """Return a difference over what it is of; infinite where that is nothing."""
+    if difference == 0:
+        return 0.0
+    return difference / whole if whole > 0 else math.inf
+
+
+def _check_number(theirs: int, ours: int) -> None:
+    """Raise where the step function calls `optimizer.step` more or less often than the declared loop."""
+    if theirs in (0, ours):  # one that never calls it, or with a closure, is held by its weights alone
+        return
+    raise ValueGivenError(
+        "task.step",
+        given=f"a number of optimizer steps, {theirs} in {_STEPS} batches",
+        expected=f"{ours}, as in the declared loop",
+        way_out="Step the optimizer once a batch, and declare as Task(batch_rows=...) what one step trains on.",
+    )
+
+
+def _other_gradient(share: float) -> ValueGivenError:
+    return ValueGivenError(
+        "task.step",
+        given=f"a step whose gradient, within {_STEPS} steps from one seed, is {share:.1%} of its norm from that of "
+        "loss_fn",
+        expected=f"the same maths (at most {_LIMIT:.1%})",
+        way_out="Make loss_fn return the loss that the step takes, and declare its precision and clipping: "
+        "Task(reference=Reference(precision=..., clip_norm=...)), that is reference.clip_norm.",
+    )
+
+
+def _other_weights(share: float) -> ValueGivenError:
+    return ValueGivenError(
+        "task.step",
+        given=f"a step whose weights, after {_STEPS} steps from one seed, are {share:.1%} of their way from where "
+        "loss_fn and make_optimizer lead",
+        expected=f"the same maths (at most {_LIMIT:.1%})",
+        way_out="Let make_optimizer hold all that moves the weights, by its gradient: learning rate, decay, averages.",
+    )

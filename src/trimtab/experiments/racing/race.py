@@ -1,0 +1,239 @@
+"""A race: arms trained in turn, block by block, in one process, each on its own clock.
+
+All arms of a race share seed, initial weights and data order. They advance in blocks of a second or a few steps, in
+an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
+Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has them too, so that
+it finds caches and heap as the others do, and what they say is dropped. Each arm has its own random generators and
+global modes. An arm that raises leaves the race with its error; only the first,
+which the others are held against, ends it.
+
+Several ranks run the same race in step: a block begins on all of them, takes what the slowest takes, and has as many
+steps on each. What ends one of them ends the race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab.calibrate.failures import describe
+from trimtab.core.progress import Progress, silent
+from trimtab.core.record import End, Evaluation, Event, Header, RunRecord
+from trimtab.decide.turns import turns
+from trimtab.distributed.alone import ALONE, Together
+from trimtab.distributed.dealing import shard
+from trimtab.experiments.comparison.stats import GIVEN_ROWS
+from trimtab.experiments.racing.failures import end_with
+from trimtab.experiments.racing.meter import RaceMeter
+from trimtab.measure.process_state import ProcessState
+from trimtab.measure.timing import synchronize
+from trimtab.recipes.loop import Loop, MakeLoop
+from trimtab.tasks.placement import ahead
+from trimtab.tasks.task import Task, TaskData
+
+_BLOCK_S = 1.0
+# A block's first step finds caches and heap as another arm left them: it must not be the rule where steps are long.
+_BLOCK_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Block:
+    """What an arm did in one lap: rows, wall-clock seconds, and seconds of processor time of the whole process.
+
+    Of several ranks the seconds are the slowest one's, those of processor time all of theirs. `energy_j`: joules of
+    what all of them ran on; None where nothing counted them, or not for so short a block.
+    """
+
+    rows: int
+    seconds: float
+    cpu_s: float
+    energy_j: float | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm that enters a race.
+
+    Args:
+        name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan. make: builds its loop.
+        budget_rows: rows after which it stops.
+        is_timed_only: whether it runs a few steps for their time alone: after one off the clock, no evaluation kept.
+        detail: kept in its record's header.
+    """
+
+    name: str
+    make: MakeLoop
+    budget_rows: int
+    is_timed_only: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Racer:
+    """One arm on its own clock."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        task: Task,
+        data: TaskData,
+        seed: int,
+        device: torch.device,
+        together: Together = ALONE,
+        meter: RaceMeter | None = None,
+    ) -> None:
+        self._meter = meter
+        block_s = _BLOCK_S if meter is None else max(_BLOCK_S, meter.block_s)
+        self.entry, self._task, self._data, self._device = entry, task, data, device
+        self._seed, self._together, self._pace = seed, together, together.pace(_BLOCK_STEPS, block_s)
+        torch.manual_seed(seed)
+        self._batches: Iterator[Any] = ahead(shard(data.batches(seed, task.batch_rows)), device)
+        self._state = ProcessState.capture()
+        self.rows = 0
+        self.train_s = 0.0
+        self.blocks: list[Block] = []
+        self.evaluations: list[Evaluation] = []
+        self.end, self.error = "", ""
+        self._loop: Loop | None = None
+
+    def enter(self) -> None:
+        """Build the loop."""
+        with self._together.entering():
+            self._loop = self.entry.make(self._task, self._device)
+        self._together.draw_apart(self._seed)
+        self._state = ProcessState.capture()
+
+    @property
+    def loop(self) -> Loop:
+        """The loop, once entered."""
+        assert self._loop is not None
+        return self._loop
+
+    def fail(self, error: Exception) -> None:
+        """Leave the race."""
+        self.end, self.error = "error", describe(error)
+
+    def close(self) -> None:
+        """Undo what the loop changed."""
+        if self._loop is not None:
+            self._loop.close()
+
+    def run_block(self, cap_s: float) -> None:
+        """Train for a second and a few steps, or to the next evaluation; evaluate when it is due."""
+        self._state.restore()
+        due = (self.rows // self._task.eval_every_rows + 1) * self._task.eval_every_rows
+        stop = min(due, self.entry.budget_rows)
+        rows = steps = 0
+        if self.entry.is_timed_only and not self.blocks:  # a few steps are too few to leave the first of them out
+            self.loop.step(self._batches)
+        synchronize(self._device)
+        self._together.each(0.0)  # all begin the block together
+        if self._meter is not None:
+            self._meter.begin()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        while self.rows + rows < stop and self._pace.goes_on(steps, time.perf_counter() - start):
+            rows += self.loop.step(self._batches)
+            steps += 1
+            if self._meter is not None:
+                self._meter.tick()
+        synchronize(self._device)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        energy_j = None if self._meter is None else self._meter.end()
+        block = Block(rows, max(self._together.each(seconds)), math.fsum(self._together.each(cpu_s)), energy_j)
+        self._pace.ended(steps, block.seconds)
+        self.rows, self.train_s = self.rows + rows, self.train_s + block.seconds
+        self.blocks.append(block)
+        if self.rows >= (due if self.entry.is_timed_only else stop):
+            self._evaluate()
+        self._finish_if_due(cap_s)
+        self._state = ProcessState.capture()
+
+    def _evaluate(self) -> None:
+        metric = self._task.metric
+        # On all ranks, as those that share a model out need one another; where batch statistics differ rank 0's count.
+        value = metric.check(self._together.each(metric.evaluate(self.loop.model, self._data.held_out))[0])
+        if not self.entry.is_timed_only:
+            self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
+
+    def _finish_if_due(self, cap_s: float) -> None:
+        if self.rows >= self.entry.budget_rows:
+            self.end = "budget"
+        elif self.train_s >= cap_s:
+            self.end = "cap"
+        elif self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
+            self.end = "diverged"
+
+    def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
+        """Return what happened."""
+        detail = self.entry.detail | {GIVEN_ROWS: self.entry.budget_rows}
+        header = Header(self.entry.name, seed, None, environment, detail)
+        events = tuple(Event("block", i, asdict(block)) for i, block in enumerate(self.blocks))
+        why = {"error": self.error} if self.error else {}
+        end = End(self.end, {"rows": self.rows, "train_s": self.train_s} | why)
+        return RunRecord(header, (), tuple(self.evaluations), events, end)
+
+
+def race(
+    entries: Sequence[Entry],
+    task: Task,
+    data: TaskData,
+    seed: int,
+    device: torch.device,
+    *,
+    cap_s: float = math.inf,
+    environment: dict[str, str] | None = None,
+    progress: Progress = silent,
+    together: Together = ALONE,
+    meter: RaceMeter | None = None,
+) -> list[RunRecord]:
+    """Race the entries for one seed; returns a record per entry, in order.
+
+    Args:
+        cap_s: training seconds after which an arm is stopped (censored). meter: what counts joules; None: nothing does.
+
+    Raises:
+        LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
+        RankError: another rank ended.
+    """
+    outside, is_over = ProcessState.capture(), False
+    racers: list[Racer] = []
+    try:
+        for entry in entries:
+            outside.restore()
+            racers.append(Racer(entry, task, data, seed, device, together, meter))
+            with _leaving(racers[-1], last=racers[0], together=together):
+                racers[-1].enter()
+        lap, before = 0, None
+        while running := [racer for racer in racers if not racer.end]:
+            for racer in turns(running, lap, seed, before):
+                with _leaving(racer, last=racers[0], together=together):
+                    racer.run_block(cap_s)
+                before = racer
+            lap += 1
+            progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_rows))
+        is_over = True
+        return [racer.record(seed, environment or {}) for racer in racers]
+    finally:
+        for racer in racers if is_over or together.num_ranks == 1 else ():  # else others would be waited for
+            racer.close()
+        outside.restore()
+
+
+@contextlib.contextmanager
+def _leaving(racer: Racer, last: Racer, together: Together) -> Iterator[None]:
+    """Let an arm that raises leave the race; without the `last` there is none."""
+    try:
+        yield
+    except Exception as error:
+        if racer is last or not together.may_leave(error):
+            end_with(error, together, is_reference=racer is last)
+        racer.fail(error)
+
+
+def _standing(racers: Sequence[Racer]) -> str:
+    return "  ".join(f"{racer.entry.name} {racer.rows} rows {racer.train_s:.0f} s" for racer in racers)

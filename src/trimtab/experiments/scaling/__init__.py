@@ -1,0 +1,1 @@
+"""A loop on 1, 2, 4 ranks: jobs, rounds and the table of what they keep."""

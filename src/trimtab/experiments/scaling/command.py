@@ -1,0 +1,90 @@
+"""What the command `scale` does: start ranks or be one of them, and write the table down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.codec import to_json, write_whole
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.progress import Progress, silent
+from trimtab.distributed.launch import launch
+from trimtab.distributed.process_group import from_first, is_launched, joined, place
+from trimtab.experiments.report.scaling_page import scaling_page
+from trimtab.experiments.scaling import result as scaling
+from trimtab.experiments.scaling import table as scaling_table
+from trimtab.experiments.scaling.result import Scaling
+from trimtab.experiments.scaling.scale import Launch, ScaleSettings, jobs_in, next_round, one_job, scale, take
+from trimtab.experiments.together import together
+from trimtab.measure.machine import environment
+from trimtab.tasks import load_task
+from trimtab.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table, where it was written, and what its link is called."""
+
+    table: Scaling
+    path: Path
+    link: str
+
+    @property
+    def text(self) -> str:
+        """For a terminal."""
+        return scaling_table.text(self.table)
+
+    def as_benchmark(self) -> dict[str, Any]:
+        """Return the one object of a benchmark."""
+        rows = list(scaling_table.benchmark_rows(self.table, self.link))
+        return {"schema": 1, "name": "scale", "environment": self.table.environment or {}, "rows": rows}
+
+
+def run_scale(
+    task: str, out: Path, settings: ScaleSettings, job: int | None, progress: Progress, asked: Sequence[str] = ()
+) -> Found | None:
+    """Return the table of a task; nothing on a rank that another one speaks for.
+
+    Args:
+        task: as it was named. job: the round that this process times a job of, started by this very command; None: it
+            was started by a person, or by a launcher. asked: options that say which jobs, where they were given.
+
+    Raises:
+        ValueGivenError: they were, under a launcher, whose ranks are one job.
+    """
+    loaded, here = load_task(task), place()
+    if job is None and not is_launched():
+        return _written(scale(loaded, out, settings, _again(out), progress), out, "local")
+    if job is None and asked:
+        given = f"{' and '.join(asked)} under a launcher, whose {here.num_ranks} ranks are one job"
+        raise ValueGivenError(asked[0], given=given, expected="a launch of each number of ranks, with the same --out")
+    with joined(), together():
+        number = job
+        if number is None:
+            number = int(from_first(lambda: _next(loaded, out, settings, here.num_ranks)))
+        one_job(loaded, out, number, settings.job, progress if job is None and not here.rank else silent)
+    if job is not None or here.rank:
+        return None
+    found = scaling.summarise(loaded.name, jobs_in(out), environment())
+    return _written(found, out, found.links[-1].name if found.links else "")
+
+
+def _again(out: Path) -> Launch:
+    """Return what runs this command once more, as the ranks of one job."""
+    given = [arg for arg in sys.argv[1:] if arg != "--json"]
+    return lambda ranks, number: launch([*given, "--out", str(out), "--job", str(number)], ranks)
+
+
+def _next(task: Task, out: Path, settings: ScaleSettings, ranks: int) -> str:
+    take(task, out, settings.job)
+    return str(next_round(out, ranks))
+
+
+def _written(found: Scaling, out: Path, link: str) -> Found:
+    write_whole(out / "scaling.json", to_json(found, indent=1))
+    path = out / "report.html"
+    write_whole(path, scaling_page(found))
+    return Found(found, path, link)

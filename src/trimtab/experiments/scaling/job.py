@@ -1,0 +1,69 @@
+"""One job of a scaling table: on every rank of it, the plain loop and the plans, timed in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.link import Link
+from trimtab.core.progress import Progress
+from trimtab.distributed.crowding import crowded
+from trimtab.distributed.link_speed import calibrate
+from trimtab.distributed.process_group import place
+from trimtab.experiments.ranks import task_of_rank
+from trimtab.experiments.scaling.bench import Bench, JobSettings
+from trimtab.experiments.scaling.plans import Planned, fitted, plan_of_job, within
+from trimtab.experiments.scaling.result import Job, Refused, TimedArm
+from trimtab.tasks.task import Task, TaskData
+
+
+def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progress: Progress) -> Job | None:
+    """Time a task on the ranks there are, and return what was found on rank 0; every rank calls it.
+
+    Args:
+        number: of the round. folder: that plans are kept in, for all jobs with as many rows a rank.
+    """
+    here, data = place(), task.load_data()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arms: list[TimedArm] = []
+    refused: list[Refused] = []
+    for mode in settings.modes if here.num_ranks > 1 else ("weak",):
+        whole = replace(task, batch_rows=task.batch_rows * here.num_ranks) if mode == "weak" else task
+        share = task if mode == "weak" else task_of_rank(task, here.num_ranks)
+        progress(f"planning {share.batch_rows} rows a rank")
+        found = _planned(whole, share, data, device, folder, settings, progress)
+        bench = Bench(whole, data, device, mode, number, settings, progress)
+        arms += bench.arms(found.plan)
+        refused += [] if found.plan is not None else [Refused("plan", mode, here.num_ranks, found.refusal)]
+    link = _link(device) if here.num_ranks > 1 and not number else None  # once: it takes seconds over a slow one
+    shared = crowded()
+    if here.rank:
+        return None
+    threads = torch.get_num_threads()
+    return Job(here.num_ranks, number, tuple(arms), shared, link, threads, device.type, tuple(refused))
+
+
+def _planned(
+    whole: Task,
+    share: Task,
+    data: TaskData,
+    device: torch.device,
+    folder: Path,
+    settings: JobSettings,
+    progress: Progress,
+) -> Planned:
+    if settings.plan is not None:
+        return Planned(fitted(settings.plan, share.batch_rows, place().num_ranks))
+    if settings.budget.memory_bytes is not None:
+        return within(settings.budget, whole, share.batch_rows, folder, progress)
+    return plan_of_job(share, data, device, folder)
+
+
+def _link(device: torch.device) -> Link | None:
+    try:
+        return calibrate(device).link
+    except ValueGivenError:  # times that say nothing of a link: the table stands without
+        return None

@@ -1,0 +1,130 @@
+"""`trimtab scale`: rounds of jobs of each number of ranks, and the table of what they are worth (paper, table IV).
+
+Every job leaves a file in the output folder, with which the command, started again, goes on. Under a launcher's ranks
+one job of theirs is timed, and the table made of all that are in the folder: so that machines of a cluster can be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trimtab.core import checks
+from trimtab.core.codec import read_json, to_json, write_whole
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Objective
+from trimtab.core.progress import Progress
+from trimtab.experiments.claim import claim
+from trimtab.experiments.ranks import refuse_on_ranks
+from trimtab.experiments.scaling.bench import JobSettings
+from trimtab.experiments.scaling.job import run_job
+from trimtab.experiments.scaling.plans import refuse_other_maths
+from trimtab.experiments.scaling.result import MODES, Job, Scaling, summarise
+from trimtab.measure.machine import environment
+from trimtab.tasks.task import Task
+
+# Each launch of ranks has its own file.
+_FILE = re.compile(r"job-(\d+)-(\d+)\.json")
+Launch = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    """How much to run.
+
+    Args:
+        ranks: numbers of them; one is added, that efficiency is of. rounds: jobs of each, 5 for a verdict.
+    """
+
+    ranks: tuple[int, ...] = (1, 2)
+    rounds: int = 5
+    job: JobSettings = field(default_factory=JobSettings)
+
+    def __post_init__(self) -> None:
+        checks.integer("rounds", self.rounds, high=1000)
+        for each in self.ranks:
+            checks.integer("ranks", each)
+        object.__setattr__(self, "ranks", tuple(sorted({1, *self.ranks})))
+        for mode in self.job.modes:
+            checks.one_of("scaling", mode, MODES)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of ranks that a command line names: "1,2,4".
+
+    Raises:
+        ValueGivenError: they are none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ValueGivenError("--ranks", given=repr(text), expected="numbers of processes, such as 1,2,4")
+    return tuple(map(int, parts))
+
+
+def scale(task: Task, out: Path, settings: ScaleSettings, launch: Launch, progress: Progress) -> Scaling:
+    """Launch the jobs that the folder does not hold yet, and return the table of all that it does.
+
+    Args:
+        launch: `launch(ranks, round)` runs `one_job` on so many ranks, and waits for them.
+    """
+    _require_possible(task, settings)
+    take(task, out, settings.job)
+    for number in range(settings.rounds):
+        order = settings.ranks if number % 2 == 0 else settings.ranks[::-1]
+        for i, ranks in enumerate(order):
+            if not path_of(out, number, ranks).exists():
+                done = (number + i / len(order)) / settings.rounds
+                progress(f"round {number + 1} of {settings.rounds}: {ranks} ranks", done)
+                launch(ranks, number)
+    return summarise(task.name, jobs_in(out), environment())
+
+
+def _require_possible(task: Task, settings: ScaleSettings) -> None:
+    """Raise before minutes of work, not after them.
+
+    Raises:
+        ValueGivenError: more ranks than a batch has rows, or data; or the task has a step of its own, or a given plan
+            other maths.
+    """
+    refuse_other_maths(settings.job.plan)
+    most, rows = settings.ranks[-1], task.load_data().num_rows
+    refuse_on_ranks(task if "strong" in settings.job.modes else replace(task, batch_rows=most), most)
+    if "weak" in settings.job.modes and most * task.batch_rows > rows:
+        given = f"{most}, each with a batch of {task.batch_rows} rows, of {rows} that there are"
+        raise ValueGivenError("--ranks", given=given, expected=f"{rows // task.batch_rows} at the most")
+
+
+def one_job(task: Task, out: Path, number: int, settings: JobSettings, progress: Progress) -> None:
+    """Time one job on the ranks there are, each of which calls it, and write its file."""
+    found = run_job(task, number, out, settings, progress)
+    if found is not None:
+        write_whole(path_of(out, number, found.ranks), to_json(found, indent=1))
+
+
+def take(task: Task, out: Path, settings: JobSettings) -> None:
+    """Make the folder this table's.
+
+    Raises:
+        FormatError: it holds another one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    of = (settings.budget, Objective(), settings.plan)  # each has a place of its own there
+    plain = {name: value for name, value in vars(settings).items() if name not in ("budget", "plan")}
+    claim(out, task, task.load_data(), {"scaling": plain}, *of, machine=("cpu", "gpu"))
+
+
+def path_of(out: Path, number: int, ranks: int) -> Path:
+    """Return the file of a round's job."""
+    return out / f"job-{number}-{ranks}.json"
+
+
+def jobs_in(out: Path) -> Sequence[Job]:
+    """Return the jobs that a folder holds."""
+    return [read_json(Job, path) for path in sorted(out.iterdir()) if _FILE.fullmatch(path.name)]
+
+
+def next_round(out: Path, ranks: int) -> int:
+    """Return the round that has no job of so many ranks yet."""
+    return next(number for number in range(1000) if not path_of(out, number, ranks).exists())
