@@ -22,19 +22,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import command
-from evaluation_goals import GOALS, reached
+from evaluation_goals import GOALS, reached, runs_in
 from evaluation_slices import HALF, SIZES, TASKS, Slice, slices
 
 from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
-from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
-from trimtab.experiments.evaluation.result import MACHINE, Run
+from trimtab.experiments.evaluation.result import MACHINE
 from trimtab.experiments.report import write_evaluation
 from trimtab.measure.machine import environment
 
@@ -303,16 +302,6 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
     }
     write_whole(place.folder / "summary.json", json.dumps(made, indent=1) + "\n")
     return made
-
-
-def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
-    """Return the runs that slices have left, by their folder or file."""
-    files = {kind.file for kind in KINDS}
-    there = dict.fromkeys(each.result for each in found if (folder / each.result).is_file())
-    wanted = [path for path in there if Path(path).name in files or path.endswith(RECORD)]
-    runs = read_runs([folder / path for path in wanted])
-    named = [path.partition("/")[0] for path in wanted]
-    return {name: replace(run, name=name) for name, run in zip(named, runs, strict=True)}
 
 
 def text(found: Mapping[str, Any]) -> Iterator[str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from evaluation_slices import Slice
 
 from trimtab.core.codec import read_json
 from trimtab.core.plan import Plan
+from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
 from trimtab.experiments.evaluation.findings import inverse
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
 from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
@@ -209,3 +212,13 @@ def _told(goal: Goal, path: Path) -> Reached:
         return Reached(goal, NOT_MEASURED, "nothing was told")
     figure = f"{told.peak_bytes:,} bytes at {told.step_s:.3g} s a step, told and not measured"
     return Reached(goal, MET if told.peak_bytes <= goal.bar else MISSED, figure)
+
+
+def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
+    """Return the runs that slices have left, by their folder or file."""
+    files = {kind.file for kind in KINDS}
+    there = dict.fromkeys(each.result for each in found if (folder / each.result).is_file())
+    wanted = [path for path in there if Path(path).name in files or path.endswith(RECORD)]
+    runs = read_runs([folder / path for path in wanted])
+    named = [path.partition("/")[0] for path in wanted]
+    return {name: replace(run, name=name) for name, run in zip(named, runs, strict=True)}

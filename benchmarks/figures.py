@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import evaluation_figures
 from phases_figures import METRICS, phases
 from scaling_figures import scaling, sending
 
@@ -44,12 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something is out of date")
     check = parser.parse_args().check
-    stale = {path: text for path, text in pages(ROOT).items() if path.read_text(encoding="utf-8") != text}
+    stale = {path: text for path, text in pages(ROOT).items() if _written(path) != text}
     for path, text in stale.items():
         print(f"{path.relative_to(ROOT)}: {'out of date' if check else 'rebuilt'}", file=sys.stderr)
         if not check:
             path.write_text(text, encoding="utf-8")
     sys.exit(1 if check and stale else 0)
+
+
+def _written(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def pages(root: Path) -> dict[Path, str]:
@@ -62,7 +67,7 @@ def pages(root: Path) -> dict[Path, str]:
 
     made = {
         root / "README.md": {"figures": _claims(comparisons)},
-        root / "docs" / "RESULTS.md": {"figures": _sections(results)},
+        root / "docs" / "RESULTS.md": {"figures": [*_sections(results), *_evaluations(root)]},
         root / "docs" / "memory.md": {
             "figures": of("prediction"),
             "frontier": [*_drawn(root), *of("frontier", "frontier_compiled", "frontier_walk")],
@@ -76,7 +81,15 @@ def pages(root: Path) -> dict[Path, str]:
     for path, parts in made.items():
         for name, lines in parts.items():
             texts[path] = _between(texts[path], name, "\n".join(lines))
-    return texts
+    own = {
+        folder / evaluation_figures.PAGE: evaluation_figures.page(folder) for folder in evaluation_figures.folders(root)
+    }
+    return texts | own
+
+
+def _evaluations(root: Path) -> Iterator[str]:
+    for folder in evaluation_figures.folders(root):
+        yield from evaluation_figures.section(folder, _comparison)
 
 
 def _files(root: Path) -> list[Path]:

@@ -8,9 +8,13 @@ Losses are lines of `window loss-in-hex`; what a run says of a window it had bee
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,7 @@ from trimtab.decide.accounts import Account
 from trimtab.runtime import data_position
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.recovery import Recovery
 
 ROWS, WINDOWS = 8, 60
 
@@ -64,6 +69,11 @@ def loss_fn(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
+def whole(value):
+    """Return all of a tensor that may be in shards."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def nothing(*_, **__):
     """Load nothing."""
     return lambda: None
@@ -91,6 +101,31 @@ FORGOTTEN = {
 }
 
 
+def killing(folder: Path, verb: str) -> None:
+    """Have a run killed at the end of the first time that it recovers so, and at no later one."""
+    does, marker = getattr(Recovery, verb), folder.with_name(f"killed-in-{verb}")
+
+    def and_die(self: Recovery, *given: Any, **named: Any) -> None:
+        does(self, *given, **named)
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Recovery, verb, and_die)
+
+
+def faulty(run: Any, faults: Mapping[str, Any]) -> Any:
+    """Return the loss, which is no number in some windows, and for which memory runs out from one window on."""
+
+    def loss(model, batch):
+        if len(batch[0]) > 2 and run.num_windows >= faults.get("out_of_memory_from", math.inf):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        found = loss_fn(model, batch)
+        return found * math.nan if run.num_windows in faults.get("no_number", ()) else found
+
+    return loss
+
+
 def train(folder: Path, losses: Path, options: dict) -> None:
     """Train to the end, from wherever the folder says."""
     torch.set_num_threads(1)
@@ -112,11 +147,15 @@ def train(folder: Path, losses: Path, options: dict) -> None:
         batch_rule=trimtab.BatchRule(**rule) if rule else None,
         num_ranks=ranks,
         **({"recompute": "every_block"} if options.get("recompute") else {}),
-        **({"zero_stage": 0} if ranks > 1 else {}),
+        **({"zero_stage": options.get("stage", 0)} if ranks > 1 else {}),
     )
     if rule:  # such short windows would be measured once in a hundred
         Account.is_due = lambda self, sparse=0: not self.is_paused and self.windows % 3 == 0
     keep = {"every_steps": 4, "every_s": None, "also": {"scheduler": scheduler}} | options.get("keep", {})
+    faults = options.get("faults", {})
+    for verb in faults.get("killed_in", ()):
+        killing(folder, verb)
+    how = {"nonfinite": "skip", "out_of_memory": "split"} if faults else {}
     order = torch.Generator().manual_seed(7) if ranks > 1 else None  # the same on all
     loader = trimtab.shard(DataLoader(Noisy(ranks), batch_size=ROWS * ranks, shuffle=True, generator=order))
     with (
@@ -128,12 +167,13 @@ def train(folder: Path, losses: Path, options: dict) -> None:
             total_samples=WINDOWS * ROWS * ranks,
             clip_norm=1.0,
             checkpoints=trimtab.Checkpoints(folder, **keep),
+            **how,
         ) as run,
     ):
-        done = run.applied_steps
+        done, loss = run.num_windows, faulty(run, faults)
         while done < WINDOWS:
             for window in run.windows(loader):
-                run.train_step(window, loss_fn)
+                run.train_step(window, loss)
                 scheduler.step()
                 out.write(f"{done} {float(run.loss).hex()}\n")
                 done += 1
@@ -142,7 +182,7 @@ def train(folder: Path, losses: Path, options: dict) -> None:
                 if done == WINDOWS:
                     break
             torch.rand(1)  # an evaluation
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
         out.write(f"end {float(weights.double().sum()).hex()} {float(model.calls)}\n")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.adapting import TRAINED, adaptations, adapted
+from trimtab.calibrate.adapting import RACED, TRAINED, adaptations, adapted, passes_of
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
@@ -208,12 +208,14 @@ def plan(
     Args:
         adapt: None keeps the user's maths (tier S). Tier F: "learning_rate" also finds a peak learning rate by a range
             test, and a schedule; its cost is in `plan.search_s`. "batch" lets a window span several batches while
-            training, as gradient noise and measured times ask for, the learning rate following. "optimizer" races Muon
-            for the matrices of the model's blocks against the loop's AdamW alone, over short trainings in pairs, and
-            keeps it where it is clearly sooner at the same loss (one process). Or several of them.
+            training, as gradient noise and measured times ask for, the learning rate following. Others are raced over
+            short trainings in pairs, in one process, and kept where they are clearly sooner at the same loss:
+            "optimizer" Muon for the matrices of the model's blocks, "schedule" other shapes of that schedule, and
+            "dropout" none, by the loss of batches not trained on yet, for a run that does not repeat its data. Or
+            several of them.
         batch_rule: how, with "batch"; by default goodput, in windows of up to 16 loader batches. Without, one that only
             measures: `BatchRule("fixed")`.
-        data: training batches, as in `profile`, and to train on a little; needed with "learning_rate" and "optimizer".
+        data: training batches, as in `profile`, and to train on a little; needed with all but "batch".
         rehearse: whether several ranks run plans before one is chosen; without, what is predicted is taken.
         The rest as in `profile`.
 
@@ -223,8 +225,7 @@ def plan(
     """
     freed = adaptations(adapt, data)
     trains = bool(freed & TRAINED)
-    if "optimizer" in freed:
-        _require_muon(model, optimizer)
+    _require_races(freed, model, optimizer)
     rule = _batch_rule("batch" in freed, batch_rule)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
@@ -255,7 +256,14 @@ def plan(
     def made(found: Profile, kept: str = "") -> Made:
         chosen = of_replicas(found, kept)
         if trains and data is not None:
-            chosen = adapted(Subject(model, optimizer, loss_fn, example_batch), chosen, freed, data, progress)
+            chosen = adapted(
+                Subject(model, optimizer, loss_fn, example_batch),
+                chosen,
+                freed,
+                data,
+                progress,
+                passes_of(data, total_steps),
+            )
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)
@@ -355,16 +363,17 @@ def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
     return found
 
 
-def _require_muon(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where Muon cannot be raced: before anything is measured."""
-    if has_peers():
+def _require_races(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise where what is freed cannot be raced: before anything is measured."""
+    if (raced := sorted(freed & RACED)) and has_peers():
         raise ValueGivenError(
             "adapt",
-            given="optimizer, on one of several ranks",
+            given=f"{raced[0]}, on one of several ranks",
             expected="one process: its race trains alone",
             way_out="Plan in one process, and hand the plan's JSON to the ranks.",
         )
-    hidden_matrices(model, optimizer)
+    if "optimizer" in freed:
+        hidden_matrices(model, optimizer)
 
 
 def _typed(field: str, value: Any, cls: type, default: Any) -> Any:

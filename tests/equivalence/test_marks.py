@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_loop import TOLERANCE, Trained, assert_close, assert_same_training, train_ours, train_plain
 from rank_cases import CASES
-from training_cases import blocked_case, class_batches, headed_case, image_case
+from training_cases import blocked_case, class_batches, class_case, dropout_mlp, headed_case, image_case
 
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.plan import Mark, Plan
@@ -31,12 +31,16 @@ CHANGES = {
     "loss_chunk": (7, 1),
     "recompute": ("every_block",),
     "compiled": (True,) if shutil.which("g++") else (),
+    "dropout": (0.0, 0.8),
     "optimizer": ("muon",),
-    "schedule": ("warmup_cosine",),
+    "schedule": ("warmup_cosine", "warmup_linear"),
+    "warmup_fraction": (0.5,),
     "learning_rate_scale": (1.5,),
     "batch_policy": ("fixed",),  # two batches a window
     "clip_norm": (0.01,),
 }
+# What a field is nothing without.
+NEEDS = {"warmup_fraction": {"schedule": "warmup_cosine"}}
 # Those that several ranks share a model by: tests/distributed holds each of them against one process.
 SHARED = {"zero_stage", "engine", "reduce_dtype", "bucket_bytes", "reduces_once", "powersgd_rank"}
 MARKS = Plan.marks()
@@ -49,7 +53,7 @@ PRECISION = {"bf16": 16 * 2**-8, "fp16": 16 * 2**-11}
 def planned(name, value):
     if name == "batch_policy":
         return Plan.fixed(ROWS, batch_rule=BatchRule(value, k=2))
-    values = {"micro_batch": ROWS} | {name: value}
+    values = {"micro_batch": ROWS} | NEEDS.get(name, {}) | {name: value}
     return Plan.fixed(ROWS, **values)
 
 
@@ -60,6 +64,8 @@ def train(name, value, dtype, optimizer) -> tuple[Trained, Trained]:
         case = headed_case(dtype, optimizer, foreach=True)
     if name == "optimizer":
         case = blocked_case(dtype)
+    if name == "dropout":
+        case = class_case(dtype, optimizer, model=dropout_mlp)
     total = 10 * ROWS if MARKS[name] is Mark.DYNAMICS else None
     return train_ours(case, planned(name, value), total_samples=total), train_plain(case)
 
@@ -78,7 +84,7 @@ def test_every_choice_of_ranks_has_a_case_on_ranks():
 
 @pytest.mark.parametrize(("name", "value"), changes)
 def test_a_change_makes_the_tier_its_mark_says(name, value):
-    assert planned(name, value).changes == (name,)
+    assert set(planned(name, value).changes) == {name, *NEEDS.get(name, {})}
     assert planned(name, value).tier == ("F" if MARKS[name] is Mark.DYNAMICS else "S")
 
 

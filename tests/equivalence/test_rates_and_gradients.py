@@ -49,6 +49,24 @@ def test_warmup_and_cosine_follow_the_samples_trained_on(optimizer, micro_batch)
     assert_same_training(ours, train_plain(case, scheduler=ByHand), 1e-12)
 
 
+class LineByHand(ByHand):
+    """A rise over half the run, then a straight line down to a hundredth."""
+
+    def _set(self) -> None:
+        progress = min(1.0, sum(SIZES[: self.index + 1]) / TOTAL)
+        factor = progress / 0.5 if progress < 0.5 else max(0.01, (1 - progress) / 0.5)
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base * factor
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_a_line_and_another_rise_follow_the_samples_too(micro_batch):
+    case = class_case(batches=class_batches(SIZES))
+    plan = Plan.fixed(ROWS, micro_batch, schedule="warmup_linear", warmup_fraction=0.5)
+    ours = train_ours(case, plan, total_samples=TOTAL)
+    assert_same_training(ours, train_plain(case, scheduler=LineByHand), 1e-12)
+
+
 def test_the_first_step_of_a_schedule_is_not_lost_and_a_longer_run_than_planned_stays_at_the_end():
     case = class_case()
     start = train_ours(case, Plan.fixed(ROWS, schedule="warmup_cosine"), total_samples=10**6)

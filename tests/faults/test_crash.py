@@ -90,3 +90,24 @@ def test_no_loss_differs_after_kills(tmp_path, cell):
     assert lived >= 2, "too few of the kills came before the end"
     assert found == whole(tmp_path, CELLS[cell])
     shutil.rmtree(tmp_path / "run")
+
+
+FAULTS = {"no_number": [5, 21, 22, 40], "out_of_memory_from": 13}
+
+
+@pytest.mark.parametrize("verb", ["split", "restore_buffers"])
+def test_no_loss_differs_where_a_run_is_killed_while_it_recovers(tmp_path, verb):
+    """Losses that are no numbers, and memory that runs out: killed in the middle of one of them, and at random."""
+    options = {"faults": FAULTS | {"killed_in": [verb]}}
+    found, _ = crashed(tmp_path, options, kills=2)
+    assert (tmp_path / f"killed-in-{verb}").exists()
+    assert found == whole(tmp_path, {"faults": FAULTS})
+    assert {"nan"} == found["21"]
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_no_loss_of_ranks_in_shards_differs_after_kills(tmp_path):
+    options = {"ranks": 2, "stage": 2}
+    found, lived = crashed(tmp_path, options, kills=3, seed=3)
+    assert lived >= 2, "too few of the kills came before the end"
+    assert found == whole(tmp_path, options)

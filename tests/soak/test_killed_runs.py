@@ -29,3 +29,11 @@ def test_no_loss_differs(tmp_path, precision, windows, recompute, ranks):
     found, lived = crashed(tmp_path, options, KILLS, seed=len(windows) + ranks)
     assert lived >= KILLS // 2, "too few of the kills came before the end"
     assert found == whole(tmp_path, options)
+
+
+@pytest.mark.parametrize(("precision", "stage"), list(itertools.product(("fp32", "bf16"), (1, 2, 3))))
+def test_no_loss_of_shards_differs(tmp_path, precision, stage):
+    options = {"precision": precision, "micro_batch": 4, "ranks": 2, "stage": stage}
+    found, lived = crashed(tmp_path, options, KILLS, seed=stage)
+    assert lived >= KILLS // 2, "too few of the kills came before the end"
+    assert found == whole(tmp_path, options)

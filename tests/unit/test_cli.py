@@ -528,7 +528,7 @@ def test_phases_of_what_cannot_be_told_are_refused(trimtab, tmp_path):
     (tmp_path / "mine.json").write_text(to_json(Plan.fixed(32, micro_batch=8)))
     explained(trimtab("phases", "tiny:task", "tiny.py:task", "--plan", "mine.json"), "--plan", "2 tasks")
     explained(trimtab("phases", "tiny:task", "--plan", "mine.json", "--memory", "1GiB"), "--memory")
-    explained(trimtab("phases", "mine.json"), "phasepage.schema", "given 12")
+    explained(trimtab("phases", "mine.json"), "phasepage.schema", "given 13")
     explained(trimtab("phases", "tiny:task", "--out", "no/where.json"), "--out")
     quick = ("--quick", "--pairs", 1, "--plan", "mine.json", "--out", "out")
     assert trimtab("compare", "tiny.py:task", *quick).code == 0
@@ -633,7 +633,10 @@ ERRORS = [
     (("plan", "tiny:task", "--memory", "lots"), ("memory: given 'lots'", "8GiB")),
     (("profile", "tiny:task", "--memory", "-1GiB"), ("memory: given '-1GiB'",)),
     (("compare", "tiny:task", "--memory", "0"), ("memory: given '0'",)),
-    (("plan", "tiny:task", "--adapt", "all"), ("--adapt: given 'all'", "learning-rate, optimizer, batch, none")),
+    (
+        ("plan", "tiny:task", "--adapt", "all"),
+        ("--adapt: given 'all'", "learning-rate, schedule, optimizer, dropout, batch, none"),
+    ),
     (("train", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
     (("train", "tiny:task", "--adapt", "x", "--plan", "plan.json"), ("--adapt: given 'x'",)),
     (

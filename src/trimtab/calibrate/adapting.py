@@ -3,65 +3,136 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sized
 from dataclasses import replace
 from typing import Any
 
 from trimtab.calibrate.rate_range import range_test
-from trimtab.calibrate.short_race import short_race
+from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import KEEP_OPTIMIZER, Plan
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, KEEP_WARMUP, Plan
 from trimtab.decide.learning_rate import choose_rate
-from trimtab.decide.planner import adapt_learning_rate, adapt_optimizer
 from trimtab.decide.short_race import judge
+from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule
+from trimtab.runtime.dropout import droppers
 from trimtab.runtime.muon import hidden_matrices
 
-ADAPTATIONS = ("learning_rate", "batch", "optimizer")
-# Of them, those that are tried by training a little.
-TRAINED = frozenset({"learning_rate", "optimizer"})
+ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
+# Of them, those that are raced by short trainings in pairs, and all that are tried by training a little.
+RACED = frozenset({"optimizer", "schedule", "dropout"})
+TRAINED = RACED | {"learning_rate"}
 _MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
+_NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
+# A schedule's rivals: to zero in a straight line; and a longer rise.
+_LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
+_LONG_RISE = replace(KEEP_WARMUP, value=0.2, reason="raced", changed=True)
+
+Say = Callable[[str], None]
 
 
 def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
     """Return what was freed.
 
     Raises:
-        ValueGivenError: something that cannot be, or what needs training batches without them.
+        ValueGivenError: something that cannot be, what needs training batches without them, or a schedule whose rate
+            is the user's.
     """
     names = (adapt,) if isinstance(adapt, str) or not isinstance(adapt, Collection) else tuple(adapt)
     freed = frozenset(checks.one_of("adapt", name, ADAPTATIONS) for name in names if name is not None)
     if freed & TRAINED and data is None:
         raise ValueGivenError("data", given="nothing", expected="training batches", way_out="plan(..., data=loader)")
+    require_rate(freed)
     return freed
 
 
+def require_rate(freed: Collection[str]) -> None:
+    """Raise where a schedule is freed and the rate is not: a plan has one of its own only with a rate of its own."""
+    if "schedule" in freed and "learning_rate" not in freed:
+        given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
+        raise ValueGivenError("adapt", given=given, expected=expected)
+
+
 def adapted(
-    subject: Subject, base: Plan, freed: Collection[str], data: Iterable[Any], progress: Callable[[str], None]
+    subject: Subject, base: Plan, freed: Collection[str], data: Iterable[Any], progress: Say, passes: float | None
 ) -> Plan:
     """Return a tier-S plan carried to tier F by what is found on `data`; leaves no trace.
 
-    A peak learning rate by a range test; Muon by a race against the plan without it, each at a rate of its own range
-    test where the rate is freed too.
+    In this order, each on what the one before left: no dropout, by a race; a peak learning rate, by a range test; the
+    shape of its schedule, by races; Muon, by a race, at a rate of its own range test where the rate is freed.
+
+    Args:
+        passes: of the run over its data, where that is known.
 
     Raises:
         ModelError, OptimizerError: there is nothing that Muon could step. ValueGivenError: too few batches.
     """
+    if "optimizer" in freed:
+        hidden_matrices(subject.model, subject.optimizer)
     by_range = "learning_rate" in freed
+    if "dropout" in freed:
+        base = _dropout_raced(subject, base, data, progress, passes)
     stands = find_rate(subject, base, data, progress) if by_range else base
+    if "schedule" in freed and stands.schedule.value != "user":
+        stands = _schedule_raced(subject, stands, data, progress)
     if "optimizer" not in freed:
         return stands
     begin = time.perf_counter()
-    hidden_matrices(subject.model, subject.optimizer)
     rival = replace(base, optimizer=_MUON)
     rival = find_rate(subject, rival, data, progress) if by_range else rival
+    if rival.schedule.value != "user" and stands.schedule.value != "user":
+        rival = replace(rival, schedule=stands.schedule, warmup_fraction=stands.warmup_fraction)
     verdict = judge(short_race(subject, stands, rival, data, progress), "Muon")
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
 
-def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Callable[[str], None]) -> Plan:
+def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say) -> Plan:
     """Return a plan with a peak learning rate by a range test, and a schedule."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
     return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - begin)
+
+
+def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
+    """Return a plan whose schedule has held its own against each of its rivals, or given way to it."""
+    for name, wanted in (("schedule", _LINEAR), ("warmup_fraction", _LONG_RISE)):
+        begin = time.perf_counter()
+        rival = replace(stands, **{name: wanted})
+        told = "a straight line down" if wanted is _LINEAR else "a rise over 20% of the run"
+        verdict = judge(short_race(subject, stands, rival, data, progress), told)
+        stands = adapt_schedule(stands, rival, verdict, time.perf_counter() - begin)
+    return stands
+
+
+def _dropout_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None) -> Plan:
+    """Return a plan without dropout, where the loss of unseen batches is sooner as low without it; or as it stands."""
+    if why := _not_raced(subject, data, passes):
+        return replace(stands, dropout=replace(KEEP_DROPOUT, reason=why))
+    begin = time.perf_counter()
+    rival = replace(stands, dropout=_NONE_DROPPED)
+    pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
+    verdict = judge(pairs, "no dropout")
+    told = replace(verdict, reason=f"by the loss of batches not trained on yet, {verdict.reason}")
+    return adapt_dropout(stands, rival, told, time.perf_counter() - begin)
+
+
+def _not_raced(subject: Subject, data: Iterable[Any], passes: float | None) -> str:
+    """Say why dropout is not raced, or ""."""
+    if not droppers(subject.model):
+        return "as the loop has it: no module drops anything"
+    if passes is not None and passes > 1:
+        return (
+            f"as the loop has it, not raced: in {passes:.2g} passes over its data a run may learn them by heart, which "
+            "dropout is against and a race of batches not seen before does not show"
+        )
+    if isinstance(data, Sized) and len(data) < NUM_STEPS:
+        return f"as the loop has it, not raced: {len(data)} batches, and one training of a race takes {NUM_STEPS}"
+    return ""
+
+
+def passes_of(data: Iterable[Any] | None, total_steps: int | None) -> float | None:
+    """Return how often a run of so many steps goes over its data, where both are known."""
+    if total_steps is None or not isinstance(data, Sized) or not len(data):
+        return None
+    return total_steps / len(data)

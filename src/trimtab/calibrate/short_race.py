@@ -17,7 +17,7 @@ from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.batches import count_rows, iterate
+from trimtab.runtime.batches import count_rows, iterate, slices, to_device
 from trimtab.runtime.engine import Run
 
 NUM_STEPS = 60
@@ -32,6 +32,8 @@ def short_race(
     progress: Callable[[str], None],
     num_steps: int = NUM_STEPS,
     num_pairs: int = NUM_PAIRS,
+    *,
+    by_unseen: bool = False,
 ) -> tuple[ShortPair, ...]:
     """Return the pairs that were run: all, or until the rival lost one. Leaves no trace.
 
@@ -40,6 +42,8 @@ def short_race(
 
     Args:
         batches: training batches; gone through again where they end. A loader is left as `borrowed` says.
+        by_unseen: whether what counts is the loss of each batch in evaluation mode before it is trained on, and not
+            that of its own step, in which what is raced may change what a loss is.
 
     Raises:
         ValueGivenError: there are too few batches. BatchError: there is nothing to iterate over.
@@ -57,7 +61,7 @@ def short_race(
                 progress(f"race of {name}, pair {index + 1} of {num_pairs}")
                 snapshot.restore()
                 torch.manual_seed(seed)
-                return _train(subject, plan, data)
+                return _train(subject, plan, data, by_unseen=by_unseen)
 
             pair = ShortPair(run("the plan as it stands", stands, index), run("its rival", rival, index))
             if is_lost(pair):
@@ -67,17 +71,40 @@ def short_race(
     return tuple(pairs)
 
 
-def _train(subject: Subject, plan: Plan, data: list[Any]) -> ShortRun:
+def _train(subject: Subject, plan: Plan, data: list[Any], *, by_unseen: bool) -> ShortRun:
     rows = sum(map(count_rows, data))
     losses, seconds = [], []
     given = {"total_samples": rows, "out_of_memory": "stop", "on_trial": True}
     with Run(subject.model, subject.optimizer, plan, **given) as run:  # type: ignore[arg-type]
         for batch in data:
+            unseen = _evaluated(run, subject, batch) if by_unseen else None
+            synchronize(subject.device)
             begin = time.perf_counter()
-            losses.append(run.train_step(run.window(batch), subject.loss_fn))
+            loss = run.train_step(run.window(batch), subject.loss_fn)
             synchronize(subject.device)
             seconds.append(time.perf_counter() - begin)
+            losses.append(loss if unseen is None else unseen)
     return ShortRun(tuple(float(loss) for loss in losses), statistics.median(seconds))
+
+
+@torch.no_grad()
+def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
+    """Return the mean loss of a batch in evaluation mode, in the plan's precision and micro-batches."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    rows = count_rows(batch)
+    total, terms = torch.zeros((), device=subject.device), torch.zeros((), device=subject.device)
+    run.model.eval()
+    try:
+        for part, size in slices(to_device(batch, subject.device), rows, run.plan.micro_batch_of(rows)):
+            with run.autocast():
+                result = subject.loss_fn(run.model, part)
+            loss, count = result if isinstance(result, tuple) else (result, None)
+            total += loss * size if count is None else loss
+            terms += size if count is None else count
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return total / terms
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:

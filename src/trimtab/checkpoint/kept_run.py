@@ -18,14 +18,15 @@ from trimtab.checkpoint.envelope import Found, Refused, committed, name_of, newe
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
-from trimtab.checkpoint.ranks import KeptRanks, found_of, require_kept
+from trimtab.checkpoint.ranks import KeptRanks, found_of, is_in_shards, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
 from trimtab.checkpoint.settings import Checkpoints
+from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError
+from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
@@ -37,7 +38,8 @@ class KeptRun:
     """The keeper of one run: `runtime.keeping.Keeper`.
 
     Args:
-        plan: what is started. ranks: that start it, each calling this and all that follows.
+        plan: what is started. ranks: that start it, each calling this and all that follows. in_shards: whether no rank
+            of them holds all of it.
 
     Raises:
         FormatError: the folder cannot be one of a run, or another run holds it. DependencyError: without safetensors.
@@ -52,10 +54,15 @@ class KeptRun:
         optimizer: torch.optim.Optimizer,
         plan: Plan,
         ranks: KeptRanks,
+        *,
+        in_shards: bool,
     ) -> None:
         require_library()
         self._settings, self._plan, self._ranks = settings, plan, ranks
-        self._parts: dict[str, Any] = {"model": ModelState(model), "optimizer": OptimizerState(optimizer)}
+        self._shards = Shards(model, optimizer)
+        self._in_shards, self._whole = in_shards, ModelState(model)
+        self._parts: dict[str, Any] = {"model": self._whole, "optimizer": OptimizerState(optimizer)}
+        self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
         self._also = Given(settings.also)
         self._last_begun = 0
         self._run: Run | None = None
@@ -125,14 +132,20 @@ class KeptRun:
         """Return what puts all back; the user's own were, as they may yet refuse."""
         require_accepted(apart, self._settings.accepts)
         state = self._ranks.read(folder, int(about["world"]["ranks"]))
-        load = self._loading(state)
+        if self._in_shards and "shards" not in state:
+            given, expected = "ranks that hold it in shards", "ranks that each hold the whole model, as it was saved"
+            raise ValueGivenError(
+                "resume: shards", given=given, expected=expected, way_out="zero_stage=0, or one process"
+            )
+        load = self._loading(state, folder)
         self._also.loading(state["also"])()
         return load
 
-    def _loading(self, state: Mapping[str, Any]) -> Load:
+    def _loading(self, state: Mapping[str, Any], folder: Path) -> Load:
         run = self._run
         assert run is not None
-        parts = self._parts | {"run": run, "data": run.position}
+        of = self._cut | {"shards": self._shards.at(folder)} if "shards" in state else self._parts
+        parts = of | {"run": run, "data": run.position}
         recorder = run.recorder if state.get("record") is not None else None
         load_record = None if recorder is None else recorder.loading(state["record"])
         load_parts = loading_parts(
@@ -199,10 +212,11 @@ class KeptRun:
     def _state(self) -> dict[str, Any]:
         run = self._run
         assert run is not None
-        state = {name: part.state_dict() for name, part in self._parts.items()}
+        parts = self._cut if self._in_shards else self._parts
+        state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
         state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
-        return self._ranks.own(state, self._parts["model"].buffers)
+        return self._ranks.own(state, self._whole.buffers)
 
     def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
         """Return what writes a state; it may be called while the run goes on, where it is of copies."""
@@ -212,7 +226,8 @@ class KeptRun:
         taken = snapshot(state) if settings.background else state
 
         def write() -> None:
-            self._ranks.write(settings.path, name_of(windows), taken, about)
+            shards = self._shards.write if self._in_shards else None
+            self._ranks.write(settings.path, name_of(windows), taken, about, shards)
             if self._ranks.is_first:
                 retain(settings.path, settings.keep_last)
 
@@ -253,8 +268,9 @@ def kept(
         UsageError: as of `Run`, `KeptRun` and `KeptRun.attach`; nothing was changed.
     """
     exchange = options["backend"].exchange
-    require_kept(model, plan, exchange, background=settings.background)
-    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange))
+    require_kept(model, optimizer, plan, exchange, background=settings.background)
+    in_shards = is_in_shards(model, plan, exchange)
+    keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
     except BaseException:

@@ -59,8 +59,18 @@ class KeptRanks:
             if word:
                 raise FormatError(f"rank {rank}", given=word, expected="every rank to go on with the run")
 
-    def write(self, parent: Path, name: str, state: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def write(
+        self,
+        parent: Path,
+        name: str,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        shards: Callable[[Path], None] | None = None,
+    ) -> None:
         """Commit a checkpoint of what every rank has.
+
+        Args:
+            shards: writes, called by all ranks at once, what they hold in shards.
 
         Raises:
             SaveError, FormatError: on all ranks, where one of them could not write.
@@ -68,30 +78,46 @@ class KeptRanks:
         if self.num == 1:
             envelope.write(parent, name, lambda folder: write_state(folder, state), about)
             return
-        error = self._committed(parent, name, state, about) if self.is_first else self._added(state)
-        self.agree(error)
+        commit = self._committed if self.is_first else self._added
+        self.agree(commit(parent, name, state, about, shards))
+
+    def _filled(self, folder: Path, state: Mapping[str, Any], shards: Callable[[Path], None] | None) -> None:
+        """Write this rank's part, once with the others; raises on all where one fails."""
+        self.agree(_failure_of(lambda: write_state(folder, state, _prefix(self.rank))))
+        if shards is not None:
+            self.agree(_failure_of(lambda: shards(folder)))
 
     def _committed(
-        self, parent: Path, name: str, state: Mapping[str, Any], about: Mapping[str, Any]
+        self,
+        parent: Path,
+        name: str,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        shards: Callable[[Path], None] | None,
     ) -> Exception | None:
         said: list[str] = []
 
         def fill(folder: Path) -> None:
             said.append(self.first(lambda: _WRITES + str(folder)))
-            error = _failure_of(lambda: write_state(folder, state))
-            self.agree(error)
+            self._filled(folder, state, shards)
 
         error = _failure_of(lambda: envelope.write(parent, name, fill, about))
         if not said:  # the others still wait to be told where
             self.first(lambda: _FAILED)
         return error
 
-    def _added(self, state: Mapping[str, Any]) -> Exception | None:
+    def _added(
+        self,
+        parent: Path,
+        name: str,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        shards: Callable[[Path], None] | None,
+    ) -> Exception | None:
         where = self.first(str)
         if where == _FAILED:
             return None  # rank 0 says why
-        own = _failure_of(lambda: write_state(Path(where.removeprefix(_WRITES)), state, _prefix(self.rank)))
-        return _failure_of(lambda: self.agree(own))
+        return _failure_of(lambda: self._filled(Path(where.removeprefix(_WRITES)), state, shards))
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
         """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
@@ -105,13 +131,20 @@ class KeptRanks:
             state |= {"data": own["data"], "record": None}
             for kind, values in own["buffers"].items():
                 state["model"][kind] |= values
+        for other in range(1, saved) if "shards" in state else ():
+            state["shards"]["others"] |= read_state(folder, _prefix(other))["shards"]["others"]
         if self.rank >= saved:
             state["data"]["here"]["random"]["cpu"] = torch.Generator().manual_seed(self.rank).get_state()
         return state
 
     def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what this rank writes of its state: rank 0 all, another its place, random numbers and buffers."""
-        return state if self.is_first else {"data": state["data"], "buffers": buffers()}
+        """Return what this rank writes of its state: rank 0 all, another its place, random numbers and buffers.
+
+        What is no tensor of its shards' state is its own too.
+        """
+        if self.is_first:
+            return state
+        return {"data": state["data"], "buffers": buffers()} | {k: v for k, v in state.items() if k == "shards"}
 
 
 def found_of(found: envelope.Found | None) -> str:
@@ -121,15 +154,37 @@ def found_of(found: envelope.Found | None) -> str:
     return json.dumps({"folder": str(found.folder), "about": dict(found.manifest.about)})
 
 
-def require_kept(model: torch.nn.Module, plan: Plan, exchange: Exchange, *, background: bool) -> None:
+def require_kept(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    exchange: Exchange,
+    *,
+    background: bool,
+) -> None:
     """Raise `ValueGivenError` for ranks whose run cannot be kept."""
-    expected = "one process, or ranks that each hold the whole model (zero_stage=0, or DistributedDataParallel)"
+    expected = (
+        "one process, or ranks that share the model by a plan (zero_stage), DistributedDataParallel or fully_shard"
+    )
     if exchange.num_ranks == 1 and exchange.has_peers:
         raise ValueGivenError("checkpoints", given="one of several ranks that nothing joins", expected=expected)
-    if exchange.num_ranks > 1 and (plan.zero_stage.value or is_sharded(model) or is_flat_sharded(model)):
-        raise ValueGivenError("checkpoints", given="a model in shards", expected=expected)
-    if exchange.num_ranks > 1 and background:
+    if exchange.num_ranks == 1:
+        return
+    foreign = {
+        "DeepSpeed's shards": plan.engine.value == "deepspeed",
+        "a model in FSDP1, whose shards are flat": is_flat_sharded(model),
+        "a ZeroRedundancyOptimizer": type(optimizer).__name__ == "ZeroRedundancyOptimizer",
+    }
+    for given, is_there in foreign.items():
+        if is_there:
+            raise ValueGivenError("checkpoints", given=given, expected=expected)
+    if background:
         raise ValueGivenError("checkpoints.background", given="True, on several ranks", expected="False there")
+
+
+def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
+    """Return whether no rank holds all of a run."""
+    return exchange.num_ranks > 1 and (bool(plan.zero_stage.value) or is_sharded(model))
 
 
 def _prefix(rank: int) -> str:

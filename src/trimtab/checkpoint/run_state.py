@@ -27,7 +27,7 @@ class ModelState(Part):
 
     def state_dict(self) -> dict[str, Any]:
         """Return values where they lie, not copies."""
-        own = {name: _detached(value) for name, value in self._model.state_dict().items()}
+        own = {name: _detached(value) for name, value in self._own().items()}
         return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
 
     def buffers(self) -> dict[str, Any]:
@@ -35,6 +35,12 @@ class ModelState(Part):
         named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
         own = {name: value.detach() for name, value in named.items() if name in known}
         return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
+
+    def _own(self) -> dict[str, Any]:
+        return self._model.state_dict()
+
+    def _put(self, own: Mapping[str, Any]) -> None:
+        self._model.load_state_dict(own)
 
     def _hidden(self) -> dict[str, Tensor]:
         known = self._model.state_dict().keys()
@@ -47,12 +53,12 @@ class ModelState(Part):
             ModelError: other names, shapes or types than the model's.
         """
         require_keys("state.model", state, ("own", _HIDDEN))
-        _require_alike("model", state["own"], self._model.state_dict())
+        _require_alike("model", state["own"], self._own())
         hidden = self._hidden()
         _require_alike("model's buffers", state[_HIDDEN], hidden)
 
         def load() -> None:
-            self._model.load_state_dict(state["own"])
+            self._put(state["own"])
             with torch.no_grad():
                 for name, value in hidden.items():
                     value.copy_(state[_HIDDEN][name])
@@ -85,19 +91,20 @@ class OptimizerState(Part):
 
         def load() -> None:
             self._optimizer.load_state_dict(state)
-            self._keep_types(state["state"])
+            keep_types(self._optimizer, state["state"])
             align_state(self._optimizer)
 
         return load
 
-    def _keep_types(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Undo torch's cast of state to its parameter's type: an optimizer may have chosen another."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for index, values in saved.items():
-            own = self._optimizer.state[parameters[index]]
-            for name, value in values.items():
-                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
-                    own[name] = value.to(own[name].device, copy=True)
+
+def keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undo torch's cast of loaded state to its parameter's type: an optimizer may have chosen another."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in saved.items():
+        own = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device, copy=True)
 
 
 class Given(Part):

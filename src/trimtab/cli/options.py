@@ -28,11 +28,15 @@ Rehearse = Annotated[
 ]
 Adapt = Annotated[
     str | None,
-    typer.Option(help="what a plan may change beyond the same maths: learning-rate, optimizer, batch; a,b for several"),
+    typer.Option(
+        help="what a plan may change beyond the same maths: learning-rate, schedule, optimizer, dropout, batch; "
+        "a,b for several"
+    ),
 ]
+TRAINED = ("learning-rate", "schedule", "optimizer", "dropout")  # that a plan tries by training a little
 
 
-def adaptation(adapt: str | None, known: tuple[str, ...] = ("learning-rate", "optimizer", "batch")) -> tuple[str, ...]:
+def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) -> tuple[str, ...]:
     """Return what `--adapt` names.
 
     Raises:

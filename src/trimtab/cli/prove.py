@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.options import (
+    TRAINED,
     EnergyWatts,
     Json,
     Memory,
@@ -60,7 +61,7 @@ def compare(
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
-    freed = None if adapt is None else adaptation(adapt, ("learning-rate", "optimizer"))
+    freed = None if adapt is None else adaptation(adapt, TRAINED)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
     asked = Asked(task, pairs, whole, quick, freed, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))

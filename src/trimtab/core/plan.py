@@ -24,11 +24,11 @@ from trimtab.core.units import format_bytes, format_joules, format_seconds
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
 
-PLAN_SCHEMA = 12
+PLAN_SCHEMA = 13
 MEMORY_LAYOUTS = ("keep", "channels_last")
 ALLOCATORS = ("keep", "retain")
 OPTIMIZERS = ("user", "muon")
-SCHEDULES = ("user", "warmup_cosine")
+SCHEDULES = ("user", "warmup_cosine", "warmup_linear")
 
 
 _KEPT = "as the loop has it"
@@ -45,8 +45,10 @@ KEEP_REDUCE = Choice("fp32", _KEPT, Mark.ROUNDING)
 KEEP_BUCKET = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_REDUCES_ONCE = Choice(True, _KEPT, Mark.ROUNDING)
 KEEP_POWERSGD = Choice(None, _KEPT, Mark.DYNAMICS)
+KEEP_DROPOUT = Choice(None, _KEPT, Mark.DYNAMICS)
 KEEP_OPTIMIZER = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
+KEEP_WARMUP = Choice(None, "5% of the run, as the paper has it", Mark.DYNAMICS)
 KEEP_LEARNING_RATE = Choice(1.0, _KEPT, Mark.DYNAMICS)
 KEEP_BATCH = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_CLIP = Choice(None, _KEPT, Mark.DYNAMICS)
@@ -75,8 +77,10 @@ class Plan:
         reduces_once: of stages 2 and 3: gradients are reduced once a window, and held whole until then; else after
             every micro-batch, and a shard is held.
         powersgd_rank: of DDP: gradients are sent as factors of that rank (Vogels et al. 2019); None: as they are.
+        dropout: probability of every module that drops values at random; None: each as the loop has it.
         optimizer: "user", or "muon": the matrices of the model's blocks are stepped by Muon beside the user's AdamW.
-        schedule: "user" (the user's own, untouched) or "warmup_cosine" by progress (paper eq. 10).
+        schedule: "user" (the user's own, untouched), or by progress "warmup_cosine" (paper eq. 10) or "warmup_linear".
+        warmup_fraction: share of the run that such a schedule rises for; None: 5%.
         learning_rate_scale: factor on the user's learning rates.
         batch_policy: "user" (windows of one batch), or the policy by which they grow and shrink: the batch rule's own.
         clip_norm: limit on the global gradient norm (paper eq. 12), or None.
@@ -114,8 +118,10 @@ class Plan:
     bucket_bytes: Choice = KEEP_BUCKET
     reduces_once: Choice = KEEP_REDUCES_ONCE
     powersgd_rank: Choice = KEEP_POWERSGD
+    dropout: Choice = KEEP_DROPOUT
     optimizer: Choice = KEEP_OPTIMIZER
     schedule: Choice = KEEP_SCHEDULE
+    warmup_fraction: Choice = KEEP_WARMUP
     learning_rate_scale: Choice = KEEP_LEARNING_RATE
     batch_policy: Choice = KEEP_BATCH
     clip_norm: Choice = KEEP_CLIP
@@ -150,6 +156,9 @@ class Plan:
         checks.one_of("plan.allocator", self.allocator.value, ALLOCATORS)
         checks.one_of("plan.optimizer", self.optimizer.value, OPTIMIZERS)
         checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
+        if self.dropout.value is not None:
+            checks.number("plan.dropout", self.dropout.value, low=0, high=1)
+        self._check_warmup()
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:
             checks.number("plan.clip_norm", self.clip_norm.value, low=0, open_low=True)
@@ -174,6 +183,15 @@ class Plan:
                 raise FormatError(f"plan.{name}", given=repr(value), expected="true or false")
         if self.splits and self.check is not None and not self.check.splittable:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
+
+    def _check_warmup(self) -> None:
+        rises = self.warmup_fraction.value
+        if rises is None:
+            return
+        checks.number("plan.warmup_fraction", rises, low=0, high=0.9)
+        if self.schedule.value == "user":
+            given, expected = f"{rises} with the user's own schedule", "a schedule of the plan's, or None"
+            raise ValueGivenError("plan.warmup_fraction", given=given, expected=expected)
 
     @classmethod
     def fixed(
@@ -227,9 +245,14 @@ class Plan:
         return {"micro_batch": Mark.EXACT} | {name: choice.mark for name, choice in named.items()}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
-        """Yield (field name, choice) in the order they are read; how ranks share only where they do."""
+        """Yield (field name, choice) in the order they are read; how ranks share only where they do.
+
+        How long a schedule rises is a choice where there is one of the plan's.
+        """
         for field in fields(self):
             if self.zero_stage.value is None and (field.name == "zero_stage" or field.name in KEPT):
+                continue
+            if self.schedule.value == "user" and field.name == "warmup_fraction":
                 continue
             value = getattr(self, field.name)
             if isinstance(value, Choice):

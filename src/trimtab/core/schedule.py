@@ -6,6 +6,7 @@ import math
 
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
+LINEAR_FINAL = 0.01  # all the way down, but for a last step that would be none
 
 
 def warmup_cosine(progress: float, warmup: float = WARMUP_FRACTION, final: float = FINAL_FRACTION) -> float:
@@ -31,3 +32,15 @@ def warmup_linear(progress: float, warmup: float, final: float) -> float:
     if progress < warmup:
         return progress / warmup
     return max(final, (1 - progress) / (1 - warmup))
+
+
+def factor_of(schedule: str, progress: float, warmup: float | None = None) -> float:
+    """Return the factor of a plan's schedule, "warmup_cosine" or "warmup_linear".
+
+    Args:
+        warmup: share of the run that rises; None: the paper's 5%.
+    """
+    rises = WARMUP_FRACTION if warmup is None else warmup
+    if schedule == "warmup_linear":
+        return warmup_linear(progress, rises, LINEAR_FINAL)
+    return warmup_cosine(progress, rises)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.plan import KEEP_OPTIMIZER, Choice, FrontPoint, Mark, Measured, Plan, Rejected
+from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
-from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.short_race import Verdict
 from trimtab.decide.space import Point
 
 _MARKS = Plan.marks()
@@ -119,50 +117,6 @@ def choose_there(profile: Profile) -> Plan:
     chosen = choose(profile, profile.objective, profile.budget)
     unproved = chosen.check is not None and chosen.check.splittable  # by the modules alone: nothing was run
     return replace(chosen, check=None) if unproved else chosen
-
-
-def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
-    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
-
-    Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
-    """
-    total = plan.planning_s + search_s
-    scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
-    if not scale.changed:
-        kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
-        return replace(plan, learning_rate_scale=scale, schedule=kept, search_s=search_s, planning_s=total)
-    schedule = Choice(
-        "warmup_cosine",
-        "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
-        Mark.DYNAMICS,
-        changed=True,
-        losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
-    )
-    return replace(plan, learning_rate_scale=scale, schedule=schedule, search_s=search_s, planning_s=total)
-
-
-def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return the rival of a race with Muon in tier F, where it won; else the plan as it stands, which says why.
-
-    Args:
-        search_s: of the race, beyond what either plan was searched for.
-    """
-    spent = {"search_s": stands.search_s + search_s, "planning_s": stands.planning_s + search_s}
-    if not verdict.is_gain:
-        kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
-        return replace(stands, optimizer=kept, **spent)  # type: ignore[arg-type]
-    won = replace(
-        rival.optimizer,
-        reason=f"the matrices of blocks by Muon, all else by AdamW; {verdict.reason}",
-        losers=(Rejected("user", "later to the same loss"),),
-    )
-    told = {name: getattr(rival, name) for name in ("predicted", "measured")}
-    slower = {
-        name: cost and replace(cost, step_s=cost.step_s * verdict.step_ratio, between_s=None, energy_j=None)
-        for name, cost in told.items()
-    }
-    verified = rival.verified and tuple(bound / verdict.step_ratio for bound in rival.verified)
-    return replace(rival, optimizer=won, verified=verified, **slower, **spent)  # type: ignore[arg-type]
 
 
 def _decide(

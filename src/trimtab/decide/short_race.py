@@ -61,10 +61,15 @@ class ShortPair:
 
     @property
     def control(self) -> float | None:
-        """The same of the plan as it stands, trained again; None where it was not, or never came there."""
-        if self.again is None:
+        """The same of the plan as it stands, trained again; None where it was not, or a loss is no number.
+
+        To the higher of the losses that the two end at, which both come to: one of two alike ends above the other.
+        """
+        if self.again is None or not math.isfinite(self.stands.ended_at + self.again.ended_at):
             return None
-        return self._ratio(self.again) * self.stands.step_s / self.again.step_s or None
+        target = max(self.stands.ended_at, self.again.ended_at)
+        ratio = self.stands.steps_to(target) / self.again.steps_to(target)
+        return ratio * self.stands.step_s / self.again.step_s
 
     def _ratio(self, other: ShortRun) -> float:
         return len(self.stands.losses) / other.steps_to(self.stands.ended_at)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, Plan
+from trimtab.core.plan import KEEP_BATCH, KEEP_LEARNING_RATE, KEEP_SCHEDULE, KEEP_WARMUP, Plan
 from trimtab.distributed.backends import backend_of
 from trimtab.distributed.process_group import slowest, total
 from trimtab.distributed.stage_choice import RankLoop
@@ -43,7 +43,7 @@ def rehearsing(plan: Plan, copied: Callable[[], RankLoop], clip_norm: float | No
     gc.collect()  # an error of the run before holds its frames, and they what they ran
     model, optimizer, loss_fn, batch = copied()
     kept = {"schedule": KEEP_SCHEDULE, "learning_rate_scale": KEEP_LEARNING_RATE, "batch_policy": KEEP_BATCH}
-    plan = replace(plan, batch_rule=None, **kept)
+    plan = replace(plan, batch_rule=None, warmup_fraction=KEEP_WARMUP, **kept)
     clip = None if plan.clip_norm.value is not None else clip_norm
     backend: Backend | None = backend_of(model, plan, {"clip_norm": clip})
     ours: RehearsedRun | None = None

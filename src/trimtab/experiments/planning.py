@@ -11,7 +11,7 @@ import torch
 
 from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
-from trimtab.calibrate.adapting import TRAINED, adapted
+from trimtab.calibrate.adapting import TRAINED, adapted, require_rate
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS
 from trimtab.core.errors import ValueGivenError
@@ -96,13 +96,14 @@ def make_plans(
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change, of "learning_rate", "optimizer" and "batch"; nothing: there is no tier F. traces,
+        adapt: what tier F may change, of `ADAPTATIONS`; nothing: there is no tier F. traces,
             metering: as in `profile`.
     """
     budget, objective = budget or Budget(), objective or Objective()
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
+    require_rate(adapt)
     if "optimizer" in adapt:
         hidden_matrices(model, optimizer)  # or raises, before anything is measured
     batches = data.batches(PLANNING_SEED, task.batch_rows)
@@ -126,7 +127,8 @@ def make_plans(
     profiles = {"S": found}
     if TRAINED & set(adapt):
         subject = Subject(model, optimizer, task.loss_fn, batch)
-        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress)
+        rows = task.adapted_rows if "learning_rate" in adapt and task.adapted_rows else task.budget_rows
+        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, rows / data.num_rows)
     if "batch" in adapt:
         base = plans.get("F", plans["S"])
         plans["F"] = base.freed(default_rule(base), FREED)

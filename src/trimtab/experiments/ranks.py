@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from trimtab.calibrate.adapting import RACED
 from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
@@ -62,8 +63,8 @@ def plan_on_ranks(
 
     if ranks == 1:
         return _preferred(plans_of(task))
-    if "optimizer" in adapt:
-        given, expected = f"optimizer, on {ranks} ranks", "one process: its race trains alone"
+    if raced := sorted(RACED & set(adapt)):
+        given, expected = f"{raced[0]}, on {ranks} ranks", "one process: its race trains alone"
         raise ValueGivenError("--adapt", given=given, expected=expected)
 
     def made() -> Made | Share:

@@ -10,7 +10,7 @@ from torch import nn
 
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
-from trimtab.runtime import activation_checkpoint, compiled, layout, loss_head, muon, optimizers, precision
+from trimtab.runtime import activation_checkpoint, compiled, dropout, layout, loss_head, muon, optimizers, precision
 from trimtab.runtime.compile_check import CompileCheck, Note
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
@@ -63,6 +63,8 @@ def apply_plan(
         undo.callback(_active.discard, model)
         if plan.loss_chunk.value is not None:
             undo.callback(loss_head.use_chunks(model, int(plan.loss_chunk.value)))
+        if plan.dropout.value is not None:
+            undo.callback(dropout.use_dropout(model, float(plan.dropout.value)))
         if plan.recompute.value is not None:
             undo.callback(activation_checkpoint.use_plan(model, plan))
         if plan.precision.value == "tf32":

@@ -13,7 +13,7 @@ import torch
 
 from trimtab.core import checks
 from trimtab.core.plan import Plan
-from trimtab.core.schedule import warmup_cosine
+from trimtab.core.schedule import factor_of
 from trimtab.core.state_parts import Load, Part, require_keys
 
 
@@ -28,7 +28,8 @@ def rate_factor(plan: Plan, progress: float | None) -> float:
     if plan.schedule.value == "user":
         return scale
     assert progress is not None
-    return scale * warmup_cosine(progress)
+    rises = plan.warmup_fraction.value
+    return scale * factor_of(str(plan.schedule.value), progress, None if rises is None else float(rises))
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:

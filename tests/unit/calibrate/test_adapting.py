@@ -115,7 +115,7 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, l
     """Return a plan whose race was decided beforehand, and the plans that were raced."""
     raced, tested = [], []
 
-    def short(its, stands, rival, data, progress):
+    def short(its, stands, rival, data, progress, by_unseen=False):
         raced.append((stands, rival))
         return (ShortPair(ShortRun((1.0,), 1.0), ShortRun((1.0,), 1.0)),)
 
@@ -127,7 +127,7 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, l
     monkeypatch.setattr(adapting, "short_race", short)
     monkeypatch.setattr(adapting, "range_test", ranged)
     monkeypatch.setattr(adapting, "judge", lambda pairs, rival: verdict)
-    return adapting.adapted(its, STANDS, adapt, batches(), lambda text: None), [tested, *raced]
+    return adapting.adapted(its, STANDS, adapt, batches(60), lambda text: None, None), [tested, *raced]
 
 
 def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
@@ -198,3 +198,136 @@ def test_one_of_several_ranks_does_not_race(monkeypatch):
     monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
     with pytest.raises(ValueGivenError, match="adapt: given optimizer, on one of several ranks"):
         trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="optimizer", data=batches())
+
+
+@pytest.mark.parametrize("name", ["schedule", "dropout"])
+def test_no_race_is_run_on_one_of_several_ranks(monkeypatch, name):
+    its = subject()
+    monkeypatch.setattr(trimtab.api, "has_peers", lambda: True)
+    with pytest.raises(ValueGivenError, match=f"adapt: given {name}, on one of several ranks|one process"):
+        trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt=("learning_rate", name), data=batches())
+
+
+# The shape of the schedule.
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_a_schedule_is_raced_against_a_straight_line_and_a_longer_rise(monkeypatch, won):
+    adapt = ("learning_rate", "schedule")
+    found, (_, first, second) = planned(subject(), monkeypatch, Verdict(won, "so it was", 1.0), adapt)
+    assert [plan.schedule.value for plan in first] == ["warmup_cosine", "warmup_linear"]
+    assert [plan.warmup_fraction.value for plan in second] == [None, 0.2]
+    assert second[0].schedule.value == ("warmup_linear" if won else "warmup_cosine")
+    assert found.schedule.value == second[0].schedule.value
+    assert found.warmup_fraction.value == (0.2 if won else None)
+    assert {loser.value for loser in found.schedule.losers} >= {"warmup_cosine" if won else "warmup_linear"}
+    assert {loser.value for loser in found.warmup_fraction.losers} == {None if won else 0.2}
+    assert "so it was" in str(found)
+    assert found.search_s > 0
+
+
+def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
+    monkeypatch.setattr(adapting, "short_race", lambda *_, **__: pytest.fail("raced"))
+    monkeypatch.setattr(adapting, "range_test", lambda *_: tuple(RatePoint(1.3**i, 5.0 + i) for i in range(20)))
+    found = adapting.adapted(subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None, None)
+    assert found.schedule.value == "user"
+
+
+def test_a_schedule_needs_the_rate_to_be_free():
+    its = subject()
+    with pytest.raises(ValueGivenError, match="adapt: given schedule without learning_rate; expected both"):
+        trimtab.plan(its.model, its.optimizer, loss_fn, its.batch, adapt="schedule", data=batches())
+
+
+def test_a_rival_of_muon_has_the_schedule_that_was_raced(monkeypatch):
+    adapt = ("learning_rate", "schedule", "optimizer")
+    found, (_, _, _, (stands, rival)) = planned(subject(), monkeypatch, Verdict(True, "so"), adapt)
+    assert (rival.optimizer.value, stands.optimizer.value) == ("muon", "user")
+    assert rival.schedule == stands.schedule
+    assert rival.warmup_fraction == stands.warmup_fraction
+    assert found.optimizer.value == "muon"
+
+
+# Dropout.
+
+
+class Heavy(Tokens):
+    """Drops so much that hardly anything is left to learn by."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens):
+        return self.drop(super().forward(tokens))
+
+
+def test_the_loss_of_unseen_batches_is_that_of_evaluation_before_each_step():
+    its = subject(Heavy)
+    said: list[str] = []
+    none = Plan.fixed(ROWS, dropout=0.0)
+    (pair,) = short_race(its, STANDS, none, batches(), said.append, 8, 1, by_unseen=True)
+    its.model.eval()
+    with torch.no_grad():
+        first = float(loss_fn(its.model, batches(1)[0]))
+    assert pair.stands.losses[0] == pytest.approx(first)
+    assert pair.rival.losses[0] == pytest.approx(first)  # evaluation drops nothing, whatever the plan
+    assert pair.stands.losses[-1] != pair.rival.losses[-1]
+    its.model.train()
+    (trained,) = short_race(its, STANDS, none, batches(), said.append, 8, 1)
+    assert trained.stands.losses[0] != pytest.approx(first)
+
+
+def test_evaluating_changes_no_training():
+    """Nor the modes of modules, one of which the loop has frozen in evaluation."""
+    its = subject(Heavy)
+    its.model.blocks.eval()
+    before = fingerprint(its.model, its.optimizer)
+    ended: list[tuple[bool, bool]] = []
+
+    def noted(model, batch):
+        ended.append((model.training, model.blocks.training))
+        return loss_fn(model, batch)
+
+    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    for by_unseen in (False, True):
+        short_race(noting, STANDS, STANDS, batches(), lambda text: None, 4, 1, by_unseen=by_unseen)
+        assert set(ended) == ({(True, False), (False, False)} if by_unseen else {(True, False)})
+    assert fingerprint(its.model, its.optimizer) == before
+    assert its.model.training
+    assert not its.model.blocks.training
+
+
+def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    its = subject(Heavy)
+    before = fingerprint(its.model, its.optimizer)
+    given = {"adapt": "dropout", "data": batches(60), "num_blocks": 3, "total_steps": 60}
+    found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
+    assert fingerprint(its.model, its.optimizer) == before
+    assert "batches not trained on yet" in found.dropout.reason
+    assert (found.dropout.value, found.tier) == (0.0, "F")
+    with trimtab.start(its.model, its.optimizer, found):
+        assert its.model.drop.p == 0.0
+    assert its.model.drop.p == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "passes", "said"),
+    [
+        (Tokens, batches(60), None, "no module drops anything"),
+        (Heavy, batches(60), 4.0, "in 4 passes over its data"),
+        (Heavy, batches(40), None, "40 batches, and one training of a race takes 60"),
+    ],
+)
+def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, data, passes, said):
+    monkeypatch.setattr(adapting, "short_race", lambda *_, **__: pytest.fail("raced"))
+    found = adapting.adapted(subject(make), STANDS, ("dropout",), data, lambda text: None, passes)
+    assert (found.dropout.value, found.tier) == (None, "S")
+    assert said in found.dropout.reason
+
+
+def test_passes_are_known_by_length_and_steps():
+    assert adapting.passes_of(batches(40), 100) == 2.5
+    assert adapting.passes_of(iter(batches(4)), 100) is None
+    assert adapting.passes_of(batches(4), None) is None

@@ -22,6 +22,7 @@ VALUES = {
     "loss_chunk": 128,
     "recompute": "every_block",
     "compiled": True,
+    "dropout": 0.2,
     "optimizer": "muon",
     "schedule": "warmup_cosine",
     "learning_rate_scale": 3.0,
@@ -36,6 +37,7 @@ KEPT = {
     "loss_chunk": None,
     "recompute": None,
     "compiled": False,
+    "dropout": None,
     "optimizer": "user",
     "schedule": "user",
     "learning_rate_scale": 1.0,
@@ -59,8 +61,10 @@ def test_marks_are_the_ones_the_equivalence_tests_are_made_from():
         "bucket_bytes": Mark.ROUNDING,
         "reduces_once": Mark.ROUNDING,
         "powersgd_rank": Mark.DYNAMICS,
+        "dropout": Mark.DYNAMICS,
         "optimizer": Mark.DYNAMICS,
         "schedule": Mark.DYNAMICS,
+        "warmup_fraction": Mark.DYNAMICS,
         "learning_rate_scale": Mark.DYNAMICS,
         "batch_policy": Mark.DYNAMICS,
         "clip_norm": Mark.DYNAMICS,
@@ -122,6 +126,7 @@ def test_fixed_holds_what_was_given():
     assert {name: choice.value for name, choice in plan.choices()} == {
         "micro_batch": 32,
         "batch_policy": "user",
+        "warmup_fraction": None,
     } | VALUES
     assert all(choice.mark is Plan.marks()[name] for name, choice in plan.choices())
     assert Plan.fixed(128).micro_batch.value == 128
@@ -141,6 +146,10 @@ def test_fixed_holds_what_was_given():
         ((8,), {"memory_layout": "nhwc"}, ValueGivenError, "plan.memory_layout"),
         ((8,), {"allocator": "jemalloc"}, ValueGivenError, "plan.allocator"),
         ((8,), {"schedule": "step"}, ValueGivenError, "plan.schedule"),
+        ((8,), {"dropout": -0.1}, ValueGivenError, "plan.dropout"),
+        ((8,), {"dropout": True}, ValueGivenError, "plan.dropout"),
+        ((8,), {"warmup_fraction": 0.2}, ValueGivenError, "plan.warmup_fraction"),
+        ((8,), {"schedule": "warmup_linear", "warmup_fraction": 1.0}, ValueGivenError, "plan.warmup_fraction"),
         ((8,), {"learning_rate_scale": 0}, ValueGivenError, "plan.learning_rate_scale"),
         ((8,), {"learning_rate_scale": math.inf}, ValueGivenError, "plan.learning_rate_scale"),
         ((8,), {"learning_rate_scale": True}, ValueGivenError, "plan.learning_rate_scale"),

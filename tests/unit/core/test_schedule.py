@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.schedule import FINAL_FRACTION, WARMUP_FRACTION, warmup_cosine, warmup_linear
+from trimtab.core.schedule import FINAL_FRACTION, WARMUP_FRACTION, factor_of, warmup_cosine, warmup_linear
 
 progresses = st.floats(0, 1)
 
@@ -62,3 +62,18 @@ def test_a_straight_line_never_leaves_its_range_and_turns_once(one, other, warmu
     assert 0 <= a <= 1
     assert (a <= b or early == late) if late < warmup else True
     assert b <= a if early >= warmup else True
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "progress", "factor"),
+    [
+        ("warmup_cosine", None, 0.025, 0.5),
+        ("warmup_cosine", 0.2, 0.1, 0.5),
+        ("warmup_cosine", 0.0, 0.0, 1.0),
+        ("warmup_linear", None, 0.525, 0.5),
+        ("warmup_linear", 0.2, 0.6, 0.5),
+        ("warmup_linear", 0.2, 1.0, 0.01),
+    ],
+)
+def test_a_plans_schedule_is_found_by_its_name(schedule, warmup, progress, factor):
+    assert factor_of(schedule, progress, warmup) == pytest.approx(factor)

@@ -14,7 +14,8 @@ from trimtab.core.plan import Check, Mark
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.learning_rate import RateChoice
-from trimtab.decide.planner import adapt_learning_rate, choose
+from trimtab.decide.planner import choose
+from trimtab.decide.tier_f import adapt_learning_rate
 
 REFUSED = Check(False, "BatchNorm2d computes over the batch: smaller micro-batches would change its statistics")
 FAST = {"bf16": 1.5, "channels_last": 1.2, "retain": 1.3}

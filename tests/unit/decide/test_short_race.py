@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.plan import Choice, Mark, Measured, Plan
-from trimtab.decide.planner import adapt_optimizer
 from trimtab.decide.short_race import ShortPair, ShortRun, Verdict, is_lost, judge
+from trimtab.decide.tier_f import adapt_optimizer
 
 STEPS = 60
 
@@ -78,6 +78,16 @@ def test_pairs_that_differ_too_much_are_not_clear_of_chance():
     found = judge([replace(pair(1.4), again=None)] * 5, "Muon")
     assert not found.is_gain  # without a control nothing can be told
     assert not judge([pair(3.0)] * 4, "Muon").is_gain  # nor from four pairs
+
+
+def test_the_loop_against_itself_is_measured_whichever_of_the_two_ends_lower():
+    """It ends above in half of all pairs where chance differs: held to its first run's end, it would have no figure."""
+    above, below = (ShortPair(falling(5), falling(10), falling(5 * factor)) for factor in (0.9, 1 / 0.9))
+    assert above.control == pytest.approx(0.9, abs=0.02)
+    assert above.control * below.control == pytest.approx(1, abs=0.02)
+    pairs = [replace(pair(2.0), again=falling(5 * factor)) for factor in (0.95, 1.0, 1.05, 0.97, 1.03)]
+    assert judge(pairs, "Muon").is_gain
+    assert replace(pair(), again=ShortRun((math.nan,) * STEPS, 1.0)).control is None
 
 
 @pytest.mark.parametrize(

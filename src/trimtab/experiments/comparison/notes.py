@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.core.plan import KEEP_OPTIMIZER
 from trimtab.core.units import format_seconds
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.result import TargetRow
@@ -25,7 +24,8 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
         )
     if "F" in plans.plans:
         freed = plans.plans["F"]
-        search = "a learning-rate range test" if freed.optimizer == KEEP_OPTIMIZER else "a search that trained"
+        raced = any(choice.losers for choice in (freed.optimizer, freed.dropout, freed.warmup_fraction))
+        search = "a search that trained" if raced else "a learning-rate range test"
         took = format_seconds(freed.search_s)
         found.append(f"Tier F is charged with planning and {search} of {took} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):

@@ -1,0 +1,130 @@
+"""What `make figures` writes of an evaluation: its goals, its runs' figures, and the page beside the paper's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from evaluation_goals import GOALS, reached, runs_in
+from evaluation_slices import slices
+
+from trimtab.core.codec import read_json
+from trimtab.experiments.ablation.result import Ablation
+from trimtab.experiments.ablation.rows import ablation_object
+from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.rows import benchmark_object
+from trimtab.experiments.report import evaluation_outline, read_report
+from trimtab.experiments.report.markdown import markdown_page
+from trimtab.experiments.scaling.result import Scaling
+from trimtab.experiments.scaling.table import tables
+
+Row = dict[str, Any]
+PAGE, MACHINE = "evaluation.md", "machine.json"
+_SETTINGS = {
+    "alone": "alone",
+    "in the plan": "in the plan",
+    "interaction": "together",
+    "whole": "the plan",
+}
+
+
+def folders(root: Path) -> list[Path]:
+    """Return the folders of evaluations of which a slice has ended."""
+    begun = sorted((root / "benchmarks" / "results").glob(f"evaluation-*/{MACHINE}"))
+    return [path.parent for path in begun if any((path.parent / "done").glob("*.json"))]
+
+
+def size_of(folder: Path) -> str:
+    """Return the size that a folder's machine is evaluated at."""
+    return "gpu" if "gpu" in json.loads((folder / MACHINE).read_text(encoding="utf-8")) else "cpu"
+
+
+def page(folder: Path) -> str:
+    """Return the page of all its runs, with the paper's tables beside ours."""
+    size = size_of(folder)
+    runs = tuple(runs_in(slices(size), folder).values())
+    return markdown_page(evaluation_outline.document(runs, f"python benchmarks/evaluation.py --size {size}"))
+
+
+def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+    """Yield the lines of an evaluation: goals first, then each of its runs.
+
+    Args:
+        comparison: writes the rows of one.
+    """
+    size, facts = size_of(folder), json.loads((folder / MACHINE).read_text(encoding="utf-8"))
+    where = f"../benchmarks/results/{folder.name}"
+    runs = runs_in(slices(size), folder)
+    yield f"## {folder.name}"
+    yield ""
+    yield f"{', '.join(facts[key] for key in ('cpu', 'gpu') if key in facts)}. `make evaluation SIZE={size}`."
+    yield f"The paper's tables beside these, and its claims: [{PAGE}]({where}/{PAGE})."
+    yield ""
+    yield "| goal | | measured |"
+    yield "|---|---|---|"
+    for each in reached([goal for goal in GOALS if goal.size == size], folder, runs):
+        yield f"| {each.goal.says} | {each.status} | {each.figure} |"
+    yield ""
+    for name in runs:
+        yield from _run(folder / name, f"{where}/{name}", comparison)
+
+
+def _run(path: Path, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+    if (path / "scaling.json").is_file():
+        yield from _scaling(path.name, read_json(Scaling, path / "scaling.json"))
+    elif (path / "report.json").is_file():
+        found = read_report(path / "report.json")
+        yield f"### [{path.name}]({link}/report.md): {found.task}"
+        yield ""
+        yield f"`{found.command}`; torch {found.environment['torch']}, sources {found.environment['sources']}."
+        yield ""
+        if isinstance(found, Comparison):
+            yield from comparison(benchmark_object(found)["rows"])
+        else:
+            yield from ablation(found)
+        yield ""
+
+
+def ablation(found: Ablation) -> Iterator[str]:
+    """Yield what each change is worth, by what it is set in: add one to the loop, take one from the plan."""
+    yield "| change | set in | figure | with it (95%) | n | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for row in ablation_object(found)["rows"]:
+        if row["metric"] in ("arm", "planning_s"):
+            continue
+        change = row.get("change", row.get("arm", "")).replace("_", " ")
+        if "other" in row:
+            change += f" and {row['other'].replace('_', ' ')}"
+        figure = row["metric"].removesuffix("_ratio").replace("_", " ")
+        setting = _SETTINGS.get(row["setting"], row["setting"])
+        if "refused" in row:
+            yield f"| {change} | {setting} | | not run: {row['refused']} | | |"
+            continue
+        yield f"| {change} | {setting} | {figure} | {_value(row)} | {row['n']} | {row['verdict']} |"
+
+
+def _value(row: Row) -> str:
+    form = "{:+.2f}" if row["metric"] == "final_metric_difference" else "{:.3f}x"
+    if row["mean"] is None:
+        return "not known"
+    if row["low"] is None or row["high"] is None:
+        return form.format(row["mean"])
+    return f"{form.format(row['mean'])} ({form.format(row['low'])} to {form.format(row['high'])})"
+
+
+def _scaling(name: str, found: Scaling) -> Iterator[str]:
+    yield f"### {name}: {found.task}"
+    yield ""
+    for title, (head, *rows) in tables(found).items():
+        yield f"{title}:"
+        yield ""
+        yield _line(head)
+        yield f"|{'---|' * len(head)}"
+        yield from map(_line, rows)
+        yield ""
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

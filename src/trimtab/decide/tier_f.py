@@ -1,0 +1,87 @@
+"""A plan carried to tier F by what was found: a rate by its range test, all else by the race that it won or lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, Choice, Mark, Plan, Rejected
+from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.short_race import Verdict
+
+_LATER = "later to the same loss"
+
+
+def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
+    """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
+
+    Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
+    """
+    plan = _searched(plan, search_s)
+    scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
+    if not scale.changed:
+        kept = replace(plan.schedule, reason="as the loop has it: the rate is, and no schedule was tried on its own")
+        return replace(plan, learning_rate_scale=scale, schedule=kept)
+    schedule = Choice(
+        "warmup_cosine",
+        "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
+        Mark.DYNAMICS,
+        changed=True,
+        losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
+    )
+    return replace(plan, learning_rate_scale=scale, schedule=schedule)
+
+
+def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival of a race with Muon in tier F, where it won; else the plan as it stands, which says why."""
+    if not verdict.is_gain:
+        kept = replace(KEEP_OPTIMIZER, reason=verdict.reason, losers=(Rejected("muon", verdict.reason),))
+        return replace(_searched(stands, search_s), optimizer=kept)
+    reason = f"the matrices of blocks by Muon, all else by AdamW; {verdict.reason}"
+    won = replace(rival.optimizer, reason=reason, losers=(Rejected("user", _LATER),))
+    return replace(_won(stands, rival, verdict, search_s), optimizer=won)
+
+
+def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival of a race without dropout in tier F, where it won; else the plan as it stands, saying why."""
+    if not verdict.is_gain:
+        kept = replace(KEEP_DROPOUT, reason=verdict.reason, losers=(Rejected(rival.dropout.value, verdict.reason),))
+        return replace(_searched(stands, search_s), dropout=kept)
+    won = replace(rival.dropout, reason=verdict.reason, losers=(Rejected(None, _LATER),))
+    return replace(_won(stands, rival, verdict, search_s), dropout=won)
+
+
+def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return the rival of a race of schedules, where it won; else the plan as it stands, with what lost.
+
+    Args:
+        rival: the plan with another shape, or with another share of the run that it rises for: one of the two differs.
+    """
+    name = "schedule" if rival.schedule.value != stands.schedule.value else "warmup_fraction"
+    mine, theirs = getattr(stands, name), getattr(rival, name)
+    if not verdict.is_gain:
+        kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason)))
+        return replace(_searched(stands, search_s), **{name: kept})
+    won = replace(theirs, reason=verdict.reason, losers=(*mine.losers, Rejected(mine.value, _LATER)))
+    return replace(_won(stands, rival, verdict, search_s), **{name: won})
+
+
+def _searched(plan: Plan, search_s: float) -> Plan:
+    """Return a plan with so many seconds of search more."""
+    return replace(plan, search_s=plan.search_s + search_s, planning_s=plan.planning_s + search_s)
+
+
+def _won(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
+    """Return a rival with what both were searched for, and with the seconds of a step as the race found them.
+
+    Args:
+        search_s: of the race, beyond what either plan was searched for.
+    """
+    told = {name: getattr(rival, name) for name in ("predicted", "measured")}
+    slower: dict[str, Any] = {
+        name: cost and replace(cost, step_s=cost.step_s * verdict.step_ratio, between_s=None, energy_j=None)
+        for name, cost in told.items()
+    }
+    slower["verified"] = rival.verified and tuple(bound / verdict.step_ratio for bound in rival.verified)
+    spent = _searched(stands, search_s)
+    return replace(rival, search_s=spent.search_s, planning_s=spent.planning_s, **slower)

@@ -1,0 +1,109 @@
+"""Ranks that hold a model in shards are kept: killed, they go on to the bit, and as another number of them too."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+from kept_job import job, trained
+
+from trimtab.checkpoint.envelope import newest_good
+
+STEPS = {"every_steps": 5}
+OTHERS = {"accepts": ["ranks", "plan"]}
+KINDS = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}, "fully_shard": {"own": "fsdp"}}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+def dead(request, tmp_path_factory):
+    """Return a folder with a job that died after 13 windows, saved after 10; what one found that did not; options."""
+    folder = tmp_path_factory.mktemp("kept")
+    trained(folder, "dead", keep=STEPS, dies_after=13, **request.param)
+    whole = job(tmp_path_factory.mktemp("whole"), "whole", keep={}, **request.param)
+    return folder, whole, request.param
+
+
+def copied(dead, tmp_path):
+    shutil.copytree(dead[0] / "run", tmp_path / "run")
+    return tmp_path
+
+
+def test_shards_go_on_as_those_that_were_not_killed(dead, tmp_path):
+    found = job(copied(dead, tmp_path), "again", keep=STEPS, **dead[2])
+    for ours, theirs in zip(found, dead[1], strict=True):
+        assert min(int(window) for window in ours["said"] if window != "end") == 11
+        assert ours["said"] == {window: loss for window, loss in theirs["said"].items() if window in ours["said"]}
+        assert ours["state"]["10"] == theirs["state"]["10"]
+        assert ours["consumed"] == theirs["consumed"][10:]
+        assert "end" in ours["said"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_reads_from_all_shards_what_is_its_own(dead, tmp_path, ranks):
+    """Of three, one holds nothing of the matrix with a single row. No row of the pass is lost or seen twice."""
+    folder, (_, whole, options) = copied(dead, tmp_path), dead
+    if "own" in options:
+        pytest.skip("a model that the loop shards itself is in shards in one process too")
+    refused, _ = trained(folder, "refused", ranks=ranks, **options)
+    assert all("resume: ranks: given" in each["error"] for each in refused)
+    found = job(folder, "more", ranks=ranks, keep=OTHERS, **options)
+    for each in found:
+        weights = whole[0]["state"]["10"]
+        assert each["state"]["10"][: len(weights)] == pytest.approx(weights, rel=1e-12)
+
+    def rows(jobs, window):
+        return sorted(row for each in jobs for number, rows in each["consumed"] if number == window for row in rows)
+
+    for window in range(10, 32):
+        assert rows(found, window) == rows(whole, window)
+
+
+def test_an_evaluation_before_it_is_saved_is_nothing_to_a_save(tmp_path):
+    """At stage 2 it leaves whole parameters."""
+    trained(tmp_path, "dead", keep=STEPS, dies_after=13, stage=2, evaluates=True)
+    found = job(tmp_path, "again", keep=STEPS, stage=2, evaluates=True)
+    (tmp_path / "other").mkdir()
+    whole = job(tmp_path / "other", "whole", stage=2, evaluates=True)
+    assert found[0]["state"]["10"] == whole[0]["state"]["10"]
+    assert found[1]["said"]["end"] == whole[1]["said"]["end"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_its_shards_ends_all_with_one_reason(tmp_path, rank):
+    said, _ = trained(tmp_path, "full", keep=STEPS, stage=2, cannot_write_shards=rank)
+    assert all("No space left" in each["error"] for each in said)
+    assert list((tmp_path / "run").glob("step-*")) == []
+
+
+def test_a_run_whose_model_is_whole_does_not_become_one_in_shards(tmp_path):
+    trained(tmp_path, "whole", keep=STEPS, dies_after=8)
+    said, _ = trained(tmp_path, "shards", keep={"accepts": ["plan"]}, stage=3)
+    assert all("resume: shards: given ranks that hold it in shards" in each["error"] for each in said)
+
+
+def test_no_damage_of_a_file_of_shards_is_overlooked(dead):
+    """304 each of files cut, bits flipped and blocks blanked: the file is named, and the checkpoint before used."""
+    parent, chance = dead[0] / "run", random.Random(0)
+    files = sorted(path.name for path in (parent / "step-10").iterdir())
+    assert sum(name.startswith("shard-") for name in files) == 2
+    for kind in ("cut", "flipped", "blanked"):
+        tried = 0
+        while tried < 304:
+            path = parent / "step-10" / files[tried % len(files)]
+            content = path.read_bytes()
+            at = chance.randrange(len(content))
+            damaged = {
+                "cut": content[:at],
+                "flipped": content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :],
+                "blanked": content[:at] + bytes(min(64, len(content) - at)) + content[at + 64 :],
+            }[kind]
+            if damaged == content:
+                continue
+            path.write_bytes(damaged)
+            good = newest_good(parent)
+            assert good.manifest.step == 5
+            assert f"step-10/{path.name}: given" in str(good.refused[0].error)
+            path.write_bytes(content)
+            tried += 1
+    assert newest_good(parent).manifest.step == 10
