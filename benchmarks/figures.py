@@ -34,6 +34,8 @@ NAMES = {
     "self": "P0 again (A/A control)",
     "paper": "P1 paper, literal",
     "strong": "P2 strong",
+    "muon": "P3 strong, with Muon",
+    "strict": "P0 strict fp32",
     "plan_S": "trimtab S",
     "plan_F": "trimtab F",
     "strong_plan": "plan made for P2",

@@ -57,7 +57,7 @@ def train(folder: Path, windows: int) -> None:
             for window in run.windows(loader):
                 run.train_step(window, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
                 if run.num_windows % (windows // 100) == 0:
-                    print(json.dumps({"window": run.num_windows} | held(path)), flush=True)
+                    sys.stdout.write(json.dumps({"window": run.num_windows} | held(path)) + "\n")
                 if run.num_windows >= windows:
                     break
 

@@ -256,14 +256,9 @@ def plan(
     def made(found: Profile, kept: str = "") -> Made:
         chosen = of_replicas(found, kept)
         if trains and data is not None:
-            chosen = adapted(
-                Subject(model, optimizer, loss_fn, example_batch),
-                chosen,
-                freed,
-                data,
-                progress,
-                passes_of(data, total_steps),
-            )
+            loop = Subject(model, optimizer, loss_fn, example_batch)
+            passes = passes_of(data, total_steps) if "dropout" in freed else None
+            chosen = adapted(loop, chosen, freed, data, progress, passes)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)

@@ -1,4 +1,4 @@
-"""Ten thousand windows with a record, checkpoints and a freed batch: at their end a process holds what it held before."""
+"""Ten thousand windows with a record, checkpoints and a freed batch: a process ends with what it held before."""
 
 from __future__ import annotations
 

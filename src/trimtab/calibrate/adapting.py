@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, KEEP_WARMUP, Plan
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.short_race import judge
 from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule
+from trimtab.runtime.data_position import length_of
 from trimtab.runtime.dropout import droppers
 from trimtab.runtime.muon import hidden_matrices
 
@@ -25,9 +26,7 @@ RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
 _MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
 _NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
-# A schedule's rivals: to zero in a straight line; and a longer rise.
 _LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
-_LONG_RISE = replace(KEEP_WARMUP, value=0.2, reason="raced", changed=True)
 
 Say = Callable[[str], None]
 
@@ -60,7 +59,7 @@ def adapted(
     """Return a tier-S plan carried to tier F by what is found on `data`; leaves no trace.
 
     In this order, each on what the one before left: no dropout, by a race; a peak learning rate, by a range test; the
-    shape of its schedule, by races; Muon, by a race, at a rate of its own range test where the rate is freed.
+    shape of its schedule, and Muon, each by a race, at a rate of its own range test where the rate is freed.
 
     Args:
         passes: of the run over its data, where that is known.
@@ -82,7 +81,7 @@ def adapted(
     rival = replace(base, optimizer=_MUON)
     rival = find_rate(subject, rival, data, progress) if by_range else rival
     if rival.schedule.value != "user" and stands.schedule.value != "user":
-        rival = replace(rival, schedule=stands.schedule, warmup_fraction=stands.warmup_fraction)
+        rival = replace(rival, schedule=stands.schedule)
     verdict = judge(short_race(subject, stands, rival, data, progress), "Muon")
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
@@ -95,14 +94,11 @@ def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say) 
 
 
 def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:
-    """Return a plan whose schedule has held its own against each of its rivals, or given way to it."""
-    for name, wanted in (("schedule", _LINEAR), ("warmup_fraction", _LONG_RISE)):
-        begin = time.perf_counter()
-        rival = replace(stands, **{name: wanted})
-        told = "a straight line down" if wanted is _LINEAR else "a rise over 20% of the run"
-        verdict = judge(short_race(subject, stands, rival, data, progress), told)
-        stands = adapt_schedule(stands, rival, verdict, time.perf_counter() - begin)
-    return stands
+    """Return a plan whose schedule has held its own against a straight line, or given way to it."""
+    begin = time.perf_counter()
+    rival = replace(stands, schedule=_LINEAR)
+    pairs = short_race(subject, stands, rival, data, progress, same_step=True)
+    return adapt_schedule(stands, rival, judge(pairs, "a straight line down"), time.perf_counter() - begin)
 
 
 def _dropout_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None) -> Plan:
@@ -113,7 +109,8 @@ def _dropout_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress
     rival = replace(stands, dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
     verdict = judge(pairs, "no dropout")
-    told = replace(verdict, reason=f"by the loss of batches not trained on yet, {verdict.reason}")
+    where = f"for a run of {passes:.2g} passes over its data, by the loss of batches not trained on yet"
+    told = replace(verdict, reason=f"{where}: {verdict.reason}")
     return adapt_dropout(stands, rival, told, time.perf_counter() - begin)
 
 
@@ -121,18 +118,23 @@ def _not_raced(subject: Subject, data: Iterable[Any], passes: float | None) -> s
     """Say why dropout is not raced, or ""."""
     if not droppers(subject.model):
         return "as the loop has it: no module drops anything"
-    if passes is not None and passes > 1:
+    if passes is None:
+        return (
+            "as the loop has it, not raced: how often the run goes over its data is not known (total_steps, and data "
+            "with a length), and dropout is against learning by heart what is repeated"
+        )
+    if passes > 1:
         return (
             f"as the loop has it, not raced: in {passes:.2g} passes over its data a run may learn them by heart, which "
             "dropout is against and a race of batches not seen before does not show"
         )
-    if isinstance(data, Sized) and len(data) < NUM_STEPS:
-        return f"as the loop has it, not raced: {len(data)} batches, and one training of a race takes {NUM_STEPS}"
+    number = length_of(data)
+    if number is not None and number < NUM_STEPS:
+        return f"as the loop has it, not raced: {number} batches, and one training of a race takes {NUM_STEPS}"
     return ""
 
 
 def passes_of(data: Iterable[Any] | None, total_steps: int | None) -> float | None:
     """Return how often a run of so many steps goes over its data, where both are known."""
-    if total_steps is None or not isinstance(data, Sized) or not len(data):
-        return None
-    return total_steps / len(data)
+    number = length_of(data)
+    return None if total_steps is None or not number else total_steps / number

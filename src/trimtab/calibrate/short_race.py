@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def short_race(
     num_pairs: int = NUM_PAIRS,
     *,
     by_unseen: bool = False,
+    same_step: bool = False,
 ) -> tuple[ShortPair, ...]:
     """Return the pairs that were run: all, or until the rival lost one. Leaves no trace.
 
@@ -43,14 +45,15 @@ def short_race(
     Args:
         batches: training batches; gone through again where they end. A loader is left as `borrowed` says.
         by_unseen: whether what counts is the loss of each batch in evaluation mode before it is trained on, and not
-            that of its own step, in which what is raced may change what a loss is.
+            that of its own step, in which what is raced may change what a loss is. No training goes over data again.
+        same_step: whether a step of the two takes the same, whatever was measured: samples alone are compared.
 
     Raises:
         ValueGivenError: there are too few batches. BatchError: there is nothing to iterate over.
     """
     pairs: list[ShortPair] = []
     with borrowed(batches) as lent, Snapshot(subject.model, subject.optimizer) as snapshot:
-        drawn = _endless(lent)
+        drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))
             if len(data) < num_steps:
@@ -61,7 +64,8 @@ def short_race(
                 progress(f"race of {name}, pair {index + 1} of {num_pairs}")
                 snapshot.restore()
                 torch.manual_seed(seed)
-                return _train(subject, plan, data, by_unseen=by_unseen)
+                found = _train(subject, plan, data, by_unseen=by_unseen)
+                return replace(found, step_s=1.0) if same_step else found
 
             pair = ShortPair(run("the plan as it stands", stands, index), run("its rival", rival, index))
             if is_lost(pair):
@@ -105,6 +109,22 @@ def _evaluated(run: Run, subject: Subject, batch: Any) -> torch.Tensor:
         for module, mode in modes:
             module.training = mode
     return total / terms
+
+
+def _of_one_pass(data: Iterable[Any], number: int) -> Iterator[Any]:
+    """Yield so many batches at a time, all of one pass; what is left of a pass is dropped. None, where it has fewer."""
+    while True:
+        found = 0
+        for batches in _batched(iterate("data", data), number):
+            found += 1
+            yield from batches
+        if not found or isinstance(data, Iterator):
+            return
+
+
+def _batched(data: Iterator[Any], number: int) -> Iterator[list[Any]]:
+    while len(batches := list(itertools.islice(data, number))) == number:
+        yield batches
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:

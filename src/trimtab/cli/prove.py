@@ -38,7 +38,9 @@ def compare(
     ] = False,
     adapt: Annotated[
         str | None,
-        typer.Option(help="tier F beside tier S: learning-rate (the default), optimizer, a,b for both, or none"),
+        typer.Option(
+            help=f"tier F beside tier S: {', '.join(TRAINED)}; learning-rate by default; a,b for several, or none"
+        ),
     ] = None,
     peers: Annotated[
         bool | None, typer.Option("--peers/--no-peers", help="race the paper's and the strong recipe (the default)")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from trimtab.core.plan import Measured
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.units import format_bytes
+from trimtab.decide.readings import control_interval, speed_ratio
+from trimtab.decide.statistics import resolution
 
 # Shares before a word is said: of a step's time (waiting for data), its peak (scores), a batch's elements; of its time
 # (a padded vocabulary); of what it reserves (pieces).
 WORTH_ADVICE, WORTH_PADDING, WORTH_PIECES = 0.05, 0.01, 0.1
+# What a loop may be from itself, in a final, before the machine is called busy; a rival's speed that is worth a word.
+BUSY, WORTH_ANOTHER_LOOK = 0.1, 1.05
 MULTIPLE = 64  # what matrix units, and their kernels, like a size to be a multiple of
 
 
@@ -27,8 +32,24 @@ def advice_of(
     Args:
         reference, chosen: cost of a step as the loop has it, and as planned. winner: what is planned.
     """
-    found = (*_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
+    found = (*_noise(profile, winner), *_data(profile), *_attention(profile, reference), *_vocabulary(profile, chosen))
     return (*found, *_pieces(profile, winner), *_power_limit(profile))
+
+
+def _noise(profile: Profile, winner: Candidate) -> Iterator[str]:
+    """Where nothing won a final in which the loop differed much from itself, though somebody was faster on average."""
+    if not profile.finals or winner != profile.reference_candidate:
+        return
+    stage = profile.finals[-1]
+    reference, *others = profile.stage(stage)
+    apart = resolution(control_interval(profile, stage))
+    rivals = [trial for trial in others if not trial.control and trial.block_s and reference.block_s]
+    fastest = max((speed_ratio(trial, reference).mean for trial in rivals), default=1.0)
+    if math.isfinite(apart) and apart > BUSY and fastest > WORTH_ANOTHER_LOOK:
+        yield (
+            f"the machine was busy: in trials the loop was up to {100 * apart:.0f}% from itself, and {fastest:.2f}x "
+            "its speed, which a rival had on average, cannot be told from that: plan again while nothing else runs"
+        )
 
 
 def _data(profile: Profile) -> Iterator[str]:

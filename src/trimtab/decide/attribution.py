@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
-from trimtab.decide.statistics import Interval, is_clear_of_nothing, mean_interval, ratio_interval, share_interval
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
 # Phases that a roof is known of, and which phases' seconds are under it.
@@ -60,7 +60,7 @@ def attribute(gain: Gain) -> Attribution:
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    is_clear = is_clear_of_nothing(interval)
+    is_clear = interval.low > 0 or interval.high < 0
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
@@ -103,10 +103,13 @@ class Share:
 
 
 def shares(gain: Gain) -> tuple[Share, ...]:
-    """Return the share of each phase and of each bound (`BOUNDS`); none where what is saved is not clear of nothing."""
+    """Return the share of each phase, and of each bound (`BOUNDS`) where of no phase it is unknown.
+
+    None where it is not clear that anything is saved.
+    """
     theirs, ours = gain.reference.laps, gain.plan.laps
     wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
-    if not is_clear_of_nothing(mean_interval(wholes)):
+    if not mean_interval(wholes).low > 0:
         return ()
     bounds = [
         tuple(bound_seconds(replace(arm, laps=(lap,))) for arm, lap in ((gain.reference, t), (gain.plan, o)))
@@ -117,7 +120,8 @@ def shares(gain: Gain) -> tuple[Share, ...]:
         for phase in PHASES
         if phase in (*gain.reference.has, *gain.plan.has)
     }
-    for bound in BOUNDS:
+    are_known = not any(UNBOUND in each for pair in bounds for each in pair)
+    for bound in BOUNDS if are_known else ():
         if any(bound in each for pair in bounds for each in pair):
             saved[bound] = [t.get(bound, 0.0) - o.get(bound, 0.0) for t, o in bounds]
     mean_s = math.fsum(wholes) / len(wholes)

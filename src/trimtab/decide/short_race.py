@@ -51,8 +51,12 @@ class ShortPair:
 
     @property
     def samples(self) -> float:
-        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did."""
-        return self._ratio(self.rival)
+        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did.
+
+        Over those that the plan as it stands took itself: where its loss has flattened it is there before its end.
+        """
+        target = self.stands.ended_at
+        return self.stands.steps_to(target) / self.rival.steps_to(target)
 
     @property
     def time(self) -> float:
@@ -70,9 +74,6 @@ class ShortPair:
         target = max(self.stands.ended_at, self.again.ended_at)
         ratio = self.stands.steps_to(target) / self.again.steps_to(target)
         return ratio * self.stands.step_s / self.again.step_s
-
-    def _ratio(self, other: ShortRun) -> float:
-        return len(self.stands.losses) / other.steps_to(self.stands.ended_at)
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,30 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def share_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
-    """Return `mean(parts) / mean(wholes)` with the t interval of its linearised values (the delta method).
+    """Return `mean(parts) / mean(wholes)` with Fieller's 95% interval; infinite where the wholes may be nothing.
 
     Means add up, so that shares of the parts of one whole do: a mean of `part / whole` would not, and is wild where a
     whole comes near to nothing.
+
+    Source: Fieller, "Some problems in interval estimation" (1954): all shares r at which `part - r whole` is not told
+    from nothing.
     """
-    whole, share = math.fsum(wholes) / len(wholes), math.fsum(parts) / math.fsum(wholes)
-    return mean_interval([share + (part - share * each) / whole for part, each in zip(parts, wholes, strict=True)])
+    n = len(wholes)
+    part, whole = math.fsum(parts) / n, math.fsum(wholes) / n
+    if n < 2:
+        return Interval(part / whole, -math.inf, math.inf, n)
+    step = t_quantile(0.975, n - 1) ** 2 / (n * (n - 1))
 
+    def spread(ours: Sequence[float], theirs: Sequence[float], mean: float, other: float) -> float:
+        return step * math.fsum((a - mean) * (b - other) for a, b in zip(ours, theirs, strict=True))
 
-def is_clear_of_nothing(found: Interval) -> bool:
-    """Return whether the whole interval of a difference is above 0, or below."""
-    return found.low > 0 or found.high < 0
+    a = whole**2 - spread(wholes, wholes, whole, whole)
+    b = part * whole - spread(parts, wholes, part, whole)
+    c = part**2 - spread(parts, parts, part, part)
+    if a <= 0:
+        return Interval(part / whole, -math.inf, math.inf, n)
+    root = math.sqrt(max(0.0, b**2 - a * c))
+    return Interval(part / whole, (b - root) / a, (b + root) / a, n)
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:

@@ -52,18 +52,16 @@ def adapt_dropout(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) 
 
 
 def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:
-    """Return the rival of a race of schedules, where it won; else the plan as it stands, with what lost.
+    """Return the plan with a rival's schedule in tier F, where that won; else as it stands, with what lost.
 
-    Args:
-        rival: the plan with another shape, or with another share of the run that it rises for: one of the two differs.
+    A schedule changes no step's cost.
     """
-    name = "schedule" if rival.schedule.value != stands.schedule.value else "warmup_fraction"
-    mine, theirs = getattr(stands, name), getattr(rival, name)
+    mine, theirs = stands.schedule, rival.schedule
     if not verdict.is_gain:
         kept = replace(mine, losers=(*mine.losers, Rejected(theirs.value, verdict.reason)))
-        return replace(_searched(stands, search_s), **{name: kept})
+        return replace(_searched(stands, search_s), schedule=kept)
     won = replace(theirs, reason=verdict.reason, losers=(*mine.losers, Rejected(mine.value, _LATER)))
-    return replace(_won(stands, rival, verdict, search_s), **{name: won})
+    return replace(_searched(stands, search_s), schedule=won)
 
 
 def _searched(plan: Plan, search_s: float) -> Plan:

@@ -91,6 +91,7 @@ def _subject(task: Task, data: TaskData) -> dict[str, object]:
         "budget_rows": task.budget_rows,
         "eval_every_rows": task.eval_every_rows,
         "adapted_rows": task.adapted_rows,
+        "planned_rows": task.planned_rows,
         **{f"{name}_budget_rows": getattr(task.recipes.get(name), "budget_rows", None) for name in RECIPES},
         "reference_precision": task.reference.precision,
         "clip_norm": task.reference.clip_norm,

@@ -117,7 +117,7 @@ def make_plans(
         objective=objective,
         reference=task.reference,
         data=data.batches(PLANNING_SEED, task.batch_rows),
-        total_steps=-(-task.budget_rows // task.batch_rows),
+        total_steps=-(-(task.planned_rows or task.budget_rows) // task.batch_rows),
         frees_batch="batch" in adapt,
         traces=traces,
         metering=metering,
@@ -127,8 +127,7 @@ def make_plans(
     profiles = {"S": found}
     if TRAINED & set(adapt):
         subject = Subject(model, optimizer, task.loss_fn, batch)
-        rows = task.adapted_rows if "learning_rate" in adapt and task.adapted_rows else task.budget_rows
-        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, rows / data.num_rows)
+        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, task.budget_rows / data.num_rows)
     if "batch" in adapt:
         base = plans.get("F", plans["S"])
         plans["F"] = base.freed(default_rule(base), FREED)
@@ -141,7 +140,7 @@ def make_plans(
                 peer.loss_fn,
                 batch,
                 reference=reference,
-                total_steps=-(-task.strong.budget_rows // task.batch_rows),
+                total_steps=-(-(task.planned_rows or task.strong.budget_rows) // task.batch_rows),
                 metering=metering,
                 progress=progress,
             )

@@ -51,7 +51,7 @@ class DataPosition(Part):
             self.over()
         self._loader = loader
         if saved is not None and not self.may_differ:
-            _require_length(saved["length"], _length_of(loader))
+            _require_length(saved["length"], length_of(loader))
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -101,7 +101,7 @@ class DataPosition(Part):
             "passes": self.passes,
             "drawn": self._drawn,
             "is_drawn": self._is_drawn,
-            "length": _length_of(self._loader),
+            "length": length_of(self._loader),
             "begun": self._begun,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
@@ -130,7 +130,7 @@ def is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _length_of(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
     """Return the batches of a pass, where a loader tells them."""
     try:
         return len(loader)

@@ -155,6 +155,8 @@ class Task:
             holds (1 sample, or its tokens) where the loss is a mean; where it returns a count, that is counted.
         budget_rows: rows the reference trains on. eval_every_rows: rows between evaluations, equal in all arms.
         adapted_rows: rows a plan that may change learning rate and schedule trains on; None: as many as the reference.
+        planned_rows: rows of the run that a plan is made for, where races train a part of it; None: `budget_rows`. How
+            long a run is says how long measuring may take.
         strong: P2, the strongest recipe tuned by hand. muon: P3, the same with Muon for its matrices.
         reference: what the user's loop does. step: the user's own step function `step(model, optimizer, batch)`,
             which is then what is compared against.
@@ -176,6 +178,7 @@ class Task:
     terms: str = "samples"
     terms_per_row: int = 1
     adapted_rows: int | None = None
+    planned_rows: int | None = None
     strong: StrongRecipe | None = None
     muon: StrongRecipe | None = None
     reference: Reference = ASSUMED_REFERENCE
@@ -185,8 +188,9 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("batch_rows", "budget_rows", "eval_every_rows", "terms_per_row"):
             checks.integer(f"task.{name}", getattr(self, name))
-        if self.adapted_rows is not None:
-            checks.integer("task.adapted_rows", self.adapted_rows)
+        for name in ("adapted_rows", "planned_rows"):
+            if getattr(self, name) is not None:
+                checks.integer(f"task.{name}", getattr(self, name))
         for name in ("make_model", "make_optimizer", "loss_fn", "load_data"):
             if not callable(getattr(self, name)):
                 raise ValueGivenError(f"task.{name}", given=repr(getattr(self, name)), expected="a function")

@@ -115,7 +115,7 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, l
     """Return a plan whose race was decided beforehand, and the plans that were raced."""
     raced, tested = [], []
 
-    def short(its, stands, rival, data, progress, by_unseen=False):
+    def short(its, stands, rival, data, progress, **how):
         raced.append((stands, rival))
         return (ShortPair(ShortRun((1.0,), 1.0), ShortRun((1.0,), 1.0)),)
 
@@ -212,18 +212,15 @@ def test_no_race_is_run_on_one_of_several_ranks(monkeypatch, name):
 
 
 @pytest.mark.parametrize("won", [True, False])
-def test_a_schedule_is_raced_against_a_straight_line_and_a_longer_rise(monkeypatch, won):
+def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatch, won):
     adapt = ("learning_rate", "schedule")
-    found, (_, first, second) = planned(subject(), monkeypatch, Verdict(won, "so it was", 1.0), adapt)
-    assert [plan.schedule.value for plan in first] == ["warmup_cosine", "warmup_linear"]
-    assert [plan.warmup_fraction.value for plan in second] == [None, 0.2]
-    assert second[0].schedule.value == ("warmup_linear" if won else "warmup_cosine")
-    assert found.schedule.value == second[0].schedule.value
-    assert found.warmup_fraction.value == (0.2 if won else None)
+    found, (_, (stands, rival)) = planned(subject(), monkeypatch, Verdict(won, "so it was", 1.3), adapt)
+    assert (stands.schedule.value, rival.schedule.value) == ("warmup_cosine", "warmup_linear")
+    assert found.schedule.value == ("warmup_linear" if won else "warmup_cosine")
     assert {loser.value for loser in found.schedule.losers} >= {"warmup_cosine" if won else "warmup_linear"}
-    assert {loser.value for loser in found.warmup_fraction.losers} == {None if won else 0.2}
     assert "so it was" in str(found)
     assert found.search_s > 0
+    assert (found.measured, found.verified) == (stands.measured, stands.verified)  # no step became slower by it
 
 
 def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
@@ -241,10 +238,10 @@ def test_a_schedule_needs_the_rate_to_be_free():
 
 def test_a_rival_of_muon_has_the_schedule_that_was_raced(monkeypatch):
     adapt = ("learning_rate", "schedule", "optimizer")
-    found, (_, _, _, (stands, rival)) = planned(subject(), monkeypatch, Verdict(True, "so"), adapt)
+    found, (_, _, (stands, rival)) = planned(subject(), monkeypatch, Verdict(True, "so"), adapt)
     assert (rival.optimizer.value, stands.optimizer.value) == ("muon", "user")
     assert rival.schedule == stands.schedule
-    assert rival.warmup_fraction == stands.warmup_fraction
+    assert rival.schedule.value == "warmup_linear"
     assert found.optimizer.value == "muon"
 
 
@@ -315,9 +312,10 @@ def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "data", "passes", "said"),
     [
-        (Tokens, batches(60), None, "no module drops anything"),
+        (Tokens, batches(60), 1.0, "no module drops anything"),
+        (Heavy, batches(60), None, "how often the run goes over its data is not known"),
         (Heavy, batches(60), 4.0, "in 4 passes over its data"),
-        (Heavy, batches(40), None, "40 batches, and one training of a race takes 60"),
+        (Heavy, batches(40), 0.5, "40 batches, and one training of a race takes 60"),
     ],
 )
 def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, data, passes, said):
@@ -331,3 +329,28 @@ def test_passes_are_known_by_length_and_steps():
     assert adapting.passes_of(batches(40), 100) == 2.5
     assert adapting.passes_of(iter(batches(4)), 100) is None
     assert adapting.passes_of(batches(4), None) is None
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from batches(4)
+
+    assert adapting.passes_of(torch.utils.data.DataLoader(Endless()), 100) is None
+
+
+def test_what_is_unseen_is_of_one_pass():
+    """Two trainings of 8 batches in each pass of 20: the last four of each are dropped."""
+    seen = []
+
+    def noted(model, batch):
+        seen.append(int(batch[0][0, 0]))
+        return loss_fn(model, batch)
+
+    its = subject()
+    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    data = [(torch.full((ROWS, 6), i % 11), torch.full((ROWS, 6), i % 11)) for i in range(20)]
+    short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
+    firsts = [seen[i] for i in range(0, len(seen), 16)]  # each batch is evaluated, then trained on
+    assert set(firsts) <= {0, 8}
+    few = data[:5]
+    with pytest.raises(ValueGivenError, match="at least the 8 of one training"):
+        short_race(noting, STANDS, STANDS, few, lambda text: None, 8, 1, by_unseen=True)

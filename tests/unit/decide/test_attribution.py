@@ -122,6 +122,16 @@ def test_where_nothing_is_clear_nothing_has_a_share():
     noisy = ArmPhases(tuple(lap(PLAIN, factor=each) for each in (0.9, 1.0, 1.1)))
     assert shares(replace(gain(), plan=noisy)) == ()
     assert shares(gain(wobble=(1.0,))) == ()
+    made = gain()
+    assert shares(replace(made, reference=made.plan, plan=made.reference)) == (), "a plan that is slower saves nothing"
+
+
+def test_no_bound_has_a_share_where_of_one_loop_it_is_not_known():
+    """As of a plan that compiles: its seconds are not those of no bound."""
+    roofs = {"forward": Roof(0.3, 0.1, 0, 0), "backward": Roof(0.1, 0.1, 0, 0), "optimizer": Roof(0.0, 0.05, 0, 0)}
+    made = gain()
+    found = shares(replace(made, reference=replace(made.reference, roofs=roofs)))
+    assert {each.of for each in found} == {phase for phase in PHASES if phase != "communication"}
 
 
 def test_one_lap_has_no_interval_and_no_shares():

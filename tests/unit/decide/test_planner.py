@@ -542,3 +542,16 @@ def test_the_screen_reads_the_device_of_the_profile():
     plan = planned(Machine(speed={"fp16": 2.0}), device=fast)
     assert plan.precision.value == "fp16"
     assert "not tried: bf16" in reasons_against(plan, "precision")["bf16"]
+
+
+def test_a_busy_machine_is_told_of_where_it_hides_a_gain():
+    busy = planned(Machine(speed={"channels_last": 1.15}, noise=0.08))
+    assert busy.changes == ()
+    (said,) = [text for text in busy.advice if "busy" in text]
+    assert "from itself" in said
+    assert "plan again while nothing else runs" in said
+    still = planned(Machine(speed={"channels_last": 1.15}, noise=0.01))
+    assert still.changes == ("memory_layout",)
+    assert not any("busy" in text for text in still.advice)
+    alike = planned(Machine(noise=0.01))
+    assert not any("busy" in text for text in alike.advice)

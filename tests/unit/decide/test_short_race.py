@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,19 @@ def test_never_there_is_no_samples_saved():
         diverged = ShortRun((*falling(9).losses[:20], *[broken] * 40), 1.0)
         assert is_lost(ShortPair(falling(5), diverged))
         assert is_lost(ShortPair(diverged, falling(5)))
+
+
+@given(st.integers(0, 200))
+def test_a_rival_that_is_the_plan_itself_never_wins(seed):
+    """On a floor a smoothed loss wanders, and is where it ends long before its end: told as steps saved by nobody."""
+    draws = random.Random(seed)
+    pairs = []
+    for _ in range(5):
+        losses = [tuple(2 * 0.9**i + draws.gauss(0, 0.05) for i in range(STEPS)) for _ in range(2)]
+        same = ShortRun(losses[0], 1.0)
+        assert ShortPair(same, same).samples == 1
+        pairs.append(ShortPair(same, same, ShortRun(losses[1], 1.0)))
+    assert not judge(pairs, "itself").is_gain
 
 
 def test_a_clear_gain_is_kept_with_its_figures():

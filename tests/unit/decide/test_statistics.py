@@ -17,6 +17,7 @@ from trimtab.decide.statistics import (
     paired_ratios,
     ratio_interval,
     resolution,
+    share_interval,
     t_quantile,
 )
 
@@ -148,3 +149,39 @@ def test_the_mean_lies_inside(values):
     found = ratio_interval(values)
     assert found.low * (1 - 1e-12) <= found.mean <= found.high * (1 + 1e-12)
     assert min(values) * (1 - 1e-12) <= found.mean <= max(values) * (1 + 1e-12)
+
+
+def test_a_share_is_of_means_and_shares_add_up():
+    found = [share_interval(parts, [2.0, 4.0, 3.0]) for parts in ([1.0, 3.0, 0.0], [1.0, 1.0, 3.0])]
+    assert [each.mean for each in found] == pytest.approx([4 / 9, 5 / 9])
+    assert sum(each.mean for each in found) == pytest.approx(1)
+
+
+def test_fiellers_interval_holds_what_is_not_told_from_nothing():
+    """At its ends, and nowhere within, the part less so much of the whole is just told from nothing."""
+    parts, wholes = [1.0, 1.4, 0.8, 1.1, 1.3], [3.0, 2.6, 3.3, 2.9, 3.1]
+    found = share_interval(parts, wholes)
+
+    def clear_by(share):
+        apart = mean_interval([part - share * whole for part, whole in zip(parts, wholes, strict=True)])
+        return abs(apart.mean) - (apart.high - apart.mean)
+
+    assert clear_by(found.low) == pytest.approx(0, abs=1e-9)
+    assert clear_by(found.high) == pytest.approx(0, abs=1e-9)
+    assert clear_by(found.mean) < 0
+    assert clear_by(found.low - 0.05) > 0
+
+
+def test_of_a_whole_that_may_be_nothing_no_share_has_bounds():
+    assert share_interval([1.0, 2.0, 3.0], [1.0, -1.0, 0.6]).high == math.inf
+    assert share_interval([1.0], [2.0]) == Interval(0.5, -math.inf, math.inf, 1)
+
+
+def test_it_covers_the_true_share_as_often_as_it_says_also_near_nothing():
+    draws, covered = random.Random(0), 0
+    for _ in range(2_000):
+        wholes = [draws.gauss(1.0, 0.6) for _ in range(6)]
+        parts = [0.3 * whole + draws.gauss(0, 0.2) for whole in wholes]
+        found = share_interval(parts, wholes)
+        covered += found.low <= 0.3 <= found.high
+    assert covered / 2_000 >= 0.935

@@ -187,7 +187,7 @@ def test_the_headline_is_silent_on_a_target_that_nobody_reached():
 
 def test_the_headline_speaks_where_tier_f_reached_nothing():
     found = headline_of((0.2, 0.3, 0.4, 0.45))
-    assert "With the learning rate freed, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
+    assert "With the training freed, target 0.5 was reached in 0 of 5 pairs (reference: 5 of 5)" in found.sentence
     assert "target 0.7 was reached in 0 of 5" in found.sentence
     assert "it ends with lower quality: " in found.sentence
     assert found.kind == "no gain"
@@ -199,7 +199,7 @@ def test_a_tier_f_that_ends_worse_is_no_gain(last, said):
     assert "target 0.7 is reached " in found.sentence
     assert found.kind == ("no gain" if said else "gain")
     assert said in found.sentence
-    assert found.sentence.count("With the learning rate freed") == 1
+    assert found.sentence.count("With the training freed") == 1
 
 
 def test_a_tier_f_whose_quality_is_not_known_is_no_gain():
@@ -251,7 +251,7 @@ def test_a_tier_f_that_failed_is_no_gain():
     found = fails(races(8, ours=1.0), "plan_F", 1)
     result = comparison(found, changed=False)
     assert result.headline.kind == "no gain"
-    assert "The plan that frees the learning rate failed in 1 of 8 races" in result.headline.sentence
+    assert "The plan that changes the training failed in 1 of 8 races" in result.headline.sentence
     charged = [r for r in result.target_rows if r.arm == "plan_F" and r.charged]
     assert [(r.reached_arm, r.reached_against, r.n, r.verdict.kind) for r in charged] == [(7, 8, 8, "no verdict")] * 2
 
@@ -283,7 +283,7 @@ def test_a_plan_that_failed_before_the_races_is_told():
     result = comparison(found, facts=FACTS | failed)
     assert result.headline.kind == "no verdict"
     assert "The plan that keeps the maths failed before the first race" in result.headline.sentence
-    assert "The plan that frees the learning rate failed before the first race" in result.headline.sentence
+    assert "The plan that changes the training failed before the first race" in result.headline.sentence
 
 
 def test_an_arm_that_failed_apart_from_the_races_it_ran_is_there_once():

@@ -20,7 +20,7 @@ def headline(
             that it survived. ranks: what is said of those that trained together, or "".
     """
     same = _failure("keeps the maths", failed.get("plan_S")) or _same_maths(_find(ratios, "plan_S", "throughput"), plan)
-    freed = _failure("frees the learning rate", failed.get("plan_F")) or _freed(
+    freed = _failure("changes the training", failed.get("plan_F")) or _freed(
         targets, _find(ratios, "plan_F", "final_metric_difference")
     )
     kind = "gain" if same.kind != "harm" and freed.kind == "gain" else same.kind
@@ -62,10 +62,10 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:
         open_rungs = ["no target could be decided"] if rungs and not against else against
-        return Verdict("no verdict", f"With the learning rate freed, {' and '.join(open_rungs)}." if open_rungs else "")
+        return Verdict("no verdict", f"With the training freed, {' and '.join(open_rungs)}." if open_rungs else "")
     row = rungs[hardest]
     but = f", but {' and '.join(against)}" if against else ""
-    sentence = f"With the learning rate freed, target {row.target:g} is reached {_speed(row)}{but}."
+    sentence = f"With the training freed, target {row.target:g} is reached {_speed(row)}{but}."
     return Verdict("no verdict" if against else row.verdict.kind, sentence)
 
 

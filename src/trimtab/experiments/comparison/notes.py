@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trimtab.core.plan import KEEP_LEARNING_RATE, Plan
 from trimtab.core.units import format_seconds
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.result import TargetRow
@@ -24,14 +25,25 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
         )
     if "F" in plans.plans:
         freed = plans.plans["F"]
-        raced = any(choice.losers for choice in (freed.optimizer, freed.dropout, freed.warmup_fraction))
-        search = "a search that trained" if raced else "a learning-rate range test"
+        search = _search(freed)
         took = format_seconds(freed.search_s)
-        found.append(f"Tier F is charged with planning and {search} of {took} in every pair.")
+        found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
     found += _horizon(races) + _only_timed(races) + _rates(task, races)
     return found + sources(races) + spread(plans, races)
+
+
+def _search(freed: Plan) -> str:
+    """Return what tier F was searched for by, or ""."""
+    tested = freed.learning_rate_scale != KEEP_LEARNING_RATE
+    raced = any(freed_one.losers for freed_one in (freed.optimizer, freed.dropout)) or any(
+        loser.value == "warmup_linear" for loser in freed.schedule.losers
+    )
+    raced = raced or freed.schedule.value == "warmup_linear"
+    return " and ".join(
+        said for said, was in (("a learning-rate range test", tested), ("races of short trainings", raced)) if was
+    )
 
 
 def ends(races: stats.Races) -> dict[str, str]:

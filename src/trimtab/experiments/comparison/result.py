@@ -154,7 +154,7 @@ class ThirdRow:
     Args:
         speed: rows per second, ours over theirs. progress: of the held-out metric over that third, ours over theirs;
             progress_per_s: the same per second. saved: share of the seconds that a whole run saves; None as well where
-            these are not clear of nothing. None: not known, and `why` not.
+            it is not clear that it does, or it trains on other rows. None: not known, and `why` not.
     """
 
     third: str

@@ -165,10 +165,11 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
 
 def _freed_label(plan: Plan) -> str:
     """Return what a tier-F plan was found to change; of one that was tried and kept all, what was tried."""
-    freed = {"learning_rate_scale": "learning rate", "warmup_fraction": "schedule", "optimizer": "optimizer"}
-    freed |= {"dropout": "dropout", "batch_policy": "batch"}
-    found = {word: (getattr(plan, name), getattr(Plan, name)) for name, word in freed.items()}
-    tried = [word for word, (choice, kept) in found.items() if choice.losers or choice.reason != kept.reason]
+    freed = {"learning_rate_scale": "learning rate", "optimizer": "optimizer", "batch_policy": "batch"}
+    tried = [word for name, word in freed.items() if getattr(plan, name).reason != getattr(Plan, name).reason]
+    tried += ["dropout"] if plan.dropout.losers else []
+    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
+    tried += ["schedule"] if "warmup_linear" in shapes else []
     return f"trimtab, {' and '.join(tried) or 'nothing'} adapted"
 
 

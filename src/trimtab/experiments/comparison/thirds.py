@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.statistics import is_clear_of_nothing, mean_interval, ratio_interval, share_interval
+from trimtab.decide.statistics import mean_interval, ratio_interval, share_interval
 from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.comparison.stats import Races, as_ratio, blocks, curve, to_the_end
 
@@ -61,16 +61,20 @@ def third_rows(
 
 
 def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Ratio | None]:
-    """Return each third's share of the seconds that a run saves; where the first block is left out, by the rest."""
+    """Return each third's share of the seconds that a run saves; where the first block is left out, by the rest.
+
+    None where it is not clear that it saves any, or where it saves them by training on fewer rows.
+    """
     begins, ends = [max(begin, warm) for begin in _EDGES[:-1]], _EDGES[1:]
-    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+    are_unlike = any(ours.rows != theirs.rows for ours, theirs in courses)
+    if are_unlike or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return [None] * len(ends)
     each = [
         [(theirs.taken_s(begin, end) - ours.taken_s(begin, end)) / (end - begin) / 3 for ours, theirs in courses]
         for begin, end in zip(begins, ends, strict=True)
     ]
     wholes = [math.fsum(of_run) for of_run in zip(*each, strict=True)]
-    if not is_clear_of_nothing(mean_interval(wholes)):
+    if not mean_interval(wholes).low > 0:
         return [None] * len(ends)
     mean_s = math.fsum(wholes) / len(wholes)
     return [as_ratio(share_interval(third, wholes), [seconds / mean_s for seconds in third]) for third in each]

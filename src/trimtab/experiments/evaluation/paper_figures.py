@@ -96,7 +96,7 @@ MAIN_TABLES = (
 
 # Choices of a plan that are a component of table III.
 ACCUMULATION, PRECISION, RECOMPUTE = ("micro_batch",), ("precision",), ("recompute",)
-SCHEDULE = ("schedule", "learning_rate_scale")
+SCHEDULE = ("schedule", "warmup_fraction", "learning_rate_scale")
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def thirds_table(thirds: Sequence[ThirdRow], tier: str) -> Table:
     note = (
         "Thirds of each run's own rows; ours over the reference's, above 1 is better, paired by seed, with the 95% "
         "interval. Progress is what the held-out metric gains in that third: a difference, or of what is relative one "
-        "of logarithms. Of the seconds that a whole run saves each third has a share, where they are clear of nothing."
+        "of logarithms. Of the seconds that a whole run saves over the same rows each third has a share."
     )
     shown = tuple(_third(row) for row in rows)
     of = tier_title(tier) if tier else "the paper's recipe, literal (P1)"
