@@ -32,19 +32,39 @@ RANK = """
         def forward(self, x):
             return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
 
+    class Mixed(nn.Module):
+        # A convolution, tied matrices, a frozen one, and one with fewer rows than there are ranks.
+        def __init__(self):
+            super().__init__()
+            self.conv, self.frozen = nn.Conv2d(2, 4, (2, 1)), nn.Linear(8, 8)
+            self.a, self.b, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 1)
+            self.b.weight = self.a.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            x = torch.tanh(self.conv(x.view(-1, 2, 3, 1))).flatten(1)
+            return self.head(torch.tanh(self.b(self.a(self.frozen(x)))))
+
+    def sgd(model):
+        matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "momentum": 0.0, "lr": 0.05}]
+        return torch.optim.SGD(groups[::-1] if options.get("swaps") else groups, lr=0.02, momentum=0.9)
+
     x = torch.sin(torch.arange(64 * 6.0).reshape(64, 6))
     order = torch.Generator().manual_seed(5)
     loader = trimtab.shard(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True, generator=order))
-    model, seen = Net(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    make = sgd if options.get("mixed") else lambda model: torch.optim.AdamW(model.parameters(), lr=0.02)
+    model = Mixed() if options.get("mixed") else Net()
+    optimizer = make(model)
     ranks = options.get("ranks", 2)
     if options.get("own") == "fsdp":
         fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        optimizer = make(model)
     elif options.get("own"):
         model = DistributedDataParallel(model)
     shared = {"num_ranks": ranks, "zero_stage": options.get("stage", 0)} if ranks > 1 and not options.get("own") else {}
-    plan = trimtab.Plan.fixed(8 // ranks if options.get("even") else 4, **shared)
+    plan = trimtab.Plan.fixed(4, **shared, **options.get("plan", {}))
     if options.get("cannot_write") == rank:
         def full(*_, **__):
             raise OSError(28, "No space left on device")
@@ -64,11 +84,13 @@ RANK = """
         return (value.full_tensor() if hasattr(value, "full_tensor") else value).double()
 
     def noted(window):
-        # Parameters, and where no rank steps some of them alone the optimizer's averages too.
-        values = [whole(p) for p in model.parameters()]
-        if options.get("stage") != 1:
-            values += [whole(s["exp_avg_sq"]) for s in optimizer.state.values()]
-        state[window] = [float(v.abs().sum()) for v in values]
+        # Every number of the model, and of the optimizer's state that this rank steps by.
+        names = {p: name for name, p in model.named_parameters()}
+        steps = [p for group in optimizer.param_groups for p in group["params"]]
+        state[window] = {name: whole(p).flatten().tolist() for p, name in names.items()} | {
+            f"{names[p]} {key}": whole(value).flatten().tolist()
+            for p in steps for key, value in optimizer.state.get(p, {}).items() if isinstance(value, torch.Tensor)
+        }
 
     checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **options.get("keep", {}))
     try:
@@ -95,6 +117,7 @@ RANK = """
         said["left"] = left.code
     except (TrimtabError, ValueError) as error:
         said["error"] = f"{type(error).__name__}: {error}"
+        said["cut"] = any(hasattr(p, "placements") for p in model.parameters())
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
         json.dump({"said": said, "consumed": consumed, "state": state}, file)
 """

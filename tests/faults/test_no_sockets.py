@@ -15,7 +15,7 @@ BLOCKED = """
 import sys
 
 def block(event, given):
-    if event.startswith("socket."):
+    if event.startswith("socket.") and event != "socket.gethostname":  # which asks the system for its own name
         raise RuntimeError(f"a socket was asked for: {event} {given}")
 
 sys.addaudithook(block)

@@ -36,11 +36,18 @@ def name_of(step: int) -> str:
     return f"step-{step}"
 
 
-def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> Path:
+def write(
+    parent: Path,
+    name: str,
+    fill: Callable[[Path], None],
+    about: Mapping[str, Any],
+    last: Callable[[Callable[[], None]], object] = lambda commits: commits(),
+) -> Path:
     """Write a folder, whole or not at all; returns it.
 
     Args:
         fill: writes the files into the folder it is given. about: JSON; its `step` says how far it is.
+        last: calls what it is given, which brings all that was filled in to disk, and may take long.
 
     Raises:
         FormatError: there is something of that name, or what was filled in is not files alone. ValueGivenError: the
@@ -55,9 +62,13 @@ def write(parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[
     try:
         with _temporary(final) as beside:
             fill(beside)
-            seal(beside, about)
-            _require_absent(final)
-            os.rename(beside, final)
+
+            def commit() -> None:
+                seal(beside, about)
+                _require_absent(final)
+                os.rename(beside, final)
+
+            last(commit)
         sync(parent)
     except SaveError:
         raise

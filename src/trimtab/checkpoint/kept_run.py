@@ -6,13 +6,14 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trimtab.checkpoint import envelope, journal
+from trimtab.checkpoint import envelope, journal, shard_files
 from trimtab.checkpoint.background import Background
 from trimtab.checkpoint.envelope import Found, Refused, committed, name_of, newest_good, put_aside, retain
 from trimtab.checkpoint.journal import Journal
@@ -32,6 +33,9 @@ from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
+
+
+T = TypeVar("T")
 
 
 class KeptRun:
@@ -74,6 +78,7 @@ class KeptRun:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for())))
             self._found: Mapping[str, Any] | None = said
             self._world = world_of(model, plan, ranks.num)
+            ranks.agree(_tried(self._require_world)[1])  # before a model is put in shards, from which there is no way
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
                 self._journal.follow(Path(settings.follows) / journal.NAME)
@@ -98,6 +103,18 @@ class KeptRun:
         self._refused = found.refused
         return found
 
+    def _require_world(self) -> None:
+        """Raise where what was saved cannot be gone on with in this world."""
+        if self._found is None:
+            return
+        about = self._found["about"]
+        require_accepted(changes(about["world"], self._world), self._settings.accepts)
+        if self._in_shards and not about.get("in_shards"):
+            given, expected = "a run in shards", "a model that is whole, as it was saved"
+            raise ValueGivenError(
+                "resume: shards", given=given, expected=expected, way_out="zero_stage=0, or one process"
+            )
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -118,25 +135,19 @@ class KeptRun:
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
         apart = changes(about["world"], self._world)
-        load, error = _tried(lambda: self._read(folder, about, apart))
+        load, error = _tried(lambda: self._read(folder, about))
         self._ranks.agree(error)
         assert load is not None
         for refused in self._refused:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
-        load()
+        self._ranks.agree(_tried(load)[1])
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         run.note("resumed", detail)
 
-    def _read(self, folder: Path, about: Mapping[str, Any], apart: Mapping[str, tuple[str, str]]) -> Load:
+    def _read(self, folder: Path, about: Mapping[str, Any]) -> Load:
         """Return what puts all back; the user's own were, as they may yet refuse."""
-        require_accepted(apart, self._settings.accepts)
         state = self._ranks.read(folder, int(about["world"]["ranks"]))
-        if self._in_shards and "shards" not in state:
-            given, expected = "ranks that hold it in shards", "ranks that each hold the whole model, as it was saved"
-            raise ValueGivenError(
-                "resume: shards", given=given, expected=expected, way_out="zero_stage=0, or one process"
-            )
         load = self._loading(state, folder)
         self._also.loading(state["also"])()
         return load
@@ -144,7 +155,8 @@ class KeptRun:
     def _loading(self, state: Mapping[str, Any], folder: Path) -> Load:
         run = self._run
         assert run is not None
-        of = self._cut | {"shards": self._shards.at(folder)} if "shards" in state else self._parts
+        cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
+        of = cut if "shards" in state else self._parts
         parts = of | {"run": run, "data": run.position}
         recorder = run.recorder if state.get("record") is not None else None
         load_record = None if recorder is None else recorder.loading(state["record"])
@@ -192,7 +204,10 @@ class KeptRun:
             self._background.wait()
         self._pace.begun(windows, is_saved=False)
         with self._told(windows):
-            write = self._writing(self._state(), windows)
+            taken, error = _tried(lambda: (self._state(), self._shards.tensors() if self._in_shards else None))
+            self._ranks.agree(error)
+            assert taken is not None
+            write = self._writing(*taken, windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
             self._pace.begun(windows, is_saved=True)
@@ -218,18 +233,22 @@ class KeptRun:
         state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
         return self._ranks.own(state, self._whole.buffers)
 
-    def _writing(self, state: Mapping[str, Any], windows: int) -> Callable[[], None]:
-        """Return what writes a state; it may be called while the run goes on, where it is of copies."""
+    def _writing(self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int) -> Callable[[], None]:
+        """Return what writes a state; it may be called while the run goes on, where it is of copies.
+
+        Args:
+            tensors: in shards; None: they are in the state.
+        """
         settings, run = self._settings, self._run
         assert run is not None
         about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
+        about |= {"in_shards": self._in_shards}
         taken = snapshot(state) if settings.background else state
+        shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
         def write() -> None:
-            shards = self._shards.write if self._in_shards else None
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)
-            if self._ranks.is_first:
-                retain(settings.path, settings.keep_last)
+            self._ranks.first(lambda: f"{len(retain(settings.path, settings.keep_last))} deleted")
 
         return write
 
@@ -284,7 +303,7 @@ def kept(
     return run
 
 
-def _tried(make: Callable[[], Load]) -> tuple[Load | None, Exception | None]:
+def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return what is made, or why it was not: all ranks have to know before one of them changes anything."""
     try:
         return make(), None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint import envelope
+from trimtab.checkpoint.shards import merged
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -76,7 +77,7 @@ class KeptRanks:
             SaveError, FormatError: on all ranks, where one of them could not write.
         """
         if self.num == 1:
-            envelope.write(parent, name, lambda folder: write_state(folder, state), about)
+            envelope.write(parent, name, lambda folder: self._filled(folder, state, shards), about)
             return
         commit = self._committed if self.is_first else self._added
         self.agree(commit(parent, name, state, about, shards))
@@ -101,7 +102,10 @@ class KeptRanks:
             said.append(self.first(lambda: _WRITES + str(folder)))
             self._filled(folder, state, shards)
 
-        error = _failure_of(lambda: envelope.write(parent, name, fill, about))
+        def last(commits: Callable[[], None]) -> None:
+            self.first(lambda: commits() or "")  # the others wait for as long as it lives
+
+        error = _failure_of(lambda: envelope.write(parent, name, fill, about, last))
         if not said:  # the others still wait to be told where
             self.first(lambda: _FAILED)
         return error
@@ -117,7 +121,8 @@ class KeptRanks:
         where = self.first(str)
         if where == _FAILED:
             return None  # rank 0 says why
-        return _failure_of(lambda: self._filled(Path(where.removeprefix(_WRITES)), state, shards))
+        error = _failure_of(lambda: self._filled(Path(where.removeprefix(_WRITES)), state, shards))
+        return error or _failure_of(lambda: self.first(str))
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
         """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
@@ -131,8 +136,10 @@ class KeptRanks:
             state |= {"data": own["data"], "record": None}
             for kind, values in own["buffers"].items():
                 state["model"][kind] |= values
-        for other in range(1, saved) if "shards" in state else ():
-            state["shards"]["others"] |= read_state(folder, _prefix(other))["shards"]["others"]
+        if "shards" in state:
+            state["shards"] = merged(
+                read_state(folder, _prefix(each))["shards"] if each else state["shards"] for each in range(saved)
+            )
         if self.rank >= saved:
             state["data"]["here"]["random"]["cpu"] = torch.Generator().manual_seed(self.rank).get_state()
         return state
@@ -183,8 +190,8 @@ def require_kept(
 
 
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:
-    """Return whether no rank holds all of a run."""
-    return exchange.num_ranks > 1 and (bool(plan.zero_stage.value) or is_sharded(model))
+    """Return whether a run's tensors are in shards: of ranks none holds them all."""
+    return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
 
 
 def _prefix(rank: int) -> str:
@@ -192,12 +199,15 @@ def _prefix(rank: int) -> str:
 
 
 def _failure_of(does: Callable[[], object]) -> Exception | None:
+    """Return what failed, whatever it is: the others wait for a word of it."""
     try:
         does()
-    except (OSError, TrimtabError) as error:
-        return error if isinstance(error, TrimtabError) else _not_saved(error)
+    except TrimtabError as error:
+        return error
+    except OSError as error:
+        return SaveError("checkpoint", given=str(error), expected="a disk that takes it")
+    except Exception as error:
+        failed = SaveError("checkpoint", given=f"{type(error).__name__}: {error}", expected="what can be written")
+        failed.__cause__ = error
+        return failed
     return None
-
-
-def _not_saved(error: Exception) -> SaveError:
-    return SaveError("checkpoint", given=str(error), expected="a disk that takes it")

@@ -13,21 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.checkpoint import shard_files
 from trimtab.checkpoint.run_state import ModelState, keep_types
-from trimtab.core.errors import FormatError, ModelError, OptimizerError, SaveError
+from trimtab.core.errors import FormatError, ModelError, OptimizerError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.sharded_norms import is_sharded_itself
 from trimtab.runtime.layout import align_state
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
+# Of a rank's shards, what every rank adds its own to.
+MERGED = ("members", "others")
 
 
 class WithoutParameters(ModelState):
     """A model's state but for its parameters, which are among the shards."""
 
     def _own(self) -> dict[str, Any]:
-        named = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        return {name: value for name, value in self._model.state_dict().items() if name not in named}
+        parameters = {id(parameter) for parameter in self._model.parameters()}
+        whole = self._model.state_dict(keep_vars=True)  # a wrapper may give them other names there
+        return {name: value for name, value in whole.items() if id(value) not in parameters}
 
     def _put(self, own: Mapping[str, Any]) -> None:
         self._model.load_state_dict(own, strict=False)
@@ -36,75 +40,86 @@ class WithoutParameters(ModelState):
 class Shards(Part):
     """Parameters, and the optimizer's state of those that this rank steps.
 
-    Its `state_dict()` is what else there is of the optimizer: options of its groups, and what of its state is no
-    tensor. The tensors are written by `write`, and read from the folder that it was made `at`.
+    Its `state_dict()` is what else there is of the optimizer: options of its groups, which parameter is in which, and
+    what of its state is no tensor. The tensors are read from the folder that it was made `at`.
+
+    Args:
+        every: as the run steps them, where this rank steps a part of them: an optimizer whose groups have them all.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None = None) -> None:
-        self._model, self._optimizer, self._folder = model, optimizer, folder
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: Path | None = None,
+        every: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._folder, self._every = model, optimizer, folder, every or optimizer
 
-    def at(self, folder: Path) -> Shards:
+    def at(self, folder: Path, every: torch.optim.Optimizer) -> Shards:
         """Return the same, read from a folder."""
-        return Shards(self._model, self._optimizer, folder)
+        return Shards(self._model, self._optimizer, folder, every)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no tensor of a parameter's state."""
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
-        others = {
-            name: kept
-            for name, state in self._states()
-            if (kept := {key: value for key, value in state.items() if not isinstance(value, Tensor)})
-        }
-        return {"groups": groups, "others": others}
-
-    def write(self, folder: Path) -> None:
-        """Write the tensors; every rank calls it, with the same folder.
+        """Return what is no tensor of a parameter's state, and which tensors there are.
 
         Raises:
-            SaveError: on all ranks, where one of them could not write.
+            FormatError: a rank's own part of a state is not cut as its parameter is, so that ranks would overwrite it.
+            OptimizerError: it steps what is not the model's.
         """
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-        from torch.distributed.checkpoint.api import CheckpointException
+        groups = [_options(group) for group in self._optimizer.state_dict()["param_groups"]]
+        members, others = {}, {}
+        for index, name, parameter in self._stepped(self._optimizer):
+            state = self._optimizer.state.get(parameter, {})
+            tensors = [key for key, value in state.items() if isinstance(value, Tensor)]
+            for key in tensors:
+                _require_apart(name, key, state[key], parameter)
+            members[name] = {"group": index, "tensors": tensors}
+            if kept := {key: value for key, value in state.items() if key not in tensors}:
+                others[name] = kept
+        return {"groups": groups, "members": members, "others": others}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is written: parameters and state by their names, dense.
+
+        Raises:
+            FormatError: they are of a type that files of shards cannot hold.
+        """
         for module in self._model.modules():
             if is_sharded_itself(module) and hasattr(module, "reshard"):
                 module.reshard()  # an evaluation may have left whole parameters
-        tensors = self._parameters()
-        for name, state in self._states():
-            tensors |= {_key(key, name): value for key, value in state.items() if isinstance(value, Tensor)}
-        try:
-            save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-        except CheckpointException as error:
-            raise SaveError(str(folder), given=_reasons(error), expected="a disk that takes it") from None
+        found = self._parameters()
+        for _, name, parameter in self._stepped(self._optimizer):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[_key(name, key)] = value.detach()
+        found = {name: value if _is_cut(value) else value.contiguous() for name, value in found.items()}
+        shard_files.require_writable(found)
+        return found
 
     def loading(self, state: Any) -> Load:
         """Return what reads this rank's shards into the very same parameters, and has the optimizer go on.
 
         Raises:
-            ModelError, OptimizerError: other names, shapes, types or groups than the run has.
+            ModelError, OptimizerError: other names, shapes, types or groups than the run has. FormatError: files of
+                shards that are none, or lack one.
         """
-        require_keys("state.shards", state, ("groups", "others"))
-        if len(state["groups"]) != len(groups := self._groups()):
-            given, expected = (
-                f"{len(groups)} groups of parameters",
-                f"{len(state['groups'])}, as the run was saved with",
-            )
-            raise OptimizerError("optimizer", given=given, expected=expected)
-        saved, parameters = self._saved(), self._parameters()
+        require_keys("state.shards", state, ("groups", *MERGED))
+        self._require_groups(state["groups"], state["members"])
+        assert self._folder is not None
+        folder, saved, parameters = self._folder, shard_files.written(self._folder), self._parameters()
         _require_alike(saved, parameters)
-        states = [self._room(saved, name, parameter) for name, parameter in self._stepped()]
-        others = [state["others"].get(name, {}) for name, _ in self._stepped()]
+        stepped = [(name, parameter) for _, name, parameter in self._stepped(self._optimizer)]
+        rooms = {
+            name: {key: _room_like(parameter, _found(saved, name, key)) for key in state["members"][name]["tensors"]}
+            for name, parameter in stepped
+        }
 
         def load() -> None:
-            rooms = {
-                _key(key, name): room
-                for (name, _), found in zip(self._stepped(), states, strict=True)
-                for key, room in found.items()
-            }
-            self._read(parameters | rooms)
-            whole = {
-                i: found | kept for i, (found, kept) in enumerate(zip(states, others, strict=True)) if found | kept
-            }
+            flat = {_key(name, key): room for name, found in rooms.items() for key, room in found.items()}
+            shard_files.read(folder, parameters | flat)
+            whole = {i: rooms[name] | state["others"].get(name, {}) for i, (name, _) in enumerate(stepped)}
+            whole = {index: found for index, found in whole.items() if found}
             packed = self._optimizer.state_dict()["param_groups"]
             options = [own | dict(then) for own, then in zip(packed, state["groups"], strict=True)]
             self._optimizer.load_state_dict({"state": whole, "param_groups": options})
@@ -113,51 +128,82 @@ class Shards(Part):
 
         return load
 
-    def _read(self, tensors: dict[str, Tensor]) -> None:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
-
-    def _saved(self) -> Mapping[str, Any]:
-        """Return by its name what is known of each tensor that was written."""
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-        try:
-            found = HuggingFaceStorageReader(str(self._folder)).read_metadata().state_dict_metadata
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FormatError(str(self._folder), given=f"what cannot be read ({error})", expected="shards") from None
-        return {name: each for name, each in found.items() if name.startswith((f"{_MODEL}.", f"{_OPTIMIZER}."))}
-
-    def _room(self, saved: Mapping[str, Any], name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return where a parameter's state is read to."""
-        found = {}
-        for key, each in saved.items():
-            kind, _, rest = key.partition(".")
-            of, _, whose = rest.partition(".")
-            if kind == _OPTIMIZER and whose == name:
-                found[of] = _room_like(parameter, each)
-        return found
+    def _require_groups(self, groups: Any, members: Mapping[str, Any]) -> None:
+        expected = "the groups of parameters that the run was saved with"
+        if len(groups) != (number := len(self._optimizer.param_groups)):
+            given = f"{number} groups of parameters"
+            raise OptimizerError("optimizer", given=given, expected=f"{len(groups)}, as the run was saved with")
+        now = {name: index for index, name, _ in self._stepped(self._every)}
+        for name in sorted(now.keys() | members.keys()):
+            if name not in now or name not in members:
+                whose = "the checkpoint" if name in members else "the optimizer"
+                raise OptimizerError("optimizer", given=f"{name} in {whose} alone", expected=expected)
+            if now[name] != members[name]["group"]:
+                given = f"{name} in group {now[name]}, not {members[name]['group']}"
+                raise OptimizerError("optimizer", given=given, expected=expected)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {f"{_MODEL}.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def _stepped(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank steps by its name, in the optimizer's order."""
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield what an optimizer steps, in its order: group, name, parameter."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
-        for group in self._groups():
-            yield from ((names[parameter], parameter) for parameter in group["params"])
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    given = "a parameter that is not the model's"
+                    raise OptimizerError("optimizer", given=given, expected="the model's parameters alone")
+                yield index, names[parameter], parameter
 
-    def _states(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for name, parameter in self._stepped():
-            if parameter in self._optimizer.state:
-                yield name, self._optimizer.state[parameter]
+
+def merged(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what ranks have said of their shards as one.
+
+    Raises:
+        FormatError: two of them say otherwise of one parameter.
+    """
+    first = {key: dict(value) if key in MERGED else value for key, value in next(parts).items()}
+    for part in parts:
+        for name, said in part["members"].items():
+            if first["members"].setdefault(name, said) != said:
+                given, expected = f"ranks that differ about {name}", "one state of a parameter"
+                raise FormatError("state.shards", given=given, expected=expected)
+        first["others"] |= part["others"]
+    return first
 
 
-def _key(key: str, name: str) -> str:
-    return f"{_OPTIMIZER}.{key}.{name}"
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _key(name: str, key: Any) -> str:
+    return f"{_OPTIMIZER}.{name}:{key}"
+
+
+def _is_cut(value: Tensor) -> bool:
+    return hasattr(value, "placements")
+
+
+def _require_apart(name: str, key: Any, value: Tensor, parameter: Tensor) -> None:
+    """Raise `FormatError` for what ranks would write one over the other, or not get back as it was."""
+    if type(key) is not str:
+        given, expected = f"{key!r} in the optimizer's state of {name}", "texts as keys"
+        raise FormatError("optimizer", given=given, expected=expected)
+    if not _is_cut(parameter) or value.dim() == 0:
+        return
+    if not _is_cut(value) or value.shape != parameter.shape or value.placements != parameter.placements:  # type: ignore[attr-defined]
+        raise FormatError(
+            "optimizer",
+            given=f"{key} of {name}, a state of shape {tuple(value.shape)} that is not cut as its parameter",
+            expected="an optimizer whose state has an element for each of a parameter, as Adam's and SGD's",
+            way_out="Share the model at stage 1, where every parameter's state is whole.",
+        )
+
+
+def _found(saved: Mapping[str, Any], name: str, key: str) -> Any:
+    if (found := saved.get(_key(name, key))) is None:
+        raise FormatError("state.shards", given=f"no {key} of {name}", expected="the state that the checkpoint names")
+    return found
 
 
 def _room_like(parameter: Tensor, saved: Any) -> Tensor:
@@ -183,9 +229,3 @@ def _require_alike(saved: Mapping[str, Any], now: Mapping[str, Tensor]) -> None:
 
 def _kind(dtype: torch.dtype, size: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(size)}"
-
-
-def _reasons(error: Any) -> str:
-    """Return what failed on which rank."""
-    said = (f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
-    return "; ".join(said) or str(error)

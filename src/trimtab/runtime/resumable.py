@@ -33,6 +33,11 @@ class Resumable:
     model: nn.Module
     _optimizer: torch.optim.Optimizer
 
+    @property
+    def stepped_by(self) -> torch.optim.Optimizer:
+        """What steps: the user's optimizer, or what shares it out between ranks; its groups have every parameter."""
+        return self._optimizer
+
     def state_dict(self) -> dict[str, Any]:
         """Return counters, the precision in use and its loss scaler, k with its averages, limits in force, momentum.
 
