@@ -58,7 +58,7 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
         Goal(
             f"{kind}: S within 0.5% of P0's quality",
             *("cpu", recipes, "final_metric", "plan_S", "reference", WITHIN, 0.5),
-            unit=" points or %",
+            unit=" points of accuracy, or % of perplexity",
         ),
     )
 

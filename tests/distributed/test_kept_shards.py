@@ -79,10 +79,11 @@ def test_another_number_of_ranks_reads_from_all_shards_what_is_its_own(dead, tmp
 @pytest.mark.parametrize(("stage", "apart"), [(1, 1e-5), (3, 0)])
 def test_three_ranks_go_on(tmp_path, stage, apart):
     """Of three DDP adds the first window up in another order than those after it, as at a run's start: to rounding."""
-    trained(tmp_path, "dead", ranks=3, stage=stage, keep=STEPS, dies_after=13)
-    found = job(tmp_path, "again", ranks=3, stage=stage, keep=STEPS)
+    options = {"ranks": 3, "stage": stage, "mixed": True, "keep": STEPS}
+    trained(tmp_path, "dead", dies_after=13, **options)
+    found = job(tmp_path, "again", **options)
     (tmp_path / "other").mkdir()
-    whole = job(tmp_path / "other", "whole", ranks=3, stage=stage)
+    whole = job(tmp_path / "other", "whole", **options)
     assert everything(found, "10") == everything(whole, "10")
     for name, numbers in everything(whole, "20").items():
         assert everything(found, "20")[name] == pytest.approx(numbers, rel=apart, abs=apart), name

@@ -326,3 +326,64 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
     assert json.loads((place.folder / "summary.json").read_text()) == found
     assert "cifar10_resnet_short is smaller" in (place.folder / "evaluation.md").read_text()
     assert next(evaluation.text(found)) == "not measured  wikitext: S 1.3x P0"
+
+
+# What the results page shows of it.
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Return an evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
+    from measured_runs import CPU, GAIN, ablation, around, comparison, scaled
+
+    from trimtab.experiments.comparison.result import RatioRow
+
+    folder = tmp_path / "benchmarks" / "results" / "evaluation-here"
+    found = comparison("cifar10_resnet_short", CPU)
+    peers = [RatioRow("throughput", name, "reference", "", around(1.2), GAIN) for name in ("strict", "strong", "muon")]
+    cut = ablation()
+    refused = replace(cut.changes[0], name="schedule", refusals={"alone": "it needs a rate of its own"})
+    files = {
+        "machine.json": json.dumps({"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux"}),
+        "done/cifar-recipes-1.json": "{}",
+        "cifar-recipes/report.json": to_json(replace(found, ratios=(*found.ratios, *peers))),
+        "cifar-ablate/report.json": to_json(replace(cut, environment=CPU, changes=(*cut.changes, refused))),
+        "cifar-scale/scaling.json": to_json(scaled(environment=CPU)),
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_the_results_page_has_goals_and_figures_of_every_run(measured):
+    import evaluation_figures
+    import figures
+
+    assert evaluation_figures.folders(measured.parents[2]) == [measured]
+    lines = list(evaluation_figures.section(measured, figures._comparison))
+    shown = "\n".join(lines)
+    assert "| cifar: S 1.8x P0 | met | 2.000x (95%" in shown
+    assert "| wikitext: S 1.3x P0 | not measured |" in shown
+    for arm in ("P0 strict fp32", "P2 strong", "P3 strong, with Muon", "P1 paper, literal", "trimtab S"):
+        assert f"| throughput | {arm} | P0 reference |" in shown
+    assert "| precision | alone | throughput | 1." in shown
+    assert "| schedule | alone | not run: it needs a rate of its own | | |" in shown.replace("|  |", "| |")
+    assert "### cifar-scale: cifar10_resnet50" in lines
+    assert any(line.startswith("| weak | plan | 2 |") for line in lines)
+
+
+def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):
+    import evaluation_figures
+
+    page = evaluation_figures.page(measured)
+    assert page == evaluation_figures.page(measured)
+    for said in ("Table I: CIFAR-10", "Table III", "Table IV", "cifar10_resnet_short"):
+        assert said in page
+
+
+def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
+    import evaluation_figures
+
+    (measured / "done" / "cifar-recipes-1.json").unlink()
+    assert evaluation_figures.folders(measured.parents[2]) == []

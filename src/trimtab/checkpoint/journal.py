@@ -23,8 +23,9 @@ class Journal:
 
     def __init__(self, path: Path, plan: str, *, writes: bool) -> None:
         self._path, self._plan, self._writes = path, plan, writes
-        self._by, self._decided = _read(path)
+        self._by, self._decided = _read(path)  # in memory what is to come alone: a run may have millions of windows
         self._file: int | None = None
+        self._newest = -1
 
     def go_on(self, windows: int) -> None:
         """Begin after so many windows; what another plan decided of those to come is dropped."""
@@ -34,6 +35,8 @@ class Journal:
             lines = [_header(self._plan), *(_line(index, each) for index, each in self._decided.items())]
             write_whole(self._path, b"".join(lines).decode())
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._newest = max(self._decided, default=-1)
+        self._decided = {index: each for index, each in self._decided.items() if index >= windows}
 
     def follow(self, other: Path) -> None:
         """Take what was decided in another run, and not what was in this one.
@@ -47,14 +50,15 @@ class Journal:
             raise ValueGivenError("checkpoints.follows", given=given, expected="the folder of a run of this plan")
 
     def before(self, index: int) -> Decided | None:
-        """Return what a window was made by; None where none was known of it."""
+        """Return what a window was made by; None where none was known of it, or of one after it was asked already."""
+        self._decided.pop(index - 1, None)
         return self._decided.get(index)
 
     def add(self, index: int, window: Decided) -> None:
         """Write what a window is made by, once; it is with the operating system when this returns."""
-        if index in self._decided:
+        if index <= self._newest:
             return
-        self._decided[index] = window
+        self._newest = index
         if self._file is not None:
             os.write(self._file, _line(index, window))
 

@@ -34,7 +34,6 @@ from trimtab.core.stop import StopReason
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
 
-
 T = TypeVar("T")
 
 

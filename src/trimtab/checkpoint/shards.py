@@ -29,8 +29,8 @@ class WithoutParameters(ModelState):
     """A model's state but for its parameters, which are among the shards."""
 
     def _own(self) -> dict[str, Any]:
-        parameters = {id(parameter) for parameter in self._model.parameters()}
         whole = self._model.state_dict(keep_vars=True)  # a wrapper may give them other names there
+        parameters = {id(parameter) for parameter in self._model.parameters()}  # after it, which puts them in shards
         return {name: value for name, value in whole.items() if id(value) not in parameters}
 
     def _put(self, own: Mapping[str, Any]) -> None:
@@ -67,6 +67,7 @@ class Shards(Part):
             FormatError: a rank's own part of a state is not cut as its parameter is, so that ranks would overwrite it.
             OptimizerError: it steps what is not the model's.
         """
+        self._settle()
         groups = [_options(group) for group in self._optimizer.state_dict()["param_groups"]]
         members, others = {}, {}
         for index, name, parameter in self._stepped(self._optimizer):
@@ -85,9 +86,7 @@ class Shards(Part):
         Raises:
             FormatError: they are of a type that files of shards cannot hold.
         """
-        for module in self._model.modules():
-            if is_sharded_itself(module) and hasattr(module, "reshard"):
-                module.reshard()  # an evaluation may have left whole parameters
+        self._settle()
         found = self._parameters()
         for _, name, parameter in self._stepped(self._optimizer):
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -141,6 +140,12 @@ class Shards(Part):
             if now[name] != members[name]["group"]:
                 given = f"{name} in group {now[name]}, not {members[name]['group']}"
                 raise OptimizerError("optimizer", given=given, expected=expected)
+
+    def _settle(self) -> None:
+        """Have every parameter be in shards: an evaluation may have left some whole."""
+        for module in self._model.modules():
+            if is_sharded_itself(module) and hasattr(module, "reshard"):
+                module.reshard()
 
     def _parameters(self) -> dict[str, Tensor]:
         return {f"{_MODEL}.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}

@@ -30,11 +30,26 @@ def seen(folder, plan="a plan", begins=0, writes=False):
 def test_what_was_decided_is_decided_again_and_once(tmp_path):
     journal = written(tmp_path, _0=ONE, _1=TWO)
     journal.add(1, THREE)
-    assert journal.before(1) == TWO
     journal.close()
-    assert seen(tmp_path, begins=1) == [ONE, TWO, None]
-    written(tmp_path, _2=THREE).close()
+    assert seen(tmp_path) == [ONE, TWO, None]
+    assert seen(tmp_path, begins=1) == [None, TWO, None]  # of windows that are over nothing is asked
+    written(tmp_path, begins=2, _1=THREE, _2=THREE).close()
     assert seen(tmp_path) == [ONE, TWO, THREE]
+
+
+def test_of_windows_that_are_over_nothing_is_held(tmp_path):
+    journal = written(tmp_path, **{f"_{index}": ONE for index in range(1_000)})
+    journal.close()
+    assert journal._decided == {}
+    again = Journal(tmp_path / NAME, "a plan", writes=True)
+    again.go_on(400)
+    assert len(again._decided) == 600
+    for index in range(400, 1_000):
+        assert again.before(index) == again.before(index) == ONE
+        again.add(index, TWO)
+    assert len(again._decided) == 1
+    again.close()
+    assert (tmp_path / NAME).read_bytes().count(b"\n") == 1_001
 
 
 def test_a_torn_last_line_is_dropped_and_written_anew(tmp_path):
@@ -56,7 +71,7 @@ def test_any_other_damage_is_refused_by_its_line(tmp_path, line):
 
 def test_what_another_plan_decided_says_nothing_of_windows_to_come(tmp_path):
     written(tmp_path, _0=ONE, _1=TWO, _2=THREE).close()
-    assert seen(tmp_path, plan="another", begins=1, writes=True) == [ONE, None, None]
+    assert seen(tmp_path, plan="another", begins=1, writes=True) == [None, None, None]
     assert seen(tmp_path, plan="another") == [ONE, None, None]
     assert seen(tmp_path, plan="a third", begins=0) == [None, None, None]
 
