@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +85,8 @@ def train(
             chosen = saved
         elif plan_file is None:
             with ProgressBar() as progress:
-                chosen = plan_on_ranks(loaded, limits, adaptation(adapt), progress, rehearse=rehearse)
+                asked = replace(loaded, planned_rows=steps * loaded.batch_rows)
+                chosen = plan_on_ranks(asked, limits, adaptation(adapt), progress, rehearse=rehearse)
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:

@@ -117,7 +117,7 @@ def make_plans(
         objective=objective,
         reference=task.reference,
         data=data.batches(PLANNING_SEED, task.batch_rows),
-        total_steps=-(-(task.planned_rows or task.budget_rows) // task.batch_rows),
+        total_steps=task.planned_steps,
         frees_batch="batch" in adapt,
         traces=traces,
         metering=metering,
@@ -127,7 +127,8 @@ def make_plans(
     profiles = {"S": found}
     if TRAINED & set(adapt):
         subject = Subject(model, optimizer, task.loss_fn, batch)
-        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, task.budget_rows / data.num_rows)
+        passes = task.planned_steps * task.batch_rows / data.num_rows
+        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, passes)
     if "batch" in adapt:
         base = plans.get("F", plans["S"])
         plans["F"] = base.freed(default_rule(base), FREED)

@@ -31,8 +31,8 @@ def task_of_rank(task: Task, num_ranks: int) -> Task:
     if num_ranks > task.batch_rows:
         expected = f"{task.batch_rows} at the most, a row of each batch for every rank"
         raise ValueGivenError("--ranks", given=str(num_ranks), expected=expected)
-    share = {name: -(-getattr(task, name) // num_ranks) for name in ("batch_rows", "budget_rows")}
-    return replace(task, **share)
+    rows = {name: getattr(task, name) for name in ("batch_rows", "budget_rows", "planned_rows")}
+    return replace(task, **{name: None if each is None else -(-each // num_ranks) for name, each in rows.items()})
 
 
 def plan_on_ranks(
@@ -73,7 +73,7 @@ def plan_on_ranks(
             plans = plans_of(share)
             seen(plans.profiles["S"])
             return _made(share, _preferred(plans), plans.profiles["S"], ADAPTS if asks else "")
-        found = profile_here(share, budget, weights, progress, -(-share.budget_rows // share.batch_rows))
+        found = profile_here(share, budget, weights, progress, share.planned_steps)
         seen(found)
         weighed = share_of(found, loop_of(share, device.type), progress)
         return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)

@@ -202,6 +202,11 @@ class Task:
         self._check_targets()
 
     @property
+    def planned_steps(self) -> int:
+        """Optimizer steps of the run that a plan is made for."""
+        return -(-(self.planned_rows or self.budget_rows) // self.batch_rows)
+
+    @property
     def recipes(self) -> Mapping[str, StrongRecipe]:
         """The hand-tuned recipes that it has, by the name of their field."""
         return {name: recipe for name in RECIPES if (recipe := getattr(self, name)) is not None}
