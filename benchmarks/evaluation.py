@@ -116,7 +116,7 @@ def main() -> None:
         if not options.summary:
             for line in run_slices(wanted, place, 60 * options.slice_minutes, options.most):
                 print(line, file=sys.stderr, flush=True)
-        found = summary(size, wanted, place)
+        found = summary(size, slices(size), place)  # whatever was asked for now, pages are of all that is there
         print(json.dumps(found) if options.json else "\n".join(text(found)))
     except TrimtabError as error:
         sys.exit(f"evaluation: {error}")

@@ -22,12 +22,7 @@ from trimtab.experiments.scaling.table import tables
 
 Row = dict[str, Any]
 PAGE, MACHINE = "evaluation.md", "machine.json"
-_SETTINGS = {
-    "alone": "alone",
-    "in the plan": "in the plan",
-    "interaction": "together",
-    "whole": "the plan",
-}
+_SETTINGS = {"interaction": "together", "whole": "the plan"}  # others are said as they are
 
 
 def folders(root: Path) -> list[Path]:

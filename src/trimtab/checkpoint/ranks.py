@@ -76,52 +76,40 @@ class KeptRanks:
         Raises:
             SaveError, FormatError: on all ranks, where one of them could not write.
         """
-        if self.num == 1:
-            envelope.write(parent, name, lambda folder: self._filled(folder, state, shards), about)
-            return
-        commit = self._committed if self.is_first else self._added
-        self.agree(commit(parent, name, state, about, shards))
 
-    def _filled(self, folder: Path, state: Mapping[str, Any], shards: Callable[[Path], None] | None) -> None:
-        """Write this rank's part, once with the others; raises on all where one fails."""
-        self.agree(_failure_of(lambda: write_state(folder, state, _prefix(self.rank))))
-        if shards is not None:
-            self.agree(_failure_of(lambda: shards(folder)))
+        def fill(folder: Path) -> None:
+            """Write this rank's part, once with the others; raises on all where one fails."""
+            self.agree(_failure_of(lambda: write_state(folder, state, _prefix(self.rank))))
+            if shards is not None:
+                self.agree(_failure_of(lambda: shards(folder)))
+
+        if self.num == 1:
+            envelope.write(parent, name, fill, about)
+            return
+        self.agree(self._committed(parent, name, fill, about) if self.is_first else self._added(fill))
 
     def _committed(
-        self,
-        parent: Path,
-        name: str,
-        state: Mapping[str, Any],
-        about: Mapping[str, Any],
-        shards: Callable[[Path], None] | None,
+        self, parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]
     ) -> Exception | None:
         said: list[str] = []
 
-        def fill(folder: Path) -> None:
+        def told(folder: Path) -> None:
             said.append(self.first(lambda: _WRITES + str(folder)))
-            self._filled(folder, state, shards)
+            fill(folder)
 
         def last(commits: Callable[[], None]) -> None:
             self.first(lambda: commits() or "")  # the others wait for as long as it lives
 
-        error = _failure_of(lambda: envelope.write(parent, name, fill, about, last))
+        error = _failure_of(lambda: envelope.write(parent, name, told, about, last))
         if not said:  # the others still wait to be told where
             self.first(lambda: _FAILED)
         return error
 
-    def _added(
-        self,
-        parent: Path,
-        name: str,
-        state: Mapping[str, Any],
-        about: Mapping[str, Any],
-        shards: Callable[[Path], None] | None,
-    ) -> Exception | None:
+    def _added(self, fill: Callable[[Path], None]) -> Exception | None:
         where = self.first(str)
         if where == _FAILED:
             return None  # rank 0 says why
-        error = _failure_of(lambda: self._filled(Path(where.removeprefix(_WRITES)), state, shards))
+        error = _failure_of(lambda: fill(Path(where.removeprefix(_WRITES))))
         return error or _failure_of(lambda: self.first(str))
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
@@ -175,6 +163,9 @@ def require_kept(
     )
     if exchange.num_ranks == 1 and exchange.has_peers:
         raise ValueGivenError("checkpoints", given="one of several ranks that nothing joins", expected=expected)
+    if background and (exchange.num_ranks > 1 or is_sharded(model)):
+        given = "True, on several ranks or of a model in shards"
+        raise ValueGivenError("checkpoints.background", given=given, expected="False there")
     if exchange.num_ranks == 1:
         return
     foreign = {
@@ -185,8 +176,6 @@ def require_kept(
     for given, is_there in foreign.items():
         if is_there:
             raise ValueGivenError("checkpoints", given=given, expected=expected)
-    if background:
-        raise ValueGivenError("checkpoints.background", given="True, on several ranks", expected="False there")
 
 
 def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool:

@@ -5,11 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, Choice, Mark, Plan, Rejected
+from trimtab.core.plan import (
+    KEEP_BATCH,
+    KEEP_DROPOUT,
+    KEEP_LEARNING_RATE,
+    KEEP_OPTIMIZER,
+    Choice,
+    Mark,
+    Plan,
+    Rejected,
+)
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.short_race import Verdict
 
 _LATER = "later to the same loss"
+
+
+def tried(plan: Plan) -> tuple[str, ...]:
+    """Return what of a plan was tried beyond the same maths, whether it was kept or not, as `adapt` names it."""
+    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
+    found = {
+        "learning_rate": plan.learning_rate_scale != KEEP_LEARNING_RATE,
+        "schedule": "warmup_linear" in shapes,
+        "optimizer": plan.optimizer != KEEP_OPTIMIZER,
+        "dropout": bool(plan.dropout.losers),  # its reason may also be why it was not raced
+        "batch": plan.batch_policy != KEEP_BATCH,
+    }
+    return tuple(name for name, was in found.items() if was)
 
 
 def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:

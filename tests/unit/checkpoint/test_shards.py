@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from trimtab.checkpoint import shard_files
+from trimtab.checkpoint.ranks import require_kept
 from trimtab.checkpoint.shards import Shards, WithoutParameters, merged
-from trimtab.core.errors import FormatError, OptimizerError
+from trimtab.core.errors import FormatError, OptimizerError, ValueGivenError
+from trimtab.core.plan import Plan
 
 
 def loop():
@@ -107,3 +109,13 @@ def test_files_that_are_no_shards_are_named(tmp_path):
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no shard")
     with pytest.raises(FormatError, match="expected files of shards"):
         shard_files.written(tmp_path)
+
+
+def test_shards_are_not_written_beside_the_training():
+    """In one process too: what is written would be the very tensors that are trained on."""
+    model, optimizer = loop()
+    alone = SimpleNamespace(num_ranks=1, has_peers=False)
+    require_kept(model, optimizer, Plan.fixed(4), alone, background=True)
+    model.set_requires_gradient_sync = None  # as fully_shard leaves it
+    with pytest.raises(ValueGivenError, match=r"checkpoints\.background: given True.*in shards; expected False"):
+        require_kept(model, optimizer, Plan.fixed(4), alone, background=True)

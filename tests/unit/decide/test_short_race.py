@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.plan import Choice, Mark, Measured, Plan
+from trimtab.core.plan import KEEP_DROPOUT, KEEP_SCHEDULE, Choice, Mark, Measured, Plan
+from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.short_race import ShortPair, ShortRun, Verdict, is_lost, judge
-from trimtab.decide.tier_f import adapt_optimizer
+from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, tried
 
 STEPS = 60
 
@@ -148,3 +149,17 @@ def test_a_rival_that_lost_leaves_the_plan_and_its_reason():
     assert (found.optimizer.value, found.optimizer.reason, found.changes) == ("user", "later by 2x", ())
     assert [(loser.value, loser.reason) for loser in found.optimizer.losers] == [("muon", "later by 2x")]
     assert (found.measured, found.planning_s, found.search_s) == (stands.measured, 14.0, 5.0)
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_what_was_tried_is_told_whether_it_was_kept_or_not(won):
+    verdict, plan = Verdict(won, "so"), Plan.fixed(8)
+    assert tried(plan) == ()
+    rated = adapt_learning_rate(plan, RateChoice(4.0, "a third of 12x"), 1.0)
+    assert tried(rated) == ("learning_rate",)
+    line = replace(KEEP_SCHEDULE, value="warmup_linear", changed=True)
+    assert tried(adapt_schedule(rated, replace(rated, schedule=line), verdict, 1.0)) == ("learning_rate", "schedule")
+    none = replace(plan, dropout=replace(KEEP_DROPOUT, value=0.0, changed=True))
+    assert tried(adapt_dropout(plan, none, verdict, 1.0)) == ("dropout",)
+    assert tried(replace(plan, dropout=replace(KEEP_DROPOUT, reason="not raced: it repeats its data"))) == ()
+    assert tried(adapt_optimizer(*planned(), verdict, 1.0))[-1] == "optimizer"

@@ -826,6 +826,7 @@ def test_thirds_say_why_a_ratio_is_not_known() -> None:
     assert all(len(row) == 6 for row in (early, late))
     assert gain_tables.thirds_table(thirds(), "S").rows[0][4].startswith("3")
     assert gain_tables.thirds_table(thirds(), "").rows == ()
+    assert "the paper's recipe" in gain_tables.thirds_table(thirds(), "").title
     assert gain_tables.thirds_table(thirds(3), "S").rows[0][1].count(",") == 2  # too few for an interval: raw pairs
 
 

@@ -431,6 +431,7 @@ def test_peers_and_do_no_harm():
     assert row(result, "throughput", "plan_S", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
     harm = row(result, "do_no_harm", "strong_plan", "strong")
     assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no gain")
+    assert {(r.arm, r.tier) for r in result.thirds} >= {("plan_S", "S"), ("paper", "")}
     against = {(r.arm, r.against) for r in result.target_rows}
     assert against == {
         ("plan_S", "reference"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.core.plan import KEEP_LEARNING_RATE, Plan
+from trimtab.calibrate.adapting import RACED
+from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
+from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.result import TargetRow
 from trimtab.experiments.planning import Plans
@@ -36,14 +38,9 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
 
 def _search(freed: Plan) -> str:
     """Return what tier F was searched for by, or ""."""
-    tested = freed.learning_rate_scale != KEEP_LEARNING_RATE
-    raced = any(freed_one.losers for freed_one in (freed.optimizer, freed.dropout)) or any(
-        loser.value == "warmup_linear" for loser in freed.schedule.losers
-    )
-    raced = raced or freed.schedule.value == "warmup_linear"
-    return " and ".join(
-        said for said, was in (("a learning-rate range test", tested), ("races of short trainings", raced)) if was
-    )
+    found = set(tried(freed))
+    said = ["a learning-rate range test"] if "learning_rate" in found else []
+    return " and ".join([*said, *(["races of short trainings"] if found & RACED else [])])
 
 
 def ends(races: stats.Races) -> dict[str, str]:

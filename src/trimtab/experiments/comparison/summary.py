@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, short_blocks, watts
@@ -165,12 +166,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
 
 def _freed_label(plan: Plan) -> str:
     """Return what a tier-F plan was found to change; of one that was tried and kept all, what was tried."""
-    freed = {"learning_rate_scale": "learning rate", "optimizer": "optimizer", "batch_policy": "batch"}
-    tried = [word for name, word in freed.items() if getattr(plan, name).reason != getattr(Plan, name).reason]
-    tried += ["dropout"] if plan.dropout.losers else []
-    shapes = {plan.schedule.value, *(loser.value for loser in plan.schedule.losers)}
-    tried += ["schedule"] if "warmup_linear" in shapes else []
-    return f"trimtab, {' and '.join(tried) or 'nothing'} adapted"
+    words = (name.replace("_", " ") for name in tried(plan))
+    return f"trimtab, {' and '.join(words) or 'nothing'} adapted"
 
 
 def _known(figures: Iterable[float | None]) -> tuple[float, ...]:
