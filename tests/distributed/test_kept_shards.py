@@ -137,9 +137,10 @@ def test_ranks_go_on_from_the_checkpoint_before_one_whose_shard_is_damaged_or_ru
     assert not (tmp_path / "it-ran").exists()
 
 
-def test_no_damage_of_a_file_of_shards_is_overlooked(dead):
+def test_no_damage_of_a_file_of_shards_is_overlooked(tmp_path):
     """304 each of files cut, bits flipped and blocks blanked: the file is named, and the checkpoint before used."""
-    parent, chance = dead[0] / "run", random.Random(0)
+    trained(tmp_path, "dead", keep=STEPS, dies_after=13, stage=2)
+    parent, chance = tmp_path / "run", random.Random(0)
     files = sorted(path.name for path in (parent / "step-10").iterdir())
     assert sum(name.startswith("shard-") for name in files) == 2
     for kind in ("cut", "flipped", "blanked"):

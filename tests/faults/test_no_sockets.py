@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,10 @@ def block(event, given):
 sys.addaudithook(block)
 """
 COMMANDS = {
-    "plan": ("plan", "digits_resnet", "--json"),
+    "plan": ("plan", "tiny.py:task", "--json"),
     "plan for a device that is not here": ("plan", "digits_resnet", "--device", "H100 SXM", "--json"),
     "train": ("train", "digits_resnet", "--steps", "4", "--record", "run.jsonl", "--checkpoints", "kept"),
-    "compare": ("compare", "digits_resnet", "--quick", "--pairs", "1", "--out", "out"),
+    "compare": ("compare", "tiny.py:task", "--quick", "--pairs", "1", "--out", "out"),
     "report": ("report", "run.jsonl", "--out", "pages"),
     "doctor": ("doctor",),
 }
@@ -43,8 +44,10 @@ def test_the_block_blocks(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return one in which commands leave what later ones read."""
-    return tmp_path_factory.mktemp("offline")
+    """Return one with a task, in which commands leave what later ones read."""
+    made = tmp_path_factory.mktemp("offline")
+    shutil.copy(TESTS / "unit" / "experiments" / "tiny_task.py", made / "tiny.py")
+    return made
 
 
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
