@@ -10,17 +10,22 @@ import pytest
 from ranks import started
 
 RANK = """
-    import json, os, signal, sys, threading, time
+    import faulthandler, json, os, signal, sys, threading, time
     import torch
     import torch.distributed as dist
     import trimtab
     from trimtab.distributed.process_group import from_first
 
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(90)  # of one that does not end, where it waits
     rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[4])
 
+    waits = f"{sys.argv[2]}/waits"
+
     def make():
+        while case in ("stops", "dies") and not os.path.exists(waits):
+            time.sleep(0.01)  # one that is lost while others still join is another matter
         if case == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
         if case == "dies":
@@ -40,6 +45,8 @@ RANK = """
     found = {}
     try:
         with trimtab.joined(2.0 if case == "long" else 3.0):
+            if rank:
+                open(waits, "w").close()
             try:
                 found["made"] = [from_first(make), from_first(lambda: "again")]
             except ValueError as error:

@@ -7,6 +7,7 @@ It costs time, so memory is measured in a pass of its own.
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -71,11 +72,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def peak_growth(step: Callable[[], object]) -> int:
     """Return the most bytes of CPU memory that a call held at once, beyond what was held before it."""
+    gc.collect()  # what is collected meanwhile would be taken for memory that the call gave back
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     running = peak = 0
     for _, size in sorted(_allocations(recorded), key=lambda event: event[0]):
-        running += size
+        # The profiler may know a block's size from an earlier count, and tell that it is freed in this one.
+        running = max(0, running + size)
         peak = max(peak, running)
     return peak
 

@@ -13,6 +13,7 @@ from trimtab.core.errors import ModelError
 from trimtab.core.recompute import Kept, Segment
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
 from trimtab.decide.optimal_schedule import optimal
+from trimtab.measure import memory
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.linked_blocks import LinkedBlocks, find_linked_blocks
 from trimtab.measure.memory import peak_growth, storage_bytes
@@ -271,3 +272,10 @@ def test_a_later_micro_batch_has_the_gradients_of_the_one_before_beside_it(make,
     model.zero_grad(set_to_none=True)
     undo()
     assert later.held_bytes + predict(later.stages, schedule).peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+def test_what_is_freed_and_was_there_before_the_count_is_no_part_of_it(monkeypatch):
+    """The profiler knows blocks of an earlier count by their address, and tells of it when such a one is freed."""
+    events = [(0, -1_000), (1, 300), (2, 500), (3, -800), (4, 100)]
+    monkeypatch.setattr(memory, "_allocations", lambda recorded: events)
+    assert peak_growth(lambda: None) == 800
