@@ -98,6 +98,15 @@ def _cpu() -> Iterator[Slice]:
             needs=("command ablate",),
         )
     yield from _growing(
+        "cifar-ablate-freed",
+        "cifar10_short with its training freed, whole races of each change",
+        _FIVE,
+        lambda seeds: ("ablate", f"{TASKS}:cifar10_short", "--adapt", "learning-rate", "--seeds", str(seeds)),
+        result="cifar-ablate-freed/report.json",
+        minutes=9,
+        needs=("command ablate",),
+    )
+    yield from _growing(
         "cifar-scale",
         "cifar10_resnet on 1 and 2 ranks of one thread, rounds",
         (1, 3, 5),

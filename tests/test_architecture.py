@@ -130,6 +130,7 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
+    "zeus": {"trimtab.measure.zeus"},
     "safetensors": {"trimtab.checkpoint.tensors"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150

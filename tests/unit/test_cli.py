@@ -386,6 +386,20 @@ def test_training_says_what_it_took_or_why_that_is_not_known(trimtab, tmp_path):
     assert found["energy_j"] > 0
 
 
+def test_training_says_its_carbon_of_one_kind_or_why_it_is_not_known(trimtab, tmp_path):
+    train = ("train", "tiny.py:task", "--steps", 3, "--carbon", 360, "--json")
+    explained(trimtab(*train), "which one it is: average or marginal")
+    found = trimtab(*train, "--carbon-kind", "average").json
+    assert (found["carbon"], found["carbon_g"]) == ("not known: none that tests read", None)
+    found = trimtab(*train, "--carbon-kind", "marginal", "--energy-watts", 90).json
+    assert found["carbon_g"] == pytest.approx(found["energy_j"] * 360 / 3.6e6, rel=1e-12)
+    assert found["carbon"].endswith("g CO2e by marginal intensity, of estimated energy")
+    (tmp_path / "old.csv").write_text("time,g_per_kwh\n2020-01-01T00:00Z,100\n2020-01-01T01:00Z,300\n")
+    old = trimtab("train", "tiny.py:task", "--steps", 3, "--carbon", "old.csv", "--carbon-kind", "average")
+    explained(old, "2020-01-01T02:00", "of which it is known")
+    explained(trimtab("train", "tiny.py:task", "--carbon-kind", "average"), "--carbon beside it")
+
+
 def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out(trimtab, tmp_path):
     plan = ("plan", "tiny.py:task", "--energy-weight", 1)
     explained(trimtab(*plan), "energy", "none that tests read", "renormalise")

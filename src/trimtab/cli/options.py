@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimtab.core.errors import FormatError, ValueGivenError
+
+if TYPE_CHECKING:
+    from trimtab.core.carbon import Intensity
 
 TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
@@ -21,6 +24,11 @@ EnergyWatts = Annotated[
 WithoutMeter = Annotated[
     str, typer.Option(help="where energy is weighed and nothing counts it: refuse, or renormalise (it is left out)")
 ]
+Carbon = Annotated[
+    str | None,
+    typer.Option(help="grams of CO2e per kWh, or a CSV file of them (time, g_per_kwh): tells the run's carbon"),
+]
+CarbonKind = Annotated[str | None, typer.Option(help="of --carbon: average or marginal, which do not add up")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
 Rehearse = Annotated[
@@ -61,6 +69,21 @@ def refuse_adapt(adapt: str | None, recorded: str) -> None:
             given=f"{adapt} with {recorded}, which is decided from what was recorded",
             expected="a task alone, because a range test or a race trains",
         )
+
+
+def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
+    """Return what `--carbon` names, which has to be known of this moment; None where it was not asked for."""
+    import time
+
+    from trimtab.core.carbon import named
+
+    if carbon is None:
+        if kind is not None:
+            raise ValueGivenError("--carbon-kind", given=f"{kind} alone", expected="--carbon beside it")
+        return None
+    found, now_s = named(carbon, kind), time.time()
+    found.mean(now_s, now_s + 1)
+    return found
 
 
 def refuse_memory(memory: str | None) -> None:

@@ -11,6 +11,8 @@ import typer
 
 from trimtab.cli.options import (
     Adapt,
+    Carbon,
+    CarbonKind,
     EnergyWatts,
     Json,
     Memory,
@@ -19,6 +21,7 @@ from trimtab.cli.options import (
     Rehearse,
     TaskName,
     adaptation,
+    intensity,
     refuse_adapt,
     refuse_memory,
     require_new,
@@ -40,6 +43,8 @@ def train(
     ranks: Ranks = 1,
     rehearse: Rehearse = True,
     energy_watts: EnergyWatts = None,
+    carbon: Carbon = None,
+    carbon_kind: CarbonKind = None,
     checkpoints: Annotated[
         Path | None, typer.Option(help="folder that the run is kept in, and gone on from (see --resume)")
     ] = None,
@@ -65,7 +70,7 @@ def train(
     from trimtab.experiments.train import train_task
     from trimtab.tasks import load_task
 
-    here, limits = place(), Budget(memory)
+    here, limits, grid = place(), Budget(memory), intensity(carbon, carbon_kind)
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
     kept = None
     if checkpoints is not None:
@@ -90,7 +95,7 @@ def train(
         else:
             chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
         with ProgressBar() as progress:
-            how = {"metering": Metering(energy_watts), "checkpoints": kept, "progress": progress}
+            how = {"metering": Metering(energy_watts), "checkpoints": kept, "progress": progress, "grid": grid}
             found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, **how)
     if here.rank == 0:
         print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))

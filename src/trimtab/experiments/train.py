@@ -13,8 +13,10 @@ from torch import Tensor
 
 from trimtab.api import Metering, start
 from trimtab.checkpoint.settings import Checkpoints
+from trimtab.core.carbon import Carbon, Intensity, carbon_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError
+from trimtab.core.energy import Energy, Provenance
+from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header, RecordWriter
@@ -37,13 +39,15 @@ def train_task(
     record: Path | None,
     metering: Metering | None = None,
     checkpoints: Checkpoints | None = None,
+    grid: Intensity | None = None,
     progress: Progress,
 ) -> dict[str, Any]:
     """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
 
     Where the run is gone on with, its record is too, and speed is that of what was left of it.
 
-    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds.
+    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds. `grid`: grams
+    per kWh, by which carbon is told.
     """
     here = place()
     rows = -(-task.batch_rows // here.num_ranks)
@@ -63,7 +67,7 @@ def train_task(
     batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
-    begin = time.perf_counter()
+    begin, begun_at_s = time.perf_counter(), time.time()
     kept = {"record": writer, "energy": recorded, "checkpoints": checkpoints}
     with writer or contextlib.nullcontext(), start(model, optimizer, plan, total_samples=rows, **kept) as run:
         clock.start()
@@ -93,11 +97,21 @@ def train_task(
         f"{task.terms}_per_s": round(counted.terms(rows - before) / seconds, 1),
         "energy": energy.describe(),
         "energy_j": energy.joules,
+        **({} if grid is None else _carbon(begun_at_s, energy, grid)),
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
         "data_on": f"{where.value}: {where.reason}",
     }
+
+
+def _carbon(begun_at_s: float, energy: Energy, grid: Intensity) -> dict[str, Any]:
+    """Return what is said of a run's carbon: its power is taken to be the same all along."""
+    try:
+        found = carbon_of([(begun_at_s, energy)], grid)
+    except ValueGivenError as error:  # the file ends before the run did: no reason to lose what it trained
+        found = Carbon(None, grid.kind, Provenance.ABSENT, str(error))
+    return {"carbon": found.describe(), "carbon_g": found.grams, "carbon_kind": found.kind}
 
 
 class _Counted:
