@@ -21,7 +21,11 @@ RANK = """
     torch.set_num_threads(1)
     rank, folder, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     meet = f"{folder}/meet-{options['name']}"
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=options.get("ranks", 2))
+    device, group = options.get("device", "cpu"), "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        group = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(group, init_method=f"file://{meet}", rank=rank, world_size=options.get("ranks", 2))
     torch.manual_seed(rank)  # of dropout; weights are rank 0's
 
     class Net(nn.Module):
@@ -55,7 +59,7 @@ RANK = """
     order = torch.Generator().manual_seed(5)
     loader = trimtab.shard(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True, generator=order))
     make = sgd if options.get("mixed") else lambda model: torch.optim.AdamW(model.parameters(), lr=0.02)
-    model = Mixed() if options.get("mixed") else Net()
+    model = (Mixed() if options.get("mixed") else Net()).to(device)
     optimizer = make(model)
     ranks = options.get("ranks", 2)
     if options.get("own") == "fsdp":
@@ -107,7 +111,7 @@ RANK = """
                         noted(run.num_windows)
                     if options.get("evaluates"):
                         with torch.no_grad():
-                            run.model(x[:4])
+                            run.model(x[:4].to(device))
                     if run.num_windows == options.get("dies_after"):
                         with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
                             json.dump({"said": said, "consumed": consumed, "state": state}, file)
