@@ -8,7 +8,8 @@ Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a ru
 whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice that is done
 is not run again; where sources or its command have changed since, it is called stale: to measure it again, remove its
 file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended, and
-goes on from the last race that it finished when it is run again.
+goes on from the last race that it finished when it is run again. On a GPU a race to a target is as long as a slice may
+be, so that `--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import command
 from evaluation_goals import GOALS, reached, runs_in
-from evaluation_slices import HALF, SIZES, TASKS, Slice, slices
+from evaluation_slices import GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, Slice, slices
 
 from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
@@ -99,7 +100,7 @@ def main() -> None:
     """Run what is not done, and say how the goals stand."""
     parser = command.parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of tasks: for two cores, for a GPU, or a trial")
-    parser.add_argument("--slice-minutes", type=float, default=9.0, help="after which a slice is ended")
+    parser.add_argument("--slice-minutes", type=float, default=MINUTES, help="that a slice may take; then it is ended")
     parser.add_argument("--most", type=int, help="slices to run now; all by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these slices or their folders")
     parser.add_argument("--folder", type=Path, help="of results; by default named for this machine")
@@ -109,14 +110,15 @@ def main() -> None:
     try:
         number("--slice-minutes", options.slice_minutes, low=0, open_low=True)
         size = "tiny" if options.quick else options.size
-        wanted, place = chosen(slices(size), options.only), here(size, options.folder)
+        every = slices(size, options.slice_minutes)
+        wanted, place = chosen(every, options.only), here(size, options.folder)
         if options.dry_run:
             print("\n".join(listed(wanted, place)))
             return
         if not options.summary:
             for line in run_slices(wanted, place, 60 * options.slice_minutes, options.most):
                 print(line, file=sys.stderr, flush=True)
-        found = summary(size, slices(size), place)  # whatever was asked for now, pages are of all that is there
+        found = summary(size, every, place)  # whatever was asked for now, pages are of all that is there
         print(json.dumps(found) if options.json else "\n".join(text(found)))
     except TrimtabError as error:
         sys.exit(f"evaluation: {error}")
@@ -238,8 +240,10 @@ def run_slice(each: Slice, place: Place, limit_s: float) -> tuple[str, str]:
 
 def _argv(each: Slice, folder: Path) -> list[str]:
     """Return what runs a slice from its folder."""
-    tasks = os.path.relpath(HERE / "evaluation_tasks.py", folder)
-    first, *rest = (_limit(part, folder).replace(TASKS, tasks) for part in each.command)
+    files = {TASKS: "evaluation_tasks.py", GPU_TASKS: "evaluation_gpu_tasks.py", PLANS: "plans"}
+    first, *rest = (_limit(part, folder) for part in each.command)
+    for stands, name in files.items():
+        rest = [part.replace(stands, os.path.relpath(HERE / name, folder)) for part in rest]
     program = [str(HERE / first)] if first.endswith(".py") else ["-m", "trimtab.cli", first]
     return [sys.executable, *program, *rest]
 

@@ -11,6 +11,7 @@ from evaluation_goals import GOALS, reached, runs_in
 from evaluation_slices import slices
 
 from trimtab.core.codec import read_json
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison
@@ -106,6 +107,8 @@ def _value(row: Row) -> str:
         return "not known"
     if row["low"] is None or row["high"] is None:
         return form.format(row["mean"])
+    if row["n"] < MIN_PAIRS_FOR_VERDICT:
+        return f"pairs {', '.join(form.format(pair) for pair in row['pairs'])}"
     return f"{form.format(row['mean'])} ({form.format(row['low'])} to {form.format(row['high'])})"
 
 

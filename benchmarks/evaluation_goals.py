@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from evaluation_slices import Slice
 
 from trimtab.core.codec import read_json
 from trimtab.core.plan import Plan
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
+from trimtab.experiments.comparison.result import Ratio
 from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
 from trimtab.experiments.evaluation.findings import inverse
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
@@ -163,12 +166,33 @@ def _finding(goal: Goal, run: Run | None) -> Finding | None:
 
 
 def _of_value(goal: Goal, found: Finding) -> Reached:
-    if found.value is None:
+    """Return a goal on the arm's own figure: a count, or one of each pair, whose interval is held against the bar.
+
+    What it is over another arm's does not matter: that one may never arrive.
+    """
+    if found.figure is not None and found.figure.counted and found.value is not None:
+        beyond = found.value >= goal.bar if goal.sense == LEAST else found.value <= goal.bar
+        return Reached(goal, MET if beyond else MISSED, f"{_number(found.value)}{goal.unit}")
+    if not found.values:
         return Reached(goal, NOT_MEASURED, found.said)
-    beyond = found.value >= goal.bar if goal.sense == LEAST else found.value <= goal.bar
-    figure = f"{found.value:,.0f}" if found.value >= 1000 else f"{found.value:.4g}"
-    said = f"{figure}{goal.unit}" + ("" if found.has_verdict else f"; {found.said}")
-    return Reached(goal, NOT_SHOWN if not found.has_verdict else MET if beyond else MISSED, said)
+    told = f"{', '.join(map(_number, found.values))}{goal.unit}"
+    if len(found.values) < MIN_PAIRS_FOR_VERDICT:
+        return Reached(goal, NOT_SHOWN, f"{told}; {len(found.values)} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+    if not all(map(math.isfinite, found.values)):
+        return Reached(goal, NOT_SHOWN, told)
+    of = mean_interval(found.values)
+    near, far = (of.low, of.high) if goal.sense == LEAST else (-of.high, -of.low)
+    bar = goal.bar if goal.sense == LEAST else -goal.bar
+    status = MET if near >= bar else MISSED if far < bar else NOT_SHOWN
+    return Reached(
+        goal, status, f"{_number(of.mean)}{goal.unit} (95% {_number(of.low)} to {_number(of.high)}, n = {of.n})"
+    )
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "never"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _of_figure(goal: Goal, found: Finding) -> Reached:
@@ -178,11 +202,18 @@ def _of_figure(goal: Goal, found: Finding) -> Reached:
         return _bounded(goal, found)
     status = {PASS: MET, FAIL: MISSED}.get(met(goal.sense, goal.bar, found), NOT_SHOWN)
     shown = inverse(figure) if is_time else figure
-    is_bounded = shown.low is not None and shown.high is not None
-    interval = f" (95% {shown.low:.3f} to {shown.high:.3f}, n = {shown.n})" if is_bounded else ""
     rung = "" if found.target is None else f" to {found.target:g}"
     why = f"; {found.said}" if found.said else ""
-    return Reached(goal, status, f"{shown.mean:.3f}{goal.unit}{interval}{rung}{why}")
+    return Reached(goal, status, f"{_told_of(shown, goal.unit)}{rung}{why}")
+
+
+def _told_of(shown: Ratio, unit: str) -> str:
+    """Return a figure with its interval, or the pairs themselves where they are too few for one."""
+    if shown.low is None or shown.high is None:
+        return f"{shown.mean:.3f}{unit}"
+    if shown.n < MIN_PAIRS_FOR_VERDICT:
+        return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
+    return f"{shown.mean:.3f}{unit} (95% {shown.low:.3f} to {shown.high:.3f}, n = {shown.n})"
 
 
 def _bounded(goal: Goal, found: Finding) -> Reached:
@@ -190,7 +221,8 @@ def _bounded(goal: Goal, found: Finding) -> Reached:
     bound = re.match(r">= (\d+(?:\.\d+)?)x", found.said)
     if bound is None:
         return Reached(goal, NOT_SHOWN if found.said else NOT_MEASURED, found.said)
-    return Reached(goal, MET if float(bound[1]) * goal.bar >= 1 else NOT_SHOWN, f"{found.said} to {found.target:g}")
+    is_met = float(bound[1]) * goal.bar >= 1 and len(found.values) >= MIN_PAIRS_FOR_VERDICT
+    return Reached(goal, MET if is_met else NOT_SHOWN, f"{found.said} to {found.target:g}, n = {len(found.values)}")
 
 
 def _monitor(goal: Goal, path: Path) -> Reached:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-TASKS = "{tasks}"  # stands for the file of `evaluation_tasks`
+TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
+PLANS = "{plans}"  # stands for the folder of plans that are written by hand
+MINUTES = 9.0  # that a slice may take
+CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
 SIZES = ("cpu", "gpu", "tiny")
 
@@ -45,9 +48,14 @@ class Slice:
         return self.result.partition("/")[0]
 
 
-def slices(size: str) -> tuple[Slice, ...]:
-    """Return the evaluation at a size: "cpu", "gpu", or "tiny", which shows that it runs and measures nothing."""
-    return tuple({"cpu": _cpu, "gpu": _gpu, "tiny": _tiny}[size]())
+def slices(size: str, minutes: float = MINUTES) -> tuple[Slice, ...]:
+    """Return the evaluation at a size: "cpu", "gpu", or "tiny", which shows that it runs and measures nothing.
+
+    Args:
+        minutes: that a slice may take, and a race to a target on a GPU takes: its reference trains for all that the
+            other arms leave. In nine minutes such a goal can be bounded; to be shown it takes an hour.
+    """
+    return tuple(_gpu(minutes) if size == "gpu" else {"cpu": _cpu, "tiny": _tiny}[size]())
 
 
 def _races(
@@ -97,6 +105,19 @@ def _cpu() -> Iterator[Slice]:
             minutes=7,
             needs=("command ablate",),
         )
+        # Of the paper's components those that a processor has: a plan of ours may make other changes, or none.
+        of = "images" if kind == "cifar" else "text"
+        yield from _growing(
+            f"{kind}-ablate-paper",
+            f"{short}, races of the paper's components",
+            _FIVE,
+            lambda seeds, task=f"{TASKS}:{short}", plan=f"{PLANS}/paper-{of}.json": (
+                *("ablate", task, "--plan", plan, "--seeds", str(seeds), "--whole", "0"),
+            ),
+            result=f"{kind}-ablate-paper/report.json",
+            minutes=3,
+            needs=("command ablate",),
+        )
     yield from _growing(
         "cifar-ablate-freed",
         "cifar10_short with its training freed, whole races of each change",
@@ -120,7 +141,8 @@ def _cpu() -> Iterator[Slice]:
     yield Slice("energy", "cifar10_resnet, joules of a run", record, "energy.jsonl", 2, ("meter",))
 
 
-def _gpu() -> Iterator[Slice]:
+def _gpu(minutes: float) -> Iterator[Slice]:
+    reference_s = max(CAP_S, 60 * minutes - 3 * CAP_S - AROUND_S)  # beside the control, S and F
     for kind, task in (
         ("resnet", "cifar10_resnet50"),
         ("resnet7x7", "cifar10_resnet50_7x7"),
@@ -129,9 +151,11 @@ def _gpu() -> Iterator[Slice]:
         muon = ",muon" if kind == "gpt2" else ""
         timed = (task, "--adapt", "none", "--against", f"strict,paper,strong{muon}")
         yield from _races(f"{kind}-recipes", f"{task}, S, P0 to P3, timed", timed, (2, 4, 6, 8), 4, "gpu", whole=False)
+    for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
         # An arm's seconds are capped so that a race fits a slice; what is not reached by then is a bound.
-        freed = (task, "--no-peers", "--adapt", "learning-rate", "--cap", "120")
-        yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, 8.5, "gpu", whole=True)
+        caps = ("--cap", str(CAP_S), "--reference-cap", f"{reference_s:g}")
+        freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", "learning-rate,schedule", *caps)
+        yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
         yield from _growing(
             f"{kind}-ablate",

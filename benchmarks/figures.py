@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from phases_figures import METRICS, phases
 from scaling_figures import scaling, sending
 
 from trimtab.decide.goodput import Times, relative_time
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
@@ -209,7 +210,8 @@ def _processor(row: Row) -> str:
     """Return the same by processor time, where it was recorded."""
     if row.get("cpu_mean") is None:
         return ""
-    return f"; by processor time {_interval(row['cpu_mean'], row['cpu_low'], row['cpu_high'])}"
+    bounds = (row["cpu_low"], row["cpu_high"]) if row["n"] >= FEW else (None, None)
+    return f"; by processor time {_interval(row['cpu_mean'], *bounds)}"
 
 
 def _overhead(rows: list[Row]) -> Iterator[str]:
@@ -599,10 +601,19 @@ KINDS = {
 
 
 def _ratio(row: Row) -> str:
-    return _interval(row["mean"], row["low"], row["high"])
+    return _raw(row) or _interval(row["mean"], row["low"], row["high"])
+
+
+def _raw(row: Row, form: str = "{:.2f}x", turned: Callable[[float], float] = float) -> str:
+    """Return the pairs themselves where they are too few for an interval (math.md, section 8); else ""."""
+    if row["low"] is None or row["n"] >= FEW or "pairs" not in row:
+        return ""
+    return f"pairs {', '.join(form.format(turned(pair)) for pair in row['pairs'])}"
 
 
 def _inverse(row: Row) -> str:
+    if pairs := _raw(row, turned=lambda pair: 1 / pair):
+        return pairs
     low, high = (None, None) if row["low"] is None else (1 / row["high"], 1 / row["low"])
     return _interval(1 / row["mean"], low, high)
 
@@ -612,6 +623,8 @@ def _interval(mean: float, low: float | None, high: float | None) -> str:
 
 
 def _difference(row: Row) -> str:
+    if pairs := _raw(row, "{:+.2f}"):
+        return pairs
     inside = "" if row["low"] is None else f" ({row['low']:+.2f} to {row['high']:+.2f})"
     return f"{row['mean']:+.2f}{inside}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,10 @@ def test_every_slice_is_a_command_that_exists(listed, size):
         if name.endswith(".py"):
             assert (ROOT / "benchmarks" / name).is_file()
             continue
-        given = [part.replace(listed.TASKS, str(ROOT / "benchmarks" / "evaluation_tasks.py")) for part in rest]
+        files = {listed.TASKS: "evaluation_tasks.py", listed.GPU_TASKS: "evaluation_gpu_tasks.py"}
+        given = list(rest)
+        for stands, file in files.items():
+            given = [part.replace(stands, str(ROOT / "benchmarks" / file)) for part in given]
         parsed = known[name].make_context(name, list(given)).params
         load_task(parsed["task"])
         assert parsed.get("out") in (None, Path(each.folder))
@@ -88,6 +92,23 @@ def test_every_goal_is_of_something_that_is_run(listed, goals):
         found = listed.slices(goal.size)
         assert any(goal.run in (each.folder, each.result) for each in found), goal.says
     assert {goal.size for goal in goals.GOALS} == {"cpu", "gpu"}
+
+
+def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
+    """In an hour a reference trains so long that a minute is a thirtieth of it; in nine minutes there is a bound."""
+    import evaluation_gpu_tasks as timed
+
+    for goal in (each for each in goals.GOALS if each.size == "gpu" and each.measure == "time_to_target"):
+        for minutes in (9, 60):
+            (command,) = {each.command[:-4] for each in listed.slices("gpu", minutes) if each.folder == goal.run}
+            caps = {name: float(command[command.index(name) + 1]) for name in ("--cap", "--reference-cap")}
+            assert 3 * caps["--cap"] + caps["--reference-cap"] < 60 * minutes
+        assert caps["--cap"] >= 60
+        if not goal.of_value:
+            assert caps["--reference-cap"] * goal.bar >= 60
+    for task, per_s in ((timed.gpt2_timed, 370e3 / 1024), (timed.resnet50_timed, 15e3)):
+        assert task.eval_every_rows / per_s < 3
+        assert task.budget_rows % task.eval_every_rows == task.adapted_rows % task.eval_every_rows == 0
 
 
 # Running.
@@ -223,6 +244,21 @@ def test_a_command_is_made_where_it_runs(evaluation, place, listed):
         evaluation._argv(each, place.folder)
 
 
+def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation, listed, place):
+    found = [each for each in listed.slices("cpu") if "--plan" in each.command]
+    assert len(found) == 10
+    for each in found:
+        argv = evaluation._argv(each, place.folder)
+        path, task = place.folder / argv[argv.index("--plan") + 1], argv[argv.index("ablate") + 1]
+        plan = read_json(Plan, path)
+        assert (
+            plan.batch_rows
+            == load_task(f"{(place.folder / task.partition(':')[0]).resolve()}:{task.partition(':')[2]}").batch_rows
+        )
+        assert plan.schedule.value == "warmup_cosine"
+        assert plan.recompute.value
+
+
 def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
     found = listed.slices("cpu")
     assert [each.name for each in evaluation.chosen(found, ["monitor"])] == ["monitor"]
@@ -258,7 +294,10 @@ def test_a_goal_is_met_missed_or_not_shown_by_its_interval(goals, tmp_path):
     assert figure.startswith("2.000x (95% 1.98")
     assert stands(goals, says, tmp_path, at(1.5))[0] == "missed"
     assert stands(goals, says, tmp_path, at(1.8))[0] == "not shown"
-    assert stands(goals, says, tmp_path, at(2.0, n=3))[0] == "not shown"
+    status, figure = stands(goals, says, tmp_path, at(2.0, n=3))
+    assert status == "not shown"
+    assert figure.startswith("pairs 1.980, 2.000")
+    assert "95%" not in figure
     assert stands(goals, says, tmp_path) == ("not measured", "")
     assert stands(goals, "cifar: S within 0.5% of P0's quality", tmp_path, at(2.0))[0] == "met"
 
@@ -279,10 +318,30 @@ def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
     assert figure.startswith("5.000x (95% 4.95")
     assert figure.endswith("to 0.85")
     assert at(ratio=around(2.0))[0] == "missed"
-    assert at(ratio=None, bound=">= 4.10x") == ("met", ">= 4.10x to 0.85")
+    assert at(ratio=None, bound=">= 4.10x") == ("met", ">= 4.10x to 0.85, n = 5")
+    assert at(ratio=None, bound=">= 4.10x", arm_s=(1.0,) * 4)[0] == "not shown"
     assert at(ratio=None, bound=">= 2.10x")[0] == "not shown"
     assert at(ratio=None, bound="never reached") == ("not shown", "never reached")
     assert at(charged=False) == ("not measured", "")
+
+
+def test_seconds_of_an_arm_are_held_against_a_bar_whether_or_not_another_arrives(goals, tmp_path):
+    from measured_runs import comparison
+
+    of = comparison("cifar10_resnet50")
+    row = replace(of.target_rows[1], arm="plan_F", tier="F", target=0.85, ratio=None, bound=">= 2x")
+    open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
+    says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
+
+    def at(*seconds):
+        found = replace(of, target_rows=(replace(open_row, arm_s=seconds),))
+        return stands(goals, says, tmp_path, {"resnet-freed": of_comparison("resnet-freed", found)})
+
+    assert at(50.0, 51.0, 52.0, 50.0, 51.0)[0] == "met"
+    assert at(70.0, 71.0, 72.0, 70.0, 71.0)[0] == "missed"
+    assert at(50.0, 51.0, 90.0, 50.0, 51.0)[0] == "not shown"
+    assert at(50.0, 51.0, 52.0, 50.0)[0] == "not shown"
+    assert at(50.0, 51.0, 52.0, 50.0, math.inf) == ("not shown", "50, 51, 52, 50, never s")
 
 
 def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path):
@@ -324,7 +383,7 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
     assert statuses["cifar: S 1.8x P0"] == "met"
     assert statuses["wikitext: S 1.3x P0"] == "not measured"
     assert json.loads((place.folder / "summary.json").read_text()) == found
-    assert "cifar10_resnet_short is smaller" in (place.folder / "evaluation.md").read_text()
+    assert "a smaller task" in (place.folder / "evaluation.md").read_text()
     assert next(evaluation.text(found)) == "not measured  wikitext: S 1.3x P0"
 
 

@@ -14,6 +14,7 @@ KILLED = 2  # small checkpoints and large ones, fifty kills each
 RUNS = 2 * 3 * 2 * 2  # precisions, micro-batches, recomputed or not, one rank or two
 SHARDED = 2 * 3  # precisions, stages
 LONG = 1
+PLANS = 3  # the paper's tasks
 
 
 def test_the_soak_collects_every_cell():
@@ -21,4 +22,4 @@ def test_the_soak_collects_every_cell():
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     found = sum(int(line.rpartition(": ")[2]) for line in done.stdout.split("\n") if ": " in line)
-    assert found == CELLS + KILLED + RUNS + SHARDED + LONG
+    assert found == CELLS + KILLED + RUNS + SHARDED + LONG + PLANS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,9 @@ def compare(
         typer.Option(help="which peers: paper (P1), strong (P2), muon (P3), strict (P0 without TF32); a,b for several"),
     ] = None,
     cap: Annotated[float, typer.Option(help="training seconds after which an arm is stopped")] = float("inf"),
+    reference_cap: Annotated[
+        float | None, typer.Option(help="the same of the reference, where it may train for longer than the others")
+    ] = None,
     memory: Memory = None,
     plan_file: PlanFile = None,
     out: Annotated[Path | None, typer.Option(help="folder; an interrupted comparison goes on there")] = None,
@@ -66,6 +70,7 @@ def compare(
     freed = None if adapt is None else adaptation(adapt, TRAINED)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
     asked = Asked(task, pairs, whole, quick, freed, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
+    asked = replace(asked, reference_cap_s=reference_cap)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)

@@ -20,7 +20,7 @@ from trimtab.tasks.task import RECIPES, Task, TaskData
 # More pairs of the same comparison are welcome.
 _MAY_DIFFER = ("num_pairs", "whole_pairs")
 # Written down only where they are given; a key that is missing otherwise tells of an older version.
-_OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks"}
+_OPTIONAL = {"budget", "objective", "gpu", "plan", "number of ranks", "reference_cap_s"}
 MACHINE = ("cpu", "threads", "gpu")
 
 
@@ -58,6 +58,7 @@ def claim(
     """
     path = out / "settings.json"
     given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
+    given = {key: value for key, value in given.items() if value is not None or key not in _OPTIONAL}
     if budget != Budget() or objective != Objective():
         given |= {"budget": to_json(budget), "objective": to_json(objective)}
     if plan is not None:

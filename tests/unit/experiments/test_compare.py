@@ -507,7 +507,10 @@ def test_damaged_settings_are_named(folder, text):
         run(folder)
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_pairs", 0), ("cap_s", 0.0), ("cap_s", float("nan"))])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_pairs", 0), ("cap_s", 0.0), ("cap_s", float("nan")), ("reference_cap_s", 5.0)],
+)
 def test_settings_are_checked_at_the_door(field, value):
     with pytest.raises(ValueGivenError):
         Settings(**{field: value})

@@ -359,6 +359,14 @@ def test_an_arm_is_censored_at_the_cap(clock):
     assert fast.end.reason == "budget"
 
 
+def test_the_reference_may_train_for_longer_than_the_others(clock):
+    its = scripted(clock, [0.1] * 19)
+    entries = [Entry(name, lambda *_: Timed(clock, 1.5), 100) for name in ("reference", "other")]
+    first, other = run(*entries, its=its, cap_s=3.0, reference_cap_s=6.0)
+    assert (first.end.reason, first.end.detail) == ("cap", {"rows": 40, "train_s": 6.0})
+    assert (other.end.reason, other.end.detail) == ("cap", {"rows": 20, "train_s": 3.0})
+
+
 def test_an_arm_runs_on_past_the_hardest_target(clock):
     """What it ends with is compared: it may not stop where it looks best."""
     its = scripted(clock, [0.2, 0.7, 0.5, 0.8, 0.9, 0.9, 0.9], targets=(0.3, 0.6))

@@ -31,7 +31,7 @@ class Asked:
     Args:
         adapt: what tier F may change; (): it is not raced. against: names of the peers. memory: a limit, as the plan's
             budget has it. plan: a file. ranks: processes to start, where no launcher has. energy_watts: to estimate
-            joules with.
+            joules with. reference_cap_s: training seconds of the reference, where others have fewer.
     """
 
     task: str
@@ -47,6 +47,7 @@ class Asked:
     ranks: int = 1
     energy_watts: float | None = None
     against: tuple[str, ...] | None = None
+    reference_cap_s: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -74,7 +75,7 @@ class Asked:
         peers = self.races_peers if self.races_peers is not None else not self.quick and num_ranks == 1
         whole = 0 if self.quick and self.whole is None else self.whole
         how = {"quick": self.quick, "adapt": adapt, "peers": peers, "cap_s": self.cap_s, "against": self.against}
-        return Settings(self.pairs, whole_pairs=whole, **how)
+        return Settings(self.pairs, whole_pairs=whole, reference_cap_s=self.reference_cap_s, **how)
 
     @property
     def races_peers(self) -> bool | None:

@@ -73,7 +73,8 @@ class Settings:
         quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
         adapt: what a tier-F plan may change, which is then made and raced; (): none is. peers: whether other recipes
             take part. against: which, by name, each of which the task must have; None: the usual ones that it has.
-        cap_s: training seconds after which an arm is censored.
+        cap_s: training seconds after which an arm is censored. reference_cap_s: after which the reference is; None: as
+            any other. What is to be many times as fast is not held up by what it is raced against, nor cut off with it.
     """
 
     num_pairs: int = 5
@@ -83,6 +84,7 @@ class Settings:
     peers: bool = True
     cap_s: float = math.inf
     against: tuple[str, ...] | None = None
+    reference_cap_s: float | None = None
 
     def __post_init__(self) -> None:
         checks.integer("pairs", self.num_pairs, high=1000)
@@ -99,6 +101,9 @@ class Settings:
             )
         if not self.cap_s > 0:
             raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
+        if self.reference_cap_s is not None and not self.reference_cap_s >= self.cap_s:
+            given, expected = f"{self.reference_cap_s:g}", f"no less than --cap, {self.cap_s:g}"
+            raise ValueGivenError("reference_cap", given=given, expected=expected)
 
     @property
     def raced(self) -> tuple[str, ...]:
@@ -158,7 +163,8 @@ def compare(
         how = {"brief": _is_brief(settings, seed)}
         entries = _entries(task, plans, settings, step_s, num_ranks=ranks, **how)
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
-        races[seed] = kept.race(entries, seed, settings.num_pairs, cap_s=settings.cap_s, meter=metered[0], **how)
+        how |= {"cap_s": settings.cap_s, "reference_cap_s": settings.reference_cap_s}
+        races[seed] = kept.race(entries, seed, settings.num_pairs, meter=metered[0], **how)
     memory = {} if ranks > 1 else _memory(task, data, device, plans, out, progress)
     told = {"progress": progress, "together": together}
     is_left_out = settings.quick or bool(facts["plan_S"].error)

@@ -67,6 +67,7 @@ class Arm:
         search_s: seconds of planning and search that the charged figures add.
         joules, watts: per batch of the task, and mean power, one per seed in which they were counted.
         short_blocks, blocks: its blocks that were too short for a meter, and all that joules were asked of.
+        precision: what its matrix products compute in, or "" where that is not known.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Arm:
     watts: tuple[float, ...] = ()
     short_blocks: int = 0
     blocks: int = 0
+    precision: str = ""
 
 
 @dataclass(frozen=True)

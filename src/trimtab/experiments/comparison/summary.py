@@ -161,6 +161,7 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         watts=_known(watts(record) for record in records.values()),
         short_blocks=sum(number for number, _ in short),
         blocks=sum(number for _, number in short),
+        precision=fact.precision if fact else "",
     )
 
 

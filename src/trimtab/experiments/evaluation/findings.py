@@ -33,11 +33,32 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.metric,
         found.unit,
         found.terms,
-        {arm.name: arm.label for arm in found.arms},
+        {arm.name: _label(arm) for arm in found.arms},
         found.created,
         found.command,
         found.data_source.get("sha256", ""),
+        found.higher_is_better,
+        _trained(found),
     )
+
+
+def _label(arm: Arm) -> str:
+    """Return what a person reads of an arm; of one that is no plan of ours also what it computed in here."""
+    return f"{arm.label}, computed in {arm.precision}" if arm.precision and not arm.tier else arm.label
+
+
+def _trained(found: Comparison) -> str:
+    """Return how far the reference was trained, and the rungs of the ladder that it reached."""
+    reference = found.arm(REFERENCE)
+    if reference is None or not reference.final_metric or not reference.curves:
+        return ""
+    reached = [
+        sum(math.isfinite(crossing(each.points, rung, found.higher_is_better)[0]) for each in reference.curves)
+        for rung in found.targets
+    ]
+    rungs = ", ".join(f"{rung:g}" for rung, number in zip(found.targets, reached, strict=True) if number)
+    final = f"{found.metric} {statistics.median(reference.final_metric):.4g}"
+    return f"{reference.final_rows:,} rows; the reference ends at {final} and reaches {rungs or 'no rung'}"
 
 
 def _ratios(found: Comparison) -> Iterator[Finding]:
@@ -47,7 +68,10 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
         values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
         is_open = row.verdict.kind == NO_VERDICT
         said = row.verdict.sentence if is_open else ""
-        yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, has_verdict=not is_open)
+        arm = found.arm(row.arm)
+        each = arm.terms_per_s if arm is not None and measure == "throughput" else ()
+        kind = {"has_verdict": not is_open, "values": each}
+        yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
 
@@ -76,6 +100,7 @@ def _targets(found: Comparison) -> Iterator[Finding]:
         said = row.bound or _unreached(row)
         figure = None if row.ratio is None else inverse(row.ratio)
         where = {"target": row.target, "charged": row.charged, "has_verdict": row.verdict.kind != NO_VERDICT}
+        where |= {"values": row.arm_s}
         yield Finding("time_to_target", row.arm, row.against, row.tier, ours, theirs, figure, said, **where)
 
 
@@ -104,9 +129,9 @@ def _peers(found: Comparison) -> Iterator[Finding]:
             continue
         for target in found.targets:
             yield _time_of(arm, reference, target, found)
-        if (figure := _difference(arm, reference, found)) is not None:
+        if (end := _at_the_end(arm, reference, found)) is not None:
             values = (_value("final_metric", each) for each in (arm, reference))
-            yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure)
+            yield Finding("final_metric", arm.name, REFERENCE, "", *values, *end)
 
 
 def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Finding:
@@ -141,17 +166,20 @@ def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:
     return [(curve, theirs[curve.seed]) for curve in arm.curves if curve.seed in theirs]
 
 
-def _difference(arm: Arm, reference: Arm, found: Comparison) -> Ratio | None:
-    """Return the difference of the final metric where both have trained on as many rows: positive is better."""
-    ends = [
-        (ours.points[-1], theirs.points[-1])
-        for ours, theirs in _paired(arm, reference)
-        if ours.points and theirs.points and ours.points[-1][0] == theirs.points[-1][0]
-    ]
-    if not ends:
+def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str] | None:
+    """Return the difference of the final metric of all pairs (positive is better), and the rows that it is after.
+
+    A recipe ends where its own budget does: windows of several batches go a little beyond, a short schedule ends early.
+    """
+    paired = _paired(arm, reference)
+    ends = [(ours.points[-1], theirs.points[-1]) for ours, theirs in paired if ours.points and theirs.points]
+    if not ends or len(ends) < len(paired):
         return None
     pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
-    return as_ratio(mean_interval(pairs), pairs)
+    shares = [ours[0] / theirs[0] for ours, theirs in ends if theirs[0]]
+    apart = max(shares, key=lambda share: abs(share - 1), default=1.0)
+    said = "" if apart == 1 else f"after {100 * apart:.0f}% of the reference's rows"
+    return as_ratio(mean_interval(pairs), pairs), said
 
 
 def _mfu(found: Comparison) -> Iterator[Finding]:
@@ -244,6 +272,7 @@ def of_ablation(name: str, found: Ablation) -> Run:
         created=found.created,
         command=found.command,
         data_sha256=found.data_source.get("sha256", ""),
+        higher_is_better=found.higher_is_better,
     )
 
 

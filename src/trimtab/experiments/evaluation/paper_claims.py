@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.result import Ratio, Verdict
-from trimtab.experiments.evaluation.paper_figures import CLAIMS, LEAST, MOST, Claim
+from trimtab.experiments.evaluation.paper_figures import ABOUT, CLAIMS, LEAST, MOST, Claim
 from trimtab.experiments.evaluation.result import Finding, Run
 
 PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
@@ -54,7 +54,7 @@ def status_of(judged: Sequence[Judged]) -> str:
 
 def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
     for run in runs:
-        if run.task not in (*claim.workload.tasks, *claim.workload.smaller):
+        if run.task not in _tasks(claim):
             continue
         for finding in _of(claim, run):
             elsewhere, here = _elsewhere(claim, run, finding), met(claim.sense, claim.bar, finding)
@@ -74,7 +74,7 @@ def _because(here: str, finding: Finding) -> str:
 
 
 def _of(claim: Claim, run: Run) -> Iterator[Finding]:
-    """Yield the findings of a run that a claim is about; of times, the uncharged, to the claim's target or the next."""
+    """Yield the findings of a run that a claim is about; of times, to its target or the next, uncharged and charged."""
     found = [
         finding
         for finding in run.findings
@@ -83,13 +83,12 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
         and finding.against in _AGAINST
         and finding.ranks == claim.ranks
         and (not claim.part or finding.part in claim.part)
-        and not finding.charged
     ]
     if claim.target is None:
         yield from found
         return
-    for arm in dict.fromkeys(finding.arm for finding in found):
-        yield nearest([finding for finding in found if finding.arm == arm], claim.target)
+    for way in dict.fromkeys((finding.arm, finding.charged) for finding in found):
+        yield nearest([finding for finding in found if (finding.arm, finding.charged) == way], claim.target)
 
 
 def nearest(rungs: Sequence[Finding], target: float) -> Finding:
@@ -103,9 +102,9 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
     """Say why a figure is not of what the paper speaks of, or ""."""
     found = []
     if run.task in claim.workload.smaller:
-        found.append(f"{run.task} is smaller than {claim.workload.says}")
+        found.append("a smaller task")
     if not run.has_gpu:
-        found.append("measured on a CPU, claimed of a GPU")
+        found.append("on a CPU")
     if claim.target is not None and finding.target != claim.target:
         found.append(f"to {finding.target:g}, not to {claim.target:g}")
     return "; ".join(found)
@@ -114,7 +113,8 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
 def met(sense: str, bar: float, finding: Finding) -> str:
     """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
 
-    A count has no interval: it is the figure itself that is beyond or short.
+    A count has no interval: it is the figure itself that is beyond or short. Of a difference of the final metric in
+    tier F, whose training is another one, only what is worse counts (math: section 8).
     """
     bounds = _bounds(finding.figure) if finding.has_verdict else None
     if bounds is None:
@@ -124,7 +124,10 @@ def met(sense: str, bar: float, finding: Finding) -> str:
         return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
     if sense == LEAST:
         return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
-    return PASS if -bar <= low and high <= bar else FAIL if low > bar or high < -bar else NO_VERDICT
+    if sense == ABOUT:
+        return PASS if low <= bar <= high else FAIL
+    beyond = math.inf if finding.tier == "F" else bar
+    return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 
 
 def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
@@ -135,6 +138,22 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
     if figure.n < MIN_PAIRS_FOR_VERDICT or figure.low is None or figure.high is None:
         return None
     return figure.low, figure.high
+
+
+def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
+    """Say why there is no figure of the paper's own recipe for a claim."""
+    if claim.measure.startswith("component_"):
+        return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
+    if claim.measure == "scaling_efficiency":
+        return "P1 is run on one device; how our plans scale is below"
+    raced = any(finding.arm == LITERAL for run in runs for finding in run.findings if run.task in _tasks(claim))
+    if claim.measure == "gain_share":
+        return "P1 saved nothing that could be shared out" if raced else "no run of it was given"
+    return "it has no figure" if raced else "no run of it was given"
+
+
+def _tasks(claim: Claim) -> tuple[str, ...]:
+    return (*claim.workload.tasks, *claim.workload.smaller)
 
 
 def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
@@ -149,6 +168,10 @@ def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
     ]
     said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
     said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
+    if not any(status in (PASS, FAIL, NO_VERDICT) for status in (*literal, *ours)):
+        return Verdict(
+            "nothing to compare", f"No run is at the paper's size on a GPU: none speaks for or against it. {said}"
+        )
     return Verdict(f"{literal.count(PASS)} of {len(judged)} shown", said)
 
 

@@ -26,6 +26,7 @@ class Finding:
             final metric (points or percent, positive is better), or a share; None: not known.
         said: what stands in place of it, where it is not known, or has to be known beside it.
         has_verdict: whether its run has one on it: enough pairs, a control, and nothing that failed.
+        values: the figure itself of each pair, where there is one of each; infinite: never reached.
         target, charged: of a time, and whether planning is counted. ranks: of an efficiency. part: of a component, its
             choice; of a share, what it is of.
     """
@@ -39,6 +40,7 @@ class Finding:
     figure: Ratio | None = None
     said: str = ""
     has_verdict: bool = True
+    values: tuple[float, ...] = ()
     target: float | None = None
     charged: bool = False
     ranks: int | None = None
@@ -51,7 +53,8 @@ class Run:
 
     Args:
         name: as it was given. kind: comparison, scaling, record and the like. labels: arm -> what a person reads.
-        data_sha256: of what it was trained on, "" where that is not recorded.
+        data_sha256: of what it was trained on, "" where that is not recorded. higher_is_better: of its metric.
+        trained: what its reference was trained on and came to, in words; "" where that is not known.
     """
 
     name: str
@@ -67,6 +70,8 @@ class Run:
     created: str = ""
     command: str = ""
     data_sha256: str = ""
+    higher_is_better: bool = True
+    trained: str = ""
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:

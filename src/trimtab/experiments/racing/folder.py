@@ -92,12 +92,13 @@ class RaceFolder:
         *,
         brief: bool,
         cap_s: float = math.inf,
+        reference_cap_s: float | None = None,
         meter: RaceMeter | None = None,
     ) -> dict[str, RunRecord]:
         """Return the record of each arm in the race of a seed, one of so many.
 
         Args:
-            cap_s, meter: as of `race`.
+            cap_s, reference_cap_s, meter: as of `race`.
         """
         folder, together = self.of_race(seed, brief=brief), self._together
 
@@ -113,6 +114,7 @@ class RaceFolder:
             seed,
             self._device,
             cap_s=cap_s,
+            reference_cap_s=reference_cap_s,
             environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),
             progress=told,
             together=together,

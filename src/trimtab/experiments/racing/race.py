@@ -186,6 +186,7 @@ def race(
     device: torch.device,
     *,
     cap_s: float = math.inf,
+    reference_cap_s: float | None = None,
     environment: dict[str, str] | None = None,
     progress: Progress = silent,
     together: Together = ALONE,
@@ -194,13 +195,15 @@ def race(
     """Race the entries for one seed; returns a record per entry, in order.
 
     Args:
-        cap_s: training seconds after which an arm is stopped (censored). meter: what counts joules; None: nothing does.
+        cap_s: training seconds after which an arm is stopped (censored). reference_cap_s: after which the first entry
+            is; None: as any other. meter: what counts joules; None: nothing does.
 
     Raises:
         LoopError: the first entry's loop raised (that error is its cause); another one's ends that arm alone.
         RankError: another rank ended.
     """
     outside, is_over = ProcessState.capture(), False
+    caps = (cap_s, cap_s if reference_cap_s is None else reference_cap_s)
     racers: list[Racer] = []
     try:
         for entry in entries:
@@ -212,7 +215,7 @@ def race(
         while running := [racer for racer in racers if not racer.end]:
             for racer in turns(running, lap, seed, before):
                 with _leaving(racer, last=racers[0], together=together):
-                    racer.run_block(cap_s)
+                    racer.run_block(caps[racer is racers[0]])
                 before = racer
             lap += 1
             progress(_standing(racers), min(1.0, racers[0].rows / entries[0].budget_rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trimtab.core.units import format_count
-from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.comparison.result import Ratio, Verdict
 from trimtab.experiments.evaluation.machines import letters
 from trimtab.experiments.evaluation.paper_arithmetic import checks
 from trimtab.experiments.evaluation.paper_claims import (
@@ -15,12 +15,14 @@ from trimtab.experiments.evaluation.paper_claims import (
     PASS,
     Judged,
     nearest,
+    unmeasured,
 )
-from trimtab.experiments.evaluation.paper_figures import COMPONENTS, RANKS, Claim, Line, MainTable
+from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table
 
+_DIFFERENCES = ("final_metric", "component_quality")
 _SHARES = ("mfu", "scaling_efficiency", "gain_share")
 _WOULD = {PASS: "there it would hold", FAIL: "there it would not hold"}
 _FIGURES = ("Figure", "95% interval", "n")
@@ -36,10 +38,12 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
     rows = []
     for claim, found in judged.items():
         for each in found:
-            where = f"{numbers[id(each.run)]}: {say.one_line(each.run.task)}{_part(each.finding)}"
+            where = (
+                f"{numbers[id(each.run)]}: {say.one_line(each.run.task)}{_part(each.finding)}{_beside_of(each.finding)}"
+            )
             rows.append((claim.says, claim.source, where, *figures(each.finding, each.run), _verdict(each)))
         if not found and whole:
-            empty = Verdict(NOT_MEASURED, "no run of it was given")
+            empty = Verdict(NOT_MEASURED, unmeasured(claim, runs))
             rows.append((claim.says, claim.source, "", "", "", "", empty))
     return Table(
         title,
@@ -47,9 +51,16 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
         tuple(rows),
         "Nothing was measured of it.",
         "Pass: the whole interval is beyond what is claimed; fail: short of it. Between them, or below 5 pairs, there "
-        "is no verdict. What was measured on another kind of machine or at another size is never a pass.",
+        "is no verdict. What was measured on another kind of machine or at another size is never a pass. Of a final "
+        "perplexity the change is told as it is, so that more is worse.",
         _FIGURES,
     )
+
+
+def _beside_of(finding: Finding) -> str:
+    """Return what has to be known beside a figure: that planning is counted in it, the rows that it is after."""
+    said = [finding.said] if finding.measure == "final_metric" and finding.figure is not None and finding.said else []
+    return "".join(f", {say.one_line(each)}" for each in (*(["planning counted"] if finding.charged else []), *said))
 
 
 def _part(finding: Finding) -> str:
@@ -65,15 +76,24 @@ def figures(finding: Finding, run: Run) -> tuple[str, str, str]:
     """Return a finding's figure, its interval and its pairs, as text; what is said where it is not known."""
     if finding.figure is None:
         return say.one_line(finding.said) or say.UNMEASURED, "", ""
-    value, interval = say.estimate(finding.figure, words_of(finding, run))
-    return value, interval, str(finding.figure.n)
+    is_turned = finding.measure in _DIFFERENCES and not run.higher_is_better
+    figure = turned(finding.figure) if is_turned else finding.figure
+    value, interval = say.estimate(figure, words_of(finding, run))
+    return value, interval, str(figure.n)
+
+
+def turned(difference: Ratio) -> Ratio:
+    """Return a difference whose positive is better as one of the metric itself, where less of that is better."""
+    low, high = (None if end is None else -end for end in (difference.high, difference.low))
+    pairs = tuple(-pair for pair in difference.pairs)
+    return Ratio(-difference.mean, low, high, difference.n, pairs, difference.counted)
 
 
 def words_of(finding: Finding, run: Run) -> Callable[[float], str]:
     """Return how the figure of a finding is written: a share, a difference, or how much more or less it is."""
     if finding.measure in _SHARES:
         return say.share
-    if finding.measure in ("final_metric", "component_quality"):
+    if finding.measure in _DIFFERENCES:
         return say.words_of("final_metric_difference", run.unit)
     return lambda ratio: say.percent(ratio - 1)
 
@@ -99,26 +119,29 @@ def _printed(line: Line) -> tuple[str, str, str]:
 
 def beside_table(table: MainTable, run: Run, arm: str) -> Table:
     """Return the lines of table I or II for one arm of a run, against the reference, with the paper's change beside."""
-    rows = tuple(_beside(table, line, run, arm) for line in table.lines)
+    rows = tuple(row for line in table.lines for row in _beside(table, line, run, arm))
     tier = next((each.tier for each in run.findings if each.arm == arm and each.tier), "")
     label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {tier})" if tier else "")
     columns = ("Measure", "Paper", "Reference", "This arm", "Change", "95% interval", "n")
     return Table(f"{label}, against the reference", columns, rows, "", "", columns[1:])
 
 
-def _beside(table: MainTable, line: Line, run: Run, arm: str) -> tuple[Cell, ...]:
-    found = [
-        each
-        for each in run.findings
-        if (each.measure, each.arm, each.against) == (line.measure, arm, "reference") and not each.charged
-    ]
+def _beside(table: MainTable, line: Line, run: Run, arm: str) -> Iterator[tuple[Cell, ...]]:
+    """Yield a line's row; of a time whose planning is known, also one with that counted."""
+    wanted = (line.measure, arm, "reference")
+    found = [each for each in run.findings if (each.measure, each.arm, each.against) == wanted]
     if not found:
-        return (_first(line.says), line.change, *(say.UNMEASURED for _ in range(3)), "", "")
-    one = nearest(found, table.target) if line.measure == "time_to_target" else found[0]
+        yield (_first(line.says), line.change, *(say.UNMEASURED for _ in range(3)), "", "")
+    for is_charged in (False, True):
+        if each := [one for one in found if one.charged is is_charged]:
+            yield _row(table, line, run, nearest(each, table.target) if line.measure == "time_to_target" else each[0])
+
+
+def _row(table: MainTable, line: Line, run: Run, one: Finding) -> tuple[Cell, ...]:
     says = line.says if one.target in (None, table.target) else f"time to {run.metric} {say.metric(one.target)}"
     values = (_value(one, value, run) for value in (one.baseline, one.value))
     change = _more(one) if line.measure == "mfu" else figures(one, run)
-    return (_first(says), line.change, *values, *change)
+    return (_first(says) + _beside_of(one), line.change, *values, *change)
 
 
 def _first(text: str) -> str:
@@ -172,10 +195,22 @@ def component_table(run: Run, tier: str) -> Table:
             *figures(each, run),
         )
         for each in run.findings
-        if each.tier == tier and each.part
+        if each.tier == tier and each.measure.startswith("component_")
     )
     columns = ("Change", "Paper's component", "Measure", "Set in", "With it", "95% interval", "n")
     return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", "", columns[4:])
+
+
+def gain_table(run: Run, tier: str) -> Table:
+    """Return what shares of what an arm saves lie where, beside what the paper claims of such."""
+    claimed = {part: f"{100 * each.bar:g}%" for each in CLAIMS if each.measure == "gain_share" for part in each.part}
+    rows = tuple(
+        (say.one_line(each.part).replace("_", " "), claimed.get(each.part, ""), *figures(each, run))
+        for each in run.findings
+        if each.tier == tier and each.measure == "gain_share"
+    )
+    columns = ("Part", "Paper", "Share of what is saved", "95% interval", "n")
+    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "Nothing was saved.", "", columns[1:])
 
 
 def ranks_paper_table() -> Table:
@@ -222,12 +257,13 @@ def run_table(runs: Sequence[Run]) -> Table:
             str(number),
             say.one_line(run.name),
             f"{run.kind} of {say.one_line(run.task)}",
+            say.one_line(run.trained),
             named[run.machine],
             say.one_line(run.headline.sentence),
         )
         for number, run in enumerate(runs, 1)
     )
-    return Table("Runs", ("Run", "From", "What", "Machine", "It says"), rows, "No run was given.")
+    return Table("Runs", ("Run", "From", "What", "Trained on", "Machine", "It says"), rows, "No run was given.")
 
 
 def machine_table(runs: Sequence[Run]) -> Table:

@@ -178,7 +178,7 @@ def arm_table(comparison: Comparison) -> Table:
     """Return every arm as it ran, failed ones with their error."""
     return Table(
         title="",
-        columns=("Arm", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
+        columns=("Arm", "Computes in", "Step", "Throughput", "Peak memory", "MFU / HFU", f"Final {comparison.metric}"),
         rows=tuple(_arm_row(arm, comparison) for arm in comparison.arms),
         empty="No arm ran.",
         note="Step: seconds for one batch of the task; an optimizer step of P1 takes several. Median over seeds "
@@ -192,6 +192,7 @@ def _arm_row(arm: Arm, comparison: Comparison) -> tuple[Cell, ...]:
     name = say.arm_name(arm)
     return (
         f"{name}: failed" if arm.error else name,
+        say.one_line(arm.precision) or "not recorded",
         say.spread(arm.step_s, say.seconds),
         say.rate(say.middle(arm.terms_per_s), comparison.terms),
         say.size(arm.peak_bytes),

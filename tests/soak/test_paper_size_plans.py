@@ -1,0 +1,25 @@
+"""The paper's tasks at their size are planned for a GPU that is not here, on a machine without their data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("task", ["cifar10_resnet50", "cifar10_resnet50_7x7", "wikitext2_gpt2"])
+def test_a_plan_for_an_absent_gpu_needs_no_data(tmp_path, task):
+    """Its home is empty, nothing may be fetched, and no GPU is to be seen."""
+    nowhere = {"TRIMTAB_DATA": str(tmp_path / "no data"), "TRIMTAB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "trimtab.cli", "plan", task, "--device", "H100 SXM", "--json"]
+    environment = os.environ | nowhere | {"HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plan = json.loads(done.stdout)
+    assert plan["elsewhere"].startswith("H100")
+    assert plan["precision"]["value"] == "bf16"
+    assert plan["predicted"]["step_s"] < plan["baseline"]["step_s"]
+    assert 0 < plan["predicted"]["peak_bytes"] < 80e9
