@@ -291,9 +291,9 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
     """Return how slices and goals stand; the page of all runs is written beside them."""
     runs = runs_in(found, place.folder)
     paper = f"python benchmarks/evaluation.py --size {size}"
-    if runs:
-        write_evaluation(tuple(runs.values()), place.folder, paper)
     goals = reached([goal for goal in GOALS if goal.size == size], place.folder, runs)
+    if runs:
+        write_evaluation(tuple(runs.values()), place.folder, paper, [each.told for each in goals])
     states = [(each, *place.state(each)) for each in found]
     made = {
         "schema": 1,

@@ -40,8 +40,10 @@ def size_of(folder: Path) -> str:
 def page(folder: Path) -> str:
     """Return the page of all its runs, with the paper's tables beside ours."""
     size = size_of(folder)
-    runs = tuple(runs_in(slices(size), folder).values())
-    return markdown_page(evaluation_outline.document(runs, f"python benchmarks/evaluation.py --size {size}"))
+    runs = runs_in(slices(size), folder)
+    goals = [each.told for each in reached([goal for goal in GOALS if goal.size == size], folder, runs)]
+    command = f"python benchmarks/evaluation.py --size {size}"
+    return markdown_page(evaluation_outline.document(tuple(runs.values()), command, goals))
 
 
 def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:

@@ -133,6 +133,11 @@ class Reached:
     status: str
     figure: str
 
+    @property
+    def told(self) -> tuple[str, str, str]:
+        """The goal, how it stands, and what was measured."""
+        return self.goal.says, self.status, self.figure
+
 
 def reached(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
     """Return how each goal stands.

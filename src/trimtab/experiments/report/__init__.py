@@ -43,8 +43,13 @@ def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Pat
     return _write(partial(_document, found), partial(to_json, found, indent=1), "report", directory)
 
 
-def write_evaluation(runs: Sequence[Run], directory: Path, command: str) -> dict[str, Path]:
+def write_evaluation(
+    runs: Sequence[Run], directory: Path, command: str, goals: Sequence[tuple[str, str, str]] = ()
+) -> dict[str, Path]:
     """Write `evaluation.html`, `evaluation.md` and `evaluation.json` of several runs; return their paths by kind.
+
+    Args:
+        goals: what was to be reached, how that stands, and what was measured.
 
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
@@ -53,7 +58,7 @@ def write_evaluation(runs: Sequence[Run], directory: Path, command: str) -> dict
     def values() -> str:
         return json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
 
-    return _write(partial(evaluation_outline.document, runs, command), values, "evaluation", directory)
+    return _write(partial(evaluation_outline.document, runs, command, goals), values, "evaluation", directory)
 
 
 def _write(make: Callable[[], Document], values: Callable[[], str], stem: str, directory: Path) -> dict[str, Path]:

@@ -37,8 +37,8 @@ _SHARES = (
 )
 
 
-def document(runs: Sequence[Run], command: str) -> Document:
-    """Return the report of several runs."""
+def document(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, str]] = ()) -> Document:
+    """Return the report of several runs; with goals, how they stand."""
     judged = judge(runs)
     return Document(
         "evaluation",
@@ -47,7 +47,10 @@ def document(runs: Sequence[Run], command: str) -> Document:
         "What the paper claims, beside what these runs measured.",
         f"{len(runs)} runs of {len({run.task for run in runs})} tasks · {sameness(runs)[0]}",
         (),
-        tuple(_sections(runs, judged, command)),
+        (
+            *((Section("Goals", (tables.goal_table(goals),), brief=True),) if goals else ()),
+            *_sections(runs, judged, command),
+        ),
         _no_drawing,
     )
 

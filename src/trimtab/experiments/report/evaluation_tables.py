@@ -98,6 +98,15 @@ def words_of(finding: Finding, run: Run) -> Callable[[float], str]:
     return lambda ratio: say.percent(ratio - 1)
 
 
+def goal_table(goals: Sequence[tuple[str, str, str]]) -> Table:
+    """Return how goals stand, which are of trimtab's plans and not of the paper."""
+    rows = tuple((say.one_line(says), Verdict(status, say.one_line(told))) for says, status, told in goals)
+    note = (
+        "Met and missed by the whole interval, or by a count; not shown: between them, or too few pairs for a verdict."
+    )
+    return Table("", ("Goal", "Stands"), rows, "There is none.", note)
+
+
 def arithmetic_table() -> Table:
     """Return what the paper says beside what its own figures give."""
     kinds = {True: "holds", False: "does not hold"}

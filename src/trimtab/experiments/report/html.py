@@ -25,7 +25,7 @@ from trimtab.experiments.report.tables import Cell, Table
 
 # Whatever a name may smuggle in, the browser is told to load nothing and to run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_BADGES = {"gain": "gain", "pass": "gain", "harm": "harm", "fail": "harm"}
+_BADGES = dict.fromkeys(("gain", "pass", "met"), "gain") | dict.fromkeys(("harm", "fail", "missed"), "harm")
 _MAX_ASIDE = 12
 _TIGHT = 26  # characters of a cell that stays on one line
 _LONG_WORD = 22
