@@ -29,6 +29,7 @@ LAYERS = (
     "tasks",
     "recipes",
     "experiments",
+    "integrations",
     "cli",
 )
 # Stricter than the order: all that a package (or one module) may import of trimtab. The longest prefix decides.
@@ -43,6 +44,13 @@ ONLY = {
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.integrations.tracked_values": {"trimtab.core"},
+    "trimtab.integrations.trackers": {"trimtab.core", "trimtab.integrations.tracked_values"},
+    "trimtab.integrations.tracked_record": {
+        "trimtab.core",
+        "trimtab.distributed.process_group",
+        "trimtab.integrations",
+    },
     "trimtab.experiments.ablation.result": {"trimtab.core", "trimtab.experiments.comparison.result"},
     "trimtab.experiments.comparison.result": {"trimtab.core"},
     "trimtab.experiments.comparison.stats": {
@@ -132,6 +140,9 @@ OPTIONAL = {
     "pynvml": {"trimtab.measure.nvml"},
     "zeus": {"trimtab.measure.zeus"},
     "safetensors": {"trimtab.checkpoint.tensors"},
+    "mlflow": {"trimtab.integrations.trackers"},
+    "trackio": {"trimtab.integrations.trackers"},
+    "wandb": {"trimtab.integrations.trackers"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
 NO_NAMES = {"utils", "util", "common", "tools", "helpers", "helper"}

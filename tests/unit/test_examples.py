@@ -61,6 +61,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
         "docs/optimizer.md",
         "docs/phases.md",
         "docs/ranks.md",
+        "docs/trackers.md",
     ],
 )
 def test_python_blocks_run(page: str) -> None:
