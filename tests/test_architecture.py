@@ -29,6 +29,7 @@ LAYERS = (
     "tasks",
     "recipes",
     "experiments",
+    "integrations",
     "cli",
 )
 # Stricter than the order: all that a package (or one module) may import of trimtab. The longest prefix decides.
@@ -130,6 +131,9 @@ OPTIONAL = {
     "deepspeed": {"trimtab.distributed.deepspeed_zero", "trimtab.distributed.deepspeed_state"},
     "tokenizers": {"trimtab.tasks.bpe"},
     "pynvml": {"trimtab.measure.nvml"},
+    "transformers": {"trimtab.integrations.transformers"},
+    "accelerate": {"trimtab.integrations.accelerate", "trimtab.integrations.transformers"},
+    "lightning": {"trimtab.integrations.lightning"},
     "safetensors": {"trimtab.checkpoint.tensors"},
 }
 MAX_LINES, MEDIAN_LINES = 400, 150
