@@ -1,1 +1,1 @@
-"""What adapts other people's packages and services; nothing below this layer knows of them."""
+"""What adapts other people's trainers, packages and services; nothing below this layer knows of them."""

@@ -267,21 +267,32 @@ class Run(Passes, Resumable):
         Raises:
             MemoryLimitError: one row does not fit, or memory ran out inside the optimizer's step.
         """
+        self._train(window, loss_fn, steps=True)
+        return self.loss
+
+    def accumulate(self, window: Window, loss_fn: LossFn) -> Tensor:
+        """Run a window as `train_step` does, and leave `step` to the caller; returns its mean loss, detached."""
+        self._train(window, loss_fn, steps=False)
+        return self._weights.mean_loss
+
+    def _train(self, window: Window, loss_fn: LossFn, *, steps: bool) -> None:
         check_call(self, window, loss_fn)
         self._order.require_idle("window")
         self._recovery.begin(noted=self._may_void)
-        while (failure := self._attempt(window, loss_fn)) is not None:  # outside of `except`, whose frames hold tensors
+        while (
+            failure := self._attempt(window, loss_fn, steps=steps)
+        ) is not None:  # not in `except`, whose frames hold tensors
             self._recovery.split(window, failure, once=self._control.ran_out())
-        return self.loss
 
-    def _attempt(self, window: Window, loss_fn: LossFn) -> str | None:
+    def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:
         """Run a window; returns what memory's allocator said where it ran out and the window can be run again."""
         try:
             for micro in window:
                 with self.autocast():
                     result = loss_fn(self.model, micro)
                 self._backward(result)
-            self.step()
+            if steps:
+                self.step()
         except BaseException as error:
             is_open, in_optimizer = self._order.window is window, self._order.in_optimizer
             where = {"in_optimizer": in_optimizer, "may_retry": not self._peers.count_on_this}

@@ -1,0 +1,71 @@
+"""What all hosts share: what a plan may not decide where a host does, and batches that are a window together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+
+# Of a plan, what a host's own settings decide.
+LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
+
+
+def checked_plan(plan: Plan | None, host: str) -> Plan | None:
+    """Return a plan that leaves to a host what is the host's.
+
+    Raises:
+        ValueGivenError: no plan, or one that sets what the host's settings do.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan):
+        raise ValueGivenError("plan", given=f"a {type(plan).__name__}", expected="a trimtab.Plan")
+    for name, left in LEFT.items():
+        if (value := getattr(plan, name).value) != left:
+            given, way_out = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
+            raise ValueGivenError(f"plan.{name}", given=given, expected=f"{left!r}", way_out=way_out)
+    return plan
+
+
+def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
+    """Raise where a plan is given, and arguments to make one."""
+    if plan is not None and planning:
+        expected = "the one or the other"
+        raise ValueGivenError("planning", given="arguments for a plan, and a plan", expected=expected)
+
+
+def refuse_ranks(num_processes: int, host: str) -> None:
+    """Raise where a host runs on several processes."""
+    if num_processes > 1:
+        way_out = "On ranks, a loop of your own with trimtab.start (docs/ranks.md)."
+        raise ValueGivenError(host, given=f"{num_processes} processes", expected="one", way_out=way_out)
+
+
+def together(batches: Sequence[Any]) -> list[Any]:
+    """Return batches as one where their rows are of one shape, so that micro-batches may be larger; else unchanged."""
+    first = batches[0]
+    if len(batches) == 1 or not all(_is_alike(first, batch) for batch in batches):
+        return list(batches)
+    if isinstance(first, Mapping):
+        return [{name: torch.cat([batch[name] for batch in batches]) for name in first}]
+    return [type(first)(torch.cat(columns) for columns in zip(*batches, strict=True))]
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and set(one) == set(other):
+        pairs = [(one[name], other[name]) for name in one]
+    elif type(one) is type(other) and type(one) in (tuple, list) and len(one) == len(other):
+        pairs = list(zip(one, other, strict=True))
+    else:
+        return False
+    return all(isinstance(a, Tensor) and isinstance(b, Tensor) and _shape(a) == _shape(b) is not None for a, b in pairs)
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what rows have in common; None where there are none."""
+    return (tensor.shape[1:], tensor.dtype, tensor.device) if tensor.dim() else None

@@ -1,0 +1,212 @@
+"""Lightning: a strategy for its Trainer, whose windows a run trains, and a run on what Fabric set up.
+
+The Trainer keeps its loop: data, callbacks, logging, clipping, schedules, validation, checkpoints. Its strategy is
+asked for a training step, a backward and an optimizer's step, one after the other: here the first collects batches, and
+at the last one of a window trains on it; the second brings back the gradients, which the host zeroes in between; the
+third steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from trimtab.api import plan as make_plan
+from trimtab.api import start as start_run
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, together
+from trimtab.runtime.engine import Run
+
+_HOST = "the Trainer"
+_WHOLE = ("32", "32-true", "64", "64-true")
+_PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision='bf16')."
+
+
+class TrimtabStrategy(SingleDeviceStrategy):
+    """Trains a `LightningModule` on one device through a run: `Trainer(strategy=TrimtabStrategy())`.
+
+    A step is of as many loader batches as `accumulate_grad_batches` says; how they are split is the plan's.
+
+    Args:
+        device: where to train; None: the first GPU, or the processor.
+        plan: what to apply; None: it is made of the first window's batches, before they are trained on.
+        planning: more arguments of `trimtab.plan`, such as `budget`. running: of `trimtab.start`, such as `record`.
+        count: where a mean over rows is not what a batch's loss is: the name, in what `training_step` returns, of the
+            number of terms that its "loss" is a mean of.
+
+    Attributes:
+        plan: what is applied, once there is one. run: the run, while it trains.
+
+    Raises:
+        ValueGivenError: at the start of training, where the Trainer decides what a plan does.
+    """
+
+    strategy_name = "trimtab"
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        *,
+        plan: Plan | None = None,
+        planning: Mapping[str, Any] | None = None,
+        running: Mapping[str, Any] | None = None,
+        count: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"), **kwargs)
+        refuse_both(plan, planning)
+        self.plan, self.run = checked_plan(plan, _HOST), None
+        self._planning, self._running, self._count = dict(planning or {}), dict(running or {}), count
+        self._collected: list[Any] = []
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._is_last = False
+
+    def on_train_start(self) -> None:
+        """Refuse what a plan decides."""
+        super().on_train_start()
+        _refuse(self.lightning_module, self.precision_plugin, len(self.optimizers))
+
+    def training_step(self, batch: Any, *rest: Any, **named: Any) -> Tensor:
+        """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
+        self._collected.append(batch)
+        if not self._is_last:
+            return torch.zeros((), device=self.root_device)
+        batches, self._collected = together(self._collected), []
+
+        def loss_fn(model: nn.Module, micro: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                said = self._forward_redirection(model, self.lightning_module, "training_step", micro, *rest, **named)
+            return self._loss_of(said)
+
+        run = self.run or self._started(loss_fn, batches[0])
+        loss = run.accumulate(run.window(*batches), loss_fn)
+        run.unscale()  # what the host clips, and shows to callbacks, is the gradient
+        self._hold()
+        return loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Bring back the window's gradients, which its training step has computed; callbacks are called as ever."""
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Train on a window, clip as the host does, and step the run."""
+        self._is_last = True
+        try:
+            result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        finally:
+            self._is_last = False
+        self.run.step()
+        return result
+
+    def on_train_end(self) -> None:
+        """Close the run."""
+        self._close()
+        super().on_train_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close the run."""
+        self._close(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Close the run."""
+        self._close()
+        super().teardown()
+
+    def _loss_of(self, said: Any) -> Any:
+        """Return what a module's training step says as a loss: a mean over rows, or a sum and its count."""
+        loss = said.get("loss") if isinstance(said, Mapping) else said
+        if not isinstance(loss, Tensor):
+            given = f"{type(said).__name__} without a loss"
+            raise ValueGivenError("training_step", given=given, expected="a tensor, or a dict with 'loss'")
+        if self._count is None:
+            return loss
+        if not isinstance(said, Mapping) or self._count not in said:
+            given, expected = "none", f"{self._count!r} in what it returns, as count= says"
+            raise ValueGivenError("training_step", given=given, expected=expected)
+        count = said[self._count]
+        return loss * count, count
+
+    def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Run:
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        if self.plan is None:
+            steps = module.trainer.estimated_stepping_batches
+            how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
+            with _unlogged(module):
+                self.plan = checked_plan(make_plan(module, optimizer, loss_fn, batch, **how), _HOST)
+        self.run = start_run(module, optimizer, self.plan, **self._running)
+        return self.run
+
+    def _hold(self) -> None:
+        """Put the gradients aside: between this step and its backward the host zeroes what it finds."""
+        groups = self.optimizers[0].param_groups
+        self._held = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in self._held:
+            parameter.grad = None
+
+    def _close(self, error: BaseException | None = None) -> None:
+        self._collected, self._held = [], []
+        if self.run is not None:
+            run, self.run = self.run, None
+            run.close(error)
+
+
+@contextlib.contextmanager
+def _unlogged(module: pl.LightningModule) -> Iterator[None]:
+    """Keep what a module logs out of the host's records while it is measured: that is no training."""
+    for name in ("log", "log_dict"):
+        object.__setattr__(module, name, lambda *given, **named: None)
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            object.__delattr__(module, name)
+
+
+def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: int) -> None:
+    """Raise where a Trainer or its module decides what a plan does.
+
+    Raises:
+        ValueGivenError: which, and the way out.
+    """
+    if precision.precision not in _WHOLE:
+        given = f"{precision.precision!r}"
+        raise ValueGivenError("Trainer.precision", given=given, expected="'32-true'", way_out=_PRECISION)
+    if not module.automatic_optimization:
+        way_out = "A loop that steps by itself uses trimtab.start in it, as any other."
+        raise ValueGivenError("automatic_optimization", given="False", expected="True", way_out=way_out)
+    if num_optimizers != 1:
+        way_out = "Of several, each is stepped by a loop of its own: a run has one."
+        raise ValueGivenError(
+            "configure_optimizers", given=f"{num_optimizers}", expected="one optimizer", way_out=way_out
+        )
+
+
+def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **running: Any) -> Run:
+    """Return a run on Fabric's device, in place of `fabric.setup(model, optimizer)`; loaders stay Fabric's.
+
+    Args:
+        running: more arguments of `trimtab.start`.
+
+    Raises:
+        ValueGivenError: Fabric has several processes, or a precision of its own.
+    """
+    refuse_ranks(fabric.world_size, "fabric")
+    precision = fabric.strategy.precision.precision
+    if precision not in _WHOLE:
+        way_out = _PRECISION
+        raise ValueGivenError("Fabric(precision=...)", given=f"{precision!r}", expected="'32-true'", way_out=way_out)
+    return start_run(model.to(fabric.device), optimizer, plan, **running)

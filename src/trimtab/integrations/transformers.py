@@ -1,0 +1,166 @@
+"""Hugging Face's Trainer, whose windows a run trains: `TrimtabTrainer` in place of `Trainer`.
+
+The host keeps its loop: data, callbacks, logging, clipping, schedule, evaluation, checkpoints. Of its own seams three
+are used: `training_step` collects the batches of a window, and runs it as one at the last of them; the wrapper that it
+has around every optimizer takes the run's step in place of the optimizer's; and its training loop, however it ends,
+closes the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from trimtab.api import plan as make_plan
+from trimtab.api import start
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.plan import Plan
+from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, together
+from trimtab.runtime.engine import Run
+
+# Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
+_PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision=...)."
+_RECOMPUTES = "Leave it out: the plan recomputes where a memory budget asks for it."
+_SHARDS = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
+_DECIDED = {
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "activation_checkpointing": _RECOMPUTES,
+    "gradient_checkpointing": _RECOMPUTES,
+    "auto_find_batch_size": "Leave it out: a window that does not fit is run again in smaller micro-batches.",
+    "torch_compile": "Leave it out: the plan compiles where that pays within the run.",
+    "deepspeed": _SHARDS,
+    "fsdp": _SHARDS,
+}
+_HOST = "TrainingArguments"
+_OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
+
+
+class TrimtabTrainer(Trainer):
+    """A `transformers.Trainer` whose windows a trimtab run trains: split by the plan, weighted by tokens.
+
+    `per_device_train_batch_size * gradient_accumulation_steps` rows stay what a step is of; how they are split is the
+    plan's. Learning rate, schedule and clipping are the arguments' own.
+
+    Args:
+        plan: what to apply; None: it is made of the first window's batches, before they are trained on.
+        planning: more arguments of `trimtab.plan`, such as `budget`.
+        running: more arguments of `trimtab.start`, such as `record`.
+        The rest as in `Trainer`.
+
+    Attributes:
+        trimtab_plan: what is applied, once there is one. trimtab_run: the run, while it trains.
+
+    Raises:
+        ValueGivenError: an argument decides what a plan does.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | None = None,
+        planning: Mapping[str, Any] | None = None,
+        running: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_conflicts(self.args, self.accelerator.num_processes)
+        refuse_both(plan, planning)
+        self.trimtab_plan = checked_plan(plan, _HOST)
+        self.trimtab_run: Run | None = None
+        self._planning, self._running = dict(planning or {}), dict(running or {})
+        self._collected: list[Any] = []
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
+        self._collected.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._collected = together(self._collected), []
+        model.train()
+        run = self.trimtab_run or self._started(batches)
+        loss = run.accumulate(run.window(*batches), self._counted_loss)
+        run.unscale()  # what the host clips, and shows to callbacks, is the gradient
+        return loss
+
+    def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
+        """Return the host's loss of a micro-batch, as a sum and its count; a mean over rows where it counts nothing."""
+        _, count = self.get_batch_samples(iter([micro]), 1, self.args.device)
+        micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
+        if count is None:
+            return self.compute_loss(model, micro)
+        divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return self.compute_loss(model, micro, num_items_in_batch=divisor) * divisor, count
+
+    def _started(self, batches: Sequence[Any]) -> Run:
+        optimizer = self.optimizer.optimizer
+        if self.trimtab_plan is None:
+            how = {"total_steps": self.state.max_steps} | self._planning
+            self.trimtab_plan = checked_plan(
+                make_plan(self.model, optimizer, self._counted_loss, batches[0], **how), _HOST
+            )
+        self.trimtab_run = run = start(self.model, optimizer, self.trimtab_plan, **self._running)
+        self._use(StepsRun(run, self.optimizer))
+        return run
+
+    def _use(self, optimizer: AcceleratedOptimizer) -> None:
+        """Have the host step another wrapper of the optimizer that it made one for."""
+        known = self.accelerator._optimizers
+        known[:] = [optimizer if each is self.optimizer else each for each in known]
+        self.optimizer = self.callback_handler.optimizer = optimizer
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._collected = []
+            if self.trimtab_run is not None:
+                run, self.trimtab_run = self.trimtab_run, None
+                self._use(self.optimizer.wrapped)
+                run.close()
+
+
+class StepsRun(AcceleratedOptimizer):
+    """The host's wrapper of an optimizer, whose step is a run's: the optimizer inside is the same object."""
+
+    def __init__(self, run: Run, wrapped: AcceleratedOptimizer) -> None:
+        # A schedule replaces `step` of the object it is given by one that notes that it was called.
+        self.__dict__.update({name: value for name, value in wrapped.__dict__.items() if name != "step"})
+        self.wrapped, self._run = wrapped, run
+
+    def step(self, closure: Any = None) -> None:
+        """Step the run, which says whether its optimizer stepped.
+
+        Raises:
+            ValueGivenError: a closure, which would run the window once more.
+        """
+        if closure is not None:
+            raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
+        self._is_overflow = not self._run.step()
+        self.wrapped._opt_called = True
+
+
+def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
+    """Raise where `TrainingArguments` decide what a plan does, or what a run would undo.
+
+    Raises:
+        ValueGivenError: which one, and the way out.
+    """
+    for name, way_out in _DECIDED.items():
+        if value := getattr(args, name, None):
+            raise ValueGivenError(f"args.{name}", given=f"{value!r:.80}", expected="it left alone", way_out=way_out)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _OWN_STEP or optim.endswith("layerwise"):
+        way_out = "Use one that steps after backward, as adamw_torch."
+        raise ValueGivenError(
+            "args.optim", given=f"{optim}, which steps in backward", expected="another", way_out=way_out
+        )
+    refuse_ranks(num_processes, "TrimtabTrainer")
+    if args.n_gpu > 1:
+        way_out = "Show it one: CUDA_VISIBLE_DEVICES=0."
+        raise ValueGivenError("TrimtabTrainer", given=f"{args.n_gpu} GPUs", expected="one", way_out=way_out)

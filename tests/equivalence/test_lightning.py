@@ -1,0 +1,202 @@
+"""Lightning's Trainer, plain and with our strategy: the same weights after twenty steps, where the host is right."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.fabric import Fabric  # noqa: E402
+
+import trimtab  # noqa: E402
+from trimtab.core.errors import ValueGivenError  # noqa: E402
+from trimtab.integrations.lightning import TrimtabStrategy, start  # noqa: E402
+
+STEPS, ROWS = 20, 8
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(pl.LightningModule):
+    """A small network, whose own forward its training step does not call."""
+
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+        self.num_optimizers, self.seen, self.losses = optimizers, [], []
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.seen.append(len(inputs))
+        loss = nn.functional.cross_entropy(self.net(inputs), targets)
+        self.log("train_loss", loss, batch_size=len(inputs))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        found = [torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(self.num_optimizers)]
+        if self.num_optimizers > 1:
+            return found
+        schedule = torch.optim.lr_scheduler.ExponentialLR(found[0], 0.9)
+        return {"optimizer": found[0], "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Counted(Module):
+    """As `Module`, with targets that do not count."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        count = (targets >= 0).sum()
+        loss = nn.functional.cross_entropy(self.net(inputs), targets, ignore_index=-1, reduction="sum")
+        return {"loss": loss / count.clamp(min=1), "num": count}
+
+
+def data(rows: int = STEPS * ROWS, *, dropped: bool = False) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(rows, 6, generator=generator).double()
+    targets = torch.randint(0, 3, (rows,), generator=generator)
+    if dropped:
+        targets[torch.rand(rows, generator=generator) < 0.6] = -1
+        targets[:4] = -1  # a micro-batch of which nothing counts
+    return TensorDataset(inputs, targets)
+
+
+def trained(module, strategy, folder, *, rows: int = STEPS * ROWS, dropped: bool = False, batch: int = ROWS, **changes):
+    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    given |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    trainer = pl.Trainer(strategy=strategy, **{**given, **changes})
+    trainer.fit(module, DataLoader(data(rows, dropped=dropped), batch_size=batch))
+    return trainer
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+@pytest.fixture(autouse=True)
+def of_the_host(recwarn):
+    """What the host warns of is its own: few workers, loggers that are off."""
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_its_windows_train_as_the_host_does(tmp_path, micro, k, clip):
+    changes = {"accumulate_grad_batches": k, "batch": ROWS // k, "gradient_clip_val": clip}
+    plain, ours = Module(), Module()
+    trained(plain, "auto", tmp_path, **changes)
+    trainer = trained(ours, TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, micro)), tmp_path, **changes)
+    assert difference(ours, plain) <= 1e-12
+    assert trainer.global_step == STEPS
+    if k == 1:
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert max(ours.seen) == micro
+
+
+def by_hand(rows: int, window: int, *, dropped: bool = False) -> nn.Module:
+    """Return what a plain loop trains, a step for each so many rows."""
+    module = Module()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    inputs, targets = data(rows, dropped=dropped).tensors
+    for x, y in zip(inputs.split(window), targets.split(window), strict=True):
+        nn.functional.cross_entropy(module.net(x), y, ignore_index=-1).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return module
+
+
+def test_a_short_last_window_is_the_plain_loops_where_the_host_takes_a_part_of_it(tmp_path):
+    changes = {"rows": 20, "batch": 4, "accumulate_grad_batches": 2}  # its last window is one batch
+    plain, ours = Module(), Module()
+    trained(plain, "auto", tmp_path, **changes)
+    trained(ours, TrimtabStrategy(plan=trimtab.Plan.fixed(8, 4)), tmp_path, **changes)
+    assert difference(ours, by_hand(20, 8)) <= 1e-12
+    assert difference(plain, by_hand(20, 8)) > 1e-9
+
+
+def test_terms_are_weighed_where_the_module_counts_them(tmp_path):
+    ours = Counted()
+    strategy = TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, 2), count="num")
+    trained(ours, strategy, tmp_path, dropped=True)
+    assert difference(ours, by_hand(STEPS * ROWS, ROWS, dropped=True)) <= 1e-12
+
+
+def test_it_plans_by_its_first_window_and_logs_nothing_of_that(tmp_path):
+    plain, ours = Module(), Module()
+    trained(plain, "auto", tmp_path)
+    strategy = TrimtabStrategy(planning={"num_blocks": 3})
+    trainer = trained(ours, strategy, tmp_path)
+    assert strategy.plan.batch_rows == ROWS
+    assert difference(ours, plain) <= 1e-6  # a plan may change rounding
+    assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(plain.losses[-1], rel=1e-5)
+    assert "log" not in vars(ours)
+
+
+def test_callbacks_see_the_gradient(tmp_path):
+    class Sees(pl.Callback):
+        norms = ()
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.norms += (float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])),)
+
+    plain, ours = Sees(), Sees()
+    trained(Module(), "auto", tmp_path, callbacks=[plain])
+    trained(Module(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, 3)), tmp_path, callbacks=[ours])
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-9)
+    assert len(ours.norms) == STEPS
+
+
+def test_an_error_closes_the_run(tmp_path):
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, *given):
+            raise RuntimeError("stopped by a callback")
+
+    strategy = TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS))
+    with pytest.raises(RuntimeError, match="stopped by a callback"):
+        trained(Module(), strategy, tmp_path, callbacks=[Stops()])
+    assert strategy.run is None
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "said"),
+    [
+        (Module, {"precision": "bf16-mixed"}, r"Trainer\.precision.*the precision is the plan's"),
+        (lambda: Module(optimizers=2), {}, "configure_optimizers"),
+    ],
+)
+def test_what_decides_as_a_plan_does_is_refused(tmp_path, make, changes, said):
+    module = make()
+    module.automatic_optimization = module.num_optimizers == 1
+    with pytest.raises(ValueGivenError, match=said if module.num_optimizers == 1 else "automatic_optimization"):
+        trained(module, TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, **changes)
+
+
+def test_fabric_gives_the_device_and_the_loaders():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module = Module()
+    optimizer = torch.optim.AdamW(module.net.parameters(), lr=1e-2)
+    loader = fabric.setup_dataloaders(DataLoader(data(40), batch_size=8))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with start(fabric, module.net, optimizer, trimtab.Plan.fixed(8, 3)) as run:
+        for window in run.windows(loader):
+            run.train_step(window, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+            schedule.step()
+    assert difference(module, by_hand(40, 8)) <= 1e-12

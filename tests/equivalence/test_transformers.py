@@ -1,0 +1,202 @@
+"""Hugging Face's Trainer, plain and with our windows: the same weights after twenty steps, where the host is right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+import trimtab  # noqa: E402
+from trimtab.core.errors import ValueGivenError  # noqa: E402
+from trimtab.integrations.transformers import TrimtabTrainer  # noqa: E402
+
+STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
+EXACT = 1e-10  # of a tensor's largest weight, in double precision after twenty steps of AdamW
+
+
+def model(dropout: float = 0.0) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    return GPT2LMHeadModel(config).double()
+
+
+def rows(num: int, *, ragged: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Return rows that count few tokens or many."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(num):
+        tokens = torch.randint(0, WORDS, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        if ragged:
+            labels[2 + (5 * index) % (LENGTH - 2) :] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def arguments(folder, **changes) -> TrainingArguments:
+    given = {"per_device_train_batch_size": ROWS, "max_steps": STEPS, "report_to": "none", "use_cpu": True}
+    given |= {"save_strategy": "no", "logging_steps": 5, "lr_scheduler_type": "cosine", "warmup_steps": 3, "seed": 3}
+    return TrainingArguments(str(folder), **{**given, "learning_rate": 1e-2, "disable_tqdm": True, **changes})
+
+
+def in_double(outputs, labels, num_items_in_batch=None):
+    """Return the loss that the host's models have, which they compute in fp32 whatever the weights are."""
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / num_items_in_batch
+
+
+def trained(kind, folder, *, num_rows: int = 64, data=None, **changes):
+    own = {key: changes.pop(key) for key in ("plan", "running", "planning") if key in changes}
+    own["compute_loss_func"] = in_double
+    trainer = kind(model=model(), args=arguments(folder, **changes), train_dataset=data or rows(num_rows), **own)
+    trainer.train()
+    return trainer
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+def history(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 2])
+def test_its_windows_train_as_the_host_does(tmp_path, micro, k):
+    changes = {"gradient_accumulation_steps": k, "per_device_train_batch_size": ROWS // k}
+    plain = trained(Trainer, tmp_path / "plain", **changes)
+    ours = trained(TrimtabTrainer, tmp_path / "ours", plan=trimtab.Plan.fixed(ROWS, micro), **changes)
+    assert difference(ours.model, plain.model) <= EXACT
+    assert ours.state.global_step == plain.state.global_step == STEPS
+    for name, near in (("loss", 1e-6), ("grad_norm", 1e-6), ("learning_rate", 1e-12)):
+        assert history(ours, name) == pytest.approx(history(plain, name), rel=near), name
+
+
+def test_a_short_last_window_counts_as_it_does_in_the_host(tmp_path):
+    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    plain = trained(Trainer, tmp_path / "plain", num_rows=21, **changes)
+    ours = trained(TrimtabTrainer, tmp_path / "ours", num_rows=21, plan=trimtab.Plan.fixed(ROWS, 3), **changes)
+    assert difference(ours.model, plain.model) <= EXACT
+
+
+def test_the_optimizer_is_the_hosts_own_object_and_is_handed_back(tmp_path):
+    seen = []
+
+    class Sees(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            seen.append(any(p.grad is not None for p in kwargs["model"].parameters()))
+
+    ours = TrimtabTrainer(
+        model=model(),
+        args=arguments(tmp_path),
+        train_dataset=rows(64),
+        plan=trimtab.Plan.fixed(ROWS, 4),
+        callbacks=[Sees()],
+    )
+    ours.train()
+    assert seen == [True] * STEPS
+    assert type(ours.optimizer).__name__ == "AcceleratedOptimizer"
+    assert isinstance(ours.optimizer.optimizer, torch.optim.AdamW)
+    assert ours.trimtab_run is None
+
+
+def test_it_plans_by_its_first_window_and_changes_nothing_by_that(tmp_path):
+    plain = trained(Trainer, tmp_path / "plain")
+    ours = trained(TrimtabTrainer, tmp_path / "ours", planning={"num_blocks": 3})
+    assert ours.trimtab_plan.batch_rows == ROWS
+    assert difference(ours.model, plain.model) <= 1e-6  # a plan may change rounding
+
+
+def test_memory_that_runs_out_splits_the_window(tmp_path):
+    plain = trained(Trainer, tmp_path / "plain")
+
+    class RunsOut(GPT2LMHeadModel):
+        def forward(self, input_ids=None, **kwargs):
+            if self.training and len(input_ids) > 3:
+                raise torch.OutOfMemoryError("out of memory, as a test has it")
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    held = model()
+    held.__class__ = RunsOut
+    given = arguments(tmp_path, remove_unused_columns=False)
+    how = {"plan": trimtab.Plan.fixed(ROWS), "compute_loss_func": in_double}
+    ours = TrimtabTrainer(model=held, args=given, train_dataset=rows(64), **how)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        ours.train()
+    assert difference(held, plain.model) <= EXACT
+
+
+@pytest.mark.parametrize("kind", [Trainer, TrimtabTrainer])
+def test_it_goes_on_from_the_hosts_checkpoint(tmp_path, kind):
+    """As the host does: what it saves of a schedule and an optimizer is its own."""
+    own = {"plan": trimtab.Plan.fixed(ROWS, 4)} if kind is TrimtabTrainer else {}
+    whole = trained(kind, tmp_path / "whole", **own)
+    changes = {"save_strategy": "steps", "save_steps": 7}
+    trained(kind, tmp_path / "cut", **own, **changes)
+    given = arguments(tmp_path / "cut", **changes)
+    again = kind(model=model(), args=given, train_dataset=rows(64), compute_loss_func=in_double, **own)
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-14"))
+    assert difference(again.model, whole.model) <= EXACT
+
+
+def test_an_error_in_the_loop_closes_the_run(tmp_path):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise RuntimeError("stopped by a callback")
+
+    ours = TrimtabTrainer(
+        model=model(),
+        args=arguments(tmp_path),
+        train_dataset=rows(64),
+        plan=trimtab.Plan.fixed(ROWS),
+        callbacks=[Stops()],
+    )
+    with pytest.raises(RuntimeError, match="stopped by a callback"):
+        ours.train()
+    assert ours.trimtab_run is None
+    assert type(ours.optimizer).__name__ == "AcceleratedOptimizer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bf16": True}, r"args\.bf16.*the precision is the plan's"),
+        ({"activation_checkpointing": True}, r"args\.activation_checkpointing"),
+        ({"auto_find_batch_size": True}, r"args\.auto_find_batch_size"),
+        ({"torch_compile": True}, r"args\.torch_compile"),
+    ],
+)
+def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes, said):
+    with pytest.raises(ValueGivenError, match=said):
+        TrimtabTrainer(model=model(), args=arguments(tmp_path, **changes), train_dataset=rows(8))
+
+
+def test_a_plan_that_decides_what_the_arguments_do_is_refused(tmp_path):
+    plan = trimtab.Plan.fixed(ROWS, schedule="warmup_cosine")
+    with pytest.raises(ValueGivenError, match=r"plan\.schedule"):
+        TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), plan=plan)
+    with pytest.raises(ValueGivenError, match="the one or the other"):
+        TrimtabTrainer(
+            model=model(),
+            args=arguments(tmp_path),
+            train_dataset=rows(8),
+            plan=trimtab.Plan.fixed(8),
+            planning={"adapt": None},
+        )
