@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-accelerate = pytest.importorskip("accelerate")
+import accelerate
 
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator
 
-import trimtab  # noqa: E402
-from trimtab.core.errors import ValueGivenError  # noqa: E402
-from trimtab.integrations.accelerate import plan, start  # noqa: E402
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.integrations.accelerate import plan, start
 
 ROWS = 8
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-pl = pytest.importorskip("lightning.pytorch")
+import lightning.pytorch as pl
 
-from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric import Fabric
 
-import trimtab  # noqa: E402
-from trimtab.core.errors import ValueGivenError  # noqa: E402
-from trimtab.integrations.lightning import TrimtabStrategy, start  # noqa: E402
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.integrations.lightning import TrimtabStrategy, start
 
 STEPS, ROWS = 20, 8
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers")
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import trimtab  # noqa: E402
-from trimtab.core.errors import ValueGivenError  # noqa: E402
-from trimtab.integrations.transformers import TrimtabTrainer  # noqa: E402
+import trimtab
+from trimtab.core.errors import ValueGivenError
+from trimtab.integrations.transformers import TrimtabTrainer
 
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
 EXACT = 1e-10  # of a tensor's largest weight, in double precision after twenty steps of AdamW
