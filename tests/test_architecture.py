@@ -26,10 +26,10 @@ LAYERS = (
     "distributed",
     "checkpoint",
     "api",
+    "integrations",
     "tasks",
     "recipes",
     "experiments",
-    "integrations",
     "cli",
 )
 # Stricter than the order: all that a package (or one module) may import of trimtab. The longest prefix decides.
@@ -43,6 +43,7 @@ ONLY = {
     },  # the package root alone, not what is below it
     "trimtab.core": {"trimtab.core"},
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
+    "trimtab.integrations": {"trimtab.core", "trimtab.runtime", "trimtab.api", "trimtab.integrations"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
     "trimtab.integrations.tracked_values": {"trimtab.core"},
     "trimtab.integrations.trackers": {"trimtab.core", "trimtab.integrations.tracked_values"},
@@ -113,7 +114,12 @@ READERS = (
     "scaling.result",
     "scaling.table",
 )
-TORCH_FREE = (*STDLIB_ONLY, *(f"trimtab.experiments.{name}" for name in READERS))
+FETCHERS = ("intensity", "services", "web")
+TORCH_FREE = (
+    *STDLIB_ONLY,
+    *(f"trimtab.experiments.{name}" for name in READERS),
+    *(f"trimtab.integrations.{name}" for name in FETCHERS),
+)
 REQUIRED = {"torch", "numpy"}
 # Each optional package and the only modules that adapt it.
 OPTIONAL = {
@@ -320,6 +326,7 @@ TRESPASSES = {
     "above the package": ("layers", source("core/x.py", "from ... import y"), "above the package"),
     "decide reading measure": ("layers", source("decide/x.py", "import trimtab.measure.timing"), "may not import"),
     "tasks reading runtime": ("layers", source("tasks/x.py", "from trimtab.runtime.engine import Run"), "may not"),
+    "integrations reading decide": ("layers", source("integrations/x.py", "import trimtab.decide.search"), "may not"),
     "report reading compare": (
         "layers",
         source("experiments/report/x.py", "from ..comparison.compare import a"),

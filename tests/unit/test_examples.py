@@ -56,6 +56,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
         "README.md",
         "docs/ablation.md",
         "docs/accumulation.md",
+        "docs/carbon.md",
         "docs/checkpoints.md",
         "docs/energy.md",
         "docs/optimizer.md",

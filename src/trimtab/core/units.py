@@ -65,6 +65,16 @@ def format_joules(value: float | None) -> str:
     return f"{_digits(value)} J" if abs(value) >= 1 else f"{_digits(value * 1e3)} mJ"
 
 
+def format_grams(value: float | None) -> str:
+    """Return `350 mg`, `12.3 g`, `4.2 kg`, `1.5 t`; `unknown` for None."""
+    if value is None or not math.isfinite(value):
+        return "unknown"
+    for unit, size in (("t", 1e6), ("kg", 1e3), ("g", 1.0)):
+        if abs(value) >= size:
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value * 1e3)} mg" if value else "0 g"
+
+
 def format_count(value: float | None) -> str:
     """Return `7.78 G`, `512`, `3.1 k`; `unknown` for None."""
     if value is None or not math.isfinite(value):

@@ -1,1 +1,1 @@
-"""What adapts other people's trainers, packages and services; nothing below this layer knows of them."""
+"""What adapts other people's trainers, packages and services; no layer below this one knows of them."""

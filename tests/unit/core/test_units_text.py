@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.units import format_bytes, format_count, format_seconds, parse_bytes
+from trimtab.core.units import format_bytes, format_count, format_grams, format_seconds, parse_bytes
 
 FACTORS = {
     "": 1,
@@ -161,3 +161,11 @@ def test_counts_as_shown(value, shown):
 def test_large_figures_carry_no_exponent(value):
     for shown in (format_count(value), format_bytes(value), format_seconds(value)):
         assert re.fullmatch(r"\d+(\.\d+)?( ?[A-Za-zµ]+)?( \d+ s)?", shown), shown
+
+
+@pytest.mark.parametrize(
+    ("grams", "shown"),
+    [(None, "unknown"), (0, "0 g"), (0.35, "350 mg"), (12.34, "12.3 g"), (4200, "4.2 kg"), (-2e6, "-2 t")],
+)
+def test_grams(grams, shown):
+    assert format_grams(grams) == shown

@@ -1,0 +1,177 @@
+"""When to train, by how much carbon a kilowatt-hour is made with: now, later, or in stretches.
+
+Starting now is what everything is held against, and what happens wherever the forecast does not say enough.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.carbon import Intensity
+from trimtab.core.checks import number
+from trimtab.core.units import format_grams, format_seconds
+from trimtab.decide.carbon_doubt import Downside, downsides
+from trimtab.decide.carbon_hours import Hours, hours_of, microseconds
+from trimtab.decide.carbon_job import Stretch, TrainingJob, draws, grams_of
+from trimtab.decide.carbon_pausing import TIE, best_stretches
+
+# A saving below this share of starting now is not worth the wait: forecasts are wrong by more.
+LEAST_SAVING = 0.01
+
+
+@dataclass(frozen=True)
+class CarbonSchedule:
+    """When to train, and what that is expected to come to.
+
+    Args:
+        stretches: in which it trains, in order; what a pause loses lies in the pause, at its end. now_s: when it was
+            decided. work_s: seconds of training in all.
+        kind: of the intensity, "average" or "marginal"; None where there is none. grams, start_now_g: by the forecast,
+            of this schedule and of starting now, from now on; None where they are not known.
+        downsides: what both come to where the forecast is wrong; none of starting now. reason: why this one.
+    """
+
+    stretches: tuple[Stretch, ...]
+    now_s: float
+    work_s: float
+    kind: str | None
+    grams: float | None
+    start_now_g: float | None
+    downsides: tuple[Downside, ...]
+    reason: str
+
+    @property
+    def is_start_now(self) -> bool:
+        """Whether it trains at once and in one piece."""
+        return len(self.stretches) == 1 and self.stretches[0].begin_s == self.now_s
+
+    @property
+    def saved_g(self) -> float | None:
+        """Grams less than starting now, on the forecast."""
+        return None if self.grams is None or self.start_now_g is None else self.start_now_g - self.grams
+
+    @property
+    def saved_share(self) -> float | None:
+        """The same as a share of starting now."""
+        if self.saved_g is None or self.start_now_g is None:
+            return None
+        return self.saved_g / self.start_now_g if self.start_now_g > 0 else 0.0
+
+    @property
+    def downside_g(self) -> float:
+        """Grams more than starting now in the worst of the downsides; 0 of starting now."""
+        return max((each.extra_g for each in self.downsides), default=0.0)
+
+    def describe(self) -> str:
+        """Return what to do, what it is expected to save, and what it may lose."""
+        if self.grams is None or self.start_now_g is None:
+            return f"start now: {self.reason}"
+        found = f"{format_grams(self.grams)} CO2e by {self.kind} intensity, on the forecast"
+        if self.is_start_now:
+            return f"start now: {self.reason} ({found})"
+        share = f"{100 * (self.saved_share or 0):.3g}%"
+        saved = f"{found}, {share} less than {format_grams(self.start_now_g)} of starting now"
+        return "; ".join((self.reason, saved, *(each.describe() for each in self.downsides)))
+
+
+def when_to_train(
+    forecast: Intensity | None,
+    job: TrainingJob,
+    now_s: float,
+    deadline_s: float,
+    *,
+    least_saving: float = LEAST_SAVING,
+    unknown: str = "there is no forecast",
+) -> CarbonSchedule:
+    """Return the schedule of the least carbon that ends by the deadline.
+
+    Later in one piece has to save `least_saving` of what starting now comes to; stretches as much again over that.
+
+    Args:
+        forecast: None where there is none, and `unknown` says why. Nothing is planned into hours that it does not know.
+        now_s, deadline_s: seconds since 1970. least_saving: a share; 0: any saving counts that is no rounding.
+
+    Raises:
+        ValueGivenError: a moment or a share that is none.
+    """
+    number("now_s", now_s)
+    number("deadline_s", deadline_s)
+    least = max(TIE, number("least_saving", least_saving, low=0, high=1))
+    at_once = Stretch(now_s, now_s + job.seconds)
+    start_now_g = _known(forecast, job, at_once)
+    plain = CarbonSchedule(
+        (at_once,), now_s, job.seconds, forecast.kind if forecast else None, start_now_g, start_now_g, (), ""
+    )
+    if deadline_s < at_once.end_s:
+        late = format_seconds(at_once.end_s - deadline_s)
+        return replace(plain, reason=f"no schedule meets the deadline, which starting now misses by {late}")
+    if forecast is None:
+        return replace(plain, reason=unknown)
+    if start_now_g is None:
+        known = f"{_moment(forecast.steps[0][0])} to {_moment(forecast.until_s)}"
+        return replace(plain, reason=f"the forecast, of {known}, does not know all the hours that starting now takes")
+    return _least(plain, forecast, job, min(deadline_s, forecast.until_s), deadline_s, least)
+
+
+def _least(
+    plain: CarbonSchedule, forecast: Intensity, job: TrainingJob, end_s: float, deadline_s: float, least: float
+) -> CarbonSchedule:
+    """Return the least of starting now, later in one piece, and in stretches, where each has to be worth it."""
+    hours = hours_of(forecast, plain.now_s, end_s)
+    start_now_g = best_g = most_g = plain.grams or 0.0
+    best = plain.stretches
+    for stretches in (_delayed(hours, job), best_stretches(hours, job)):
+        if stretches is None:
+            continue
+        found_g = grams_of(draws(job, plain.now_s, stretches), forecast)
+        most_g = min(most_g, found_g)
+        if found_g < best_g and best_g - found_g >= least * start_now_g:
+            best, best_g = stretches, found_g
+    unknown = f"; nothing is known after {_moment(end_s)}, and the deadline is later" if end_s < deadline_s else ""
+    if best is plain.stretches:
+        saves = 100 * (1 - most_g / start_now_g) if start_now_g else 0.0
+        most = f" (the most found is {saves:.2g}%)" if saves > 100 * TIE else ""
+        enough = f"{100 * least:.2g}%" if least > TIE else "anything"
+        return replace(plain, reason=f"no other time saves {enough}{most}{unknown}")
+    taken, at_once = (draws(job, plain.now_s, each) for each in (best, plain.stretches))
+    doubt = downsides(taken, at_once, forecast, plain.now_s, end_s)
+    reason = _what(best, plain.now_s) + unknown
+    return CarbonSchedule(best, plain.now_s, job.seconds, plain.kind, best_g, start_now_g, doubt, reason)
+
+
+def _delayed(hours: Hours, job: TrainingJob) -> tuple[Stretch, ...]:
+    """Return the one stretch of the least carbon, the earliest of equal ones.
+
+    Its carbon is a line in its beginning while neither end meets a step, so it is least where one does.
+    """
+    work, end = microseconds(job.seconds), hours.points[-1]
+    begins = {point - shift for point in hours.points for shift in (0, work)} | {0}
+    best, best_cost = 0, job.watts * hours.total(work)
+    for begin in sorted(begin for begin in begins if 0 < begin <= end - work):
+        before, after = hours.total(begin), hours.total(begin + work)
+        cost = job.waiting_watts * before + job.watts * (after - before)
+        if cost < best_cost * (1 - TIE):
+            best, best_cost = begin, cost
+    return (Stretch(hours.moment(best), hours.moment(best + work)),)
+
+
+def _known(forecast: Intensity | None, job: TrainingJob, at_once: Stretch) -> float | None:
+    if forecast is None or not forecast.steps[0][0] <= at_once.begin_s < at_once.end_s <= forecast.until_s:
+        return None
+    return grams_of(draws(job, at_once.begin_s, (at_once,)), forecast)
+
+
+def _what(stretches: Sequence[Stretch], now_s: float) -> str:
+    first, last = stretches[0], stretches[-1]
+    waits = f"start {format_seconds(first.begin_s - now_s)} from now" if first.begin_s > now_s else "start now"
+    pieces = "in one piece" if len(stretches) == 1 else f"in {len(stretches)} stretches"
+    return f"{waits}, {pieces}, to be done by {_moment(last.end_s)}"
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="minutes")
+    except (OverflowError, ValueError, OSError):  # infinite, or beyond a calendar
+        return f"{time_s:g} s"

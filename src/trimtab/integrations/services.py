@@ -1,0 +1,195 @@
+"""Forecasts of public services, over https.
+
+What their answers are taken to be, all of them in JSON with times of ISO 8601:
+
+    Great Britain (NESO): average, needs nothing
+        GET /intensity/{now}/fw48h             data[]: from, to, intensity.forecast in g/kWh
+    Electricity Maps: average, needs ELECTRICITYMAPS_TOKEN
+        GET /v3/carbon-intensity/forecast      zone, forecast[]: datetime, carbonIntensity in g/kWh
+    WattTime: marginal, needs WATTTIME_USER and WATTTIME_PASSWORD
+        GET /login                             token
+        GET /v3/forecast                       meta: units, signal_type, region; data[]: point_time, value in lb/MWh
+
+None was tried against the live service: the formats are those of public documents, and the tests hold them on a server
+of their own. An answer of another format is refused. A figure that is null is an hour that is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from trimtab.core.carbon import Intensity
+from trimtab.core.errors import FormatError
+from trimtab.integrations.intensity import known_around
+from trimtab.integrations.web import TIMEOUT_S, json_of, missing
+
+G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # a pound is 453.59237 g by definition
+MOST_G = 1e6  # of anything that is burned it is some thousands
+
+
+@dataclass(frozen=True)
+class GreatBritain:
+    """The average intensity of Great Britain, 48 hours ahead by half hours (NESO, api.carbonintensity.org.uk)."""
+
+    base_url: str = "https://api.carbonintensity.org.uk"
+    timeout_s: float = TIMEOUT_S
+    kind = "average"
+    name = "Great Britain (NESO)"
+
+    def forecast(self, now_s: float) -> Intensity:
+        """Return the forecast from the present half hour on."""
+        now = datetime.datetime.fromtimestamp(now_s, datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
+        answer = json_of(f"{self.base_url}/intensity/{now}/fw48h", {}, self.timeout_s)
+        steps, periods_s = [], []
+        for row in _rows(answer, "data"):
+            begin_s = _time(row, "from")
+            periods_s.append(_time(row, "to") - begin_s)
+            steps.append((begin_s, _number(_inner(row, "intensity"), "forecast")))
+        period_s = min(periods_s, default=0.0)
+        if periods_s and not 0 < period_s == max(periods_s):
+            raise _unfit("periods of other lengths", "half hours")
+        return known_around(now_s, self.kind, _known(steps), period_s)
+
+
+@dataclass(frozen=True)
+class ElectricityMaps:
+    """The average intensity of a zone of Electricity Maps, for whom a forecast is part of his plan.
+
+    Args:
+        zone: its name there, such as "DE".
+    """
+
+    zone: str
+    base_url: str = "https://api.electricitymaps.com"
+    timeout_s: float = TIMEOUT_S
+    kind = "average"
+
+    @property
+    def name(self) -> str:
+        """What outputs call it."""
+        return f"Electricity Maps, zone {self.zone}"
+
+    def forecast(self, now_s: float) -> Intensity:
+        """Return the forecast from the present hour on."""
+        url = f"{self.base_url}/v3/carbon-intensity/forecast?{urlencode({'zone': self.zone})}"
+        answer = json_of(url, {"auth-token": _secret("ELECTRICITYMAPS_TOKEN")}, self.timeout_s)
+        if _text(_mapping(answer), "zone") != self.zone:
+            raise _unfit("another zone", "the one that was asked for")
+        rows = _rows(answer, "forecast")
+        steps = [(_time(row, "datetime"), _number(row, "carbonIntensity")) for row in rows]
+        return known_around(now_s, self.kind, _known(steps), _period_s(steps))
+
+
+@dataclass(frozen=True)
+class WattTime:
+    """The marginal intensity of a region of WattTime (its MOER), by five minutes.
+
+    Its figures are pounds of CO2 per MWh: `g_per_kwh = lb_per_mwh x 453.59237 / 1000`.
+
+    Args:
+        region: its name there, such as "CAISO_NORTH". horizon_hours: how far ahead, of its 72.
+    """
+
+    region: str
+    horizon_hours: int = 72
+    base_url: str = "https://api.watttime.org"
+    timeout_s: float = TIMEOUT_S
+    kind = "marginal"
+
+    @property
+    def name(self) -> str:
+        """What outputs call it."""
+        return f"WattTime, region {self.region}"
+
+    def forecast(self, now_s: float) -> Intensity:
+        """Return the forecast from the present five minutes on."""
+        user = f"{_secret('WATTTIME_USER')}:{_secret('WATTTIME_PASSWORD')}"
+        basic = base64.b64encode(user.encode()).decode("ascii")
+        login = json_of(f"{self.base_url}/login", {"Authorization": f"Basic {basic}"}, self.timeout_s)
+        token = _text(_mapping(login), "token")
+        asked = {"region": self.region, "signal_type": "co2_moer", "horizon_hours": self.horizon_hours}
+        headers = {"Authorization": f"Bearer {token}"}
+        answer = json_of(f"{self.base_url}/v3/forecast?{urlencode(asked)}", headers, self.timeout_s)
+        meta = _inner(_mapping(answer), "meta")
+        for name, expected in (("units", "lbs_co2_per_mwh"), ("signal_type", "co2_moer"), ("region", self.region)):
+            if _text(meta, name) != expected:
+                raise _unfit(f"another meta.{name}", expected)
+        steps = []
+        for row in _rows(answer, "data"):
+            pounds = _number(row, "value")
+            steps.append((_time(row, "point_time"), None if pounds is None else pounds * G_PER_KWH_OF_LB_PER_MWH))
+        return known_around(now_s, self.kind, _known(steps), _period_s(steps))
+
+
+def _secret(name: str) -> str:
+    found = os.environ.get(name, "").strip()
+    if not found:
+        raise missing(f"no {name} in the environment")
+    return found
+
+
+def _known(steps: list[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    return [(begin_s, per_kwh) for begin_s, per_kwh in steps if per_kwh is not None]
+
+
+def _period_s(steps: list[tuple[float, float | None]]) -> float:
+    """Return how long a step is, of an answer that does not say: as long as between the two nearest."""
+    between = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
+    if not between or not min(between) > 0:
+        raise _unfit("times that are not in order, or fewer than two", "a forecast of some hours")
+    return min(between)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise _unfit(f"a {type(value).__name__}", "an object of JSON")
+    return value
+
+
+def _inner(row: Mapping[str, object], name: str) -> Mapping[str, object]:
+    return _mapping(row.get(name))
+
+
+def _rows(answer: object, name: str) -> list[Mapping[str, object]]:
+    rows = _mapping(answer).get(name)
+    if not isinstance(rows, list):
+        raise _unfit(f"no list of {name}", "one")
+    return [_mapping(row) for row in rows]
+
+
+def _text(row: Mapping[str, object], name: str) -> str:
+    found = row.get(name)
+    if not isinstance(found, str):
+        raise _unfit(f"no text as {name}", "one")
+    return found
+
+
+def _time(row: Mapping[str, object], name: str) -> float:
+    text = _text(row, name)
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise _unfit(f"a {name} that is no time", "a time of ISO 8601") from None
+    if found.tzinfo is None:
+        raise _unfit(f"a {name} without its offset from UTC", "a time of ISO 8601 with it")
+    return found.timestamp()
+
+
+def _number(row: Mapping[str, object], name: str) -> float | None:
+    """Return a figure; None where it is null, which is to be there all the same."""
+    found = row.get(name, "")
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= MOST_G:
+        raise _unfit(f"a {name} that is none", "a number, zero or more")
+    return float(found)
+
+
+def _unfit(given: str, expected: str) -> FormatError:
+    return FormatError("intensity", given=given, expected=expected)

@@ -1,0 +1,119 @@
+"""JSON from a public service: https alone, a short wait, a bounded answer; no message holds a word or a token of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from trimtab.core.errors import DataMissingError, FormatError, ValueGivenError
+
+TIMEOUT_S = 5.0
+MOST_BYTES = 2**20
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # this machine itself, where http gives nothing away
+WAY_OUT = "Give a file or a constant, or start without."
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: urllib would send the token along, to another host and over http."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return none, so that a redirect is an answer like any other that is no forecast."""
+
+
+def json_of(url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> object:
+    """Return what a service answers.
+
+    Args:
+        timeout_s: of each wait for it, and of its whole body; to look up its name is the system's, which has its own.
+
+    Raises:
+        ValueGivenError: an address that is not https, or headers that no request can have.
+        DataMissingError: no answer, or one that says no. FormatError: an answer that is no JSON, or too long.
+    """
+    host, is_here = _host(url)
+    if any(not value.isascii() or not value.isprintable() for value in headers.values()):
+        raise ValueGivenError("token", given="characters that no header may have", expected="printable ASCII")
+    if os.environ.get("TRIMTAB_OFFLINE") == "1":
+        raise missing("TRIMTAB_OFFLINE=1, so nothing is fetched")
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if is_here:
+        handlers.append(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers={"User-Agent": "trimtab", "Accept": "application/json", **headers})
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
+            body = _body(response, host, timeout_s)
+    except FormatError:  # which is a ValueError too
+        raise
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise missing(f"{host} answered {error.code}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise missing(f"{host} {_why(error, timeout_s)}") from None
+    return _parsed(body, host)
+
+
+def missing(given: str) -> DataMissingError:
+    """Return the error of a forecast that is not to be had."""
+    return DataMissingError("intensity", given=given, expected="a forecast", way_out=WAY_OUT)
+
+
+def _host(url: str) -> tuple[str, bool]:
+    """Return the host of an address, and whether it is this machine."""
+    try:
+        parts = urlsplit(url)
+        host, scheme = parts.hostname or "", parts.scheme
+    except ValueError:
+        host, scheme = "", ""
+    is_here = host in LOOPBACK
+    if not host or not (scheme == "https" or (scheme == "http" and is_here)):
+        raise ValueGivenError("intensity.base_url", given=f"{scheme or 'no'} scheme", expected="an https address")
+    return host, is_here
+
+
+def _body(response: http.client.HTTPResponse, host: str, timeout_s: float) -> bytes:
+    """Return a body that is whole in time, and not longer than a forecast is."""
+    body, ends_s = b"", time.monotonic() + timeout_s
+    while chunk := response.read1(2**16):
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise _unfit(host, f"an answer of more than {MOST_BYTES:,} bytes")
+        if time.monotonic() > ends_s:
+            raise TimeoutError
+    return body
+
+
+def _why(error: Exception, timeout_s: float) -> str:
+    reason = getattr(error, "reason", error)  # of urllib, what is behind its own
+    reason = reason if isinstance(reason, Exception) else error
+    if isinstance(reason, TimeoutError):
+        return f"did not answer within {timeout_s:g} s"
+    return f"could not be asked ({type(reason).__name__})"
+
+
+def _parsed(body: bytes, host: str) -> object:
+    try:
+        return json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        raise _unfit(host, "an answer that is no JSON") from None
+
+
+def _no_number(_: str) -> None:
+    raise ValueError
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
+def _unfit(host: str, given: str) -> FormatError:
+    return FormatError("intensity", given=f"{given}, of {host}", expected="a forecast in JSON", way_out=WAY_OUT)
