@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import accelerate
-
-from accelerate import Accelerator
 
 import trimtab
 from trimtab.core.errors import ValueGivenError

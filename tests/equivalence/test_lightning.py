@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import lightning.pytorch as pl
-
-from lightning.fabric import Fabric
 
 import trimtab
 from trimtab.core.errors import ValueGivenError

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-
-
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import trimtab

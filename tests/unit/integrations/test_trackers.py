@@ -392,7 +392,7 @@ def test_a_failure_before_anything_is_written_leaves_an_earlier_record_as_it_is(
         ([Keeping()], {"wait_s": -1.0}, "wait_s"),
         ([Keeping()], {"wait_s": float("inf")}, "wait_s"),
     ],
-    ids=repr,
+    ids=("a name", "one, bare", "a class", "None", "no capacity", "a negative wait", "an endless wait"),
 )
 def test_what_does_not_fit_is_refused_before_a_file_is_made(tmp_path, trackers, options, field):
     with pytest.raises(ValueGivenError, match=f"^{field}: given"):
