@@ -131,6 +131,7 @@ OPTIONAL = {
         "trimtab.cli.options",
         "trimtab.cli.printing",
         "trimtab.cli.prove",
+        "trimtab.cli.starting",
         "trimtab.cli.train",
     },
     "rich": {

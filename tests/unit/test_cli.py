@@ -370,6 +370,21 @@ def test_training_a_few_rows_a_step_judged_by_a_few_batches(trimtab):
     assert done.json["data_on"].startswith("host: trained on the processor")
 
 
+def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
+    done = trimtab("init")
+    assert (done.code, done.err) == (0, "")
+    assert "trimtab compare my_task.py:task --quick" in done.out
+    explained(trimtab("init"), "my_task.py, which exists", "a new file")
+    explained(trimtab("init", "my-task.py"), "a name such as my_task.py")
+    explained(trimtab("init", "none/mine.py"), "whose folder does not exist")
+    assert trimtab("init", "mine.py").code == 0
+    assert "trimtab plan mine.py:task" in (tmp_path / "mine.py").read_text()
+    (tmp_path / "plan.json").write_text(to_json(Plan.fixed(256)))
+    found = trimtab("train", "mine.py:task", "--plan", "plan.json", "--steps", 40, "--json").json
+    assert (found["task"], found["data"]) == ("mine", "four classes, made up (TensorDataset and TensorDataset)")
+    assert found["accuracy"] > 0.5  # of four classes
+
+
 def test_training_makes_its_own_plan(trimtab):
     done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate,batch", "--json")
     assert done.json["steps"] == 4

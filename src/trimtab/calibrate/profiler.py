@@ -125,7 +125,8 @@ def _search(
         else:
             is_last = stage.name.startswith(FINAL)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
-            how = {"patient": patient, "guard": guard, "power": power}
+            run_s = (profile.run_s or 0.0) if is_last else 0.0
+            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s}
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
         snapshot.restore()

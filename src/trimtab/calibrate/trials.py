@@ -7,6 +7,7 @@ from an earlier stage is not measured again, and a candidate that lost every one
 
 The number of blocks does not depend on who is winning, or an equal candidate would win by patience: the first blocks
 may only drop losers, and a likely gain inside the noise is looked at once more, at a number fixed in advance.
+Where there is no time left for that, a final still takes it if a tenth of what the gain would save in the run pays it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
 _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
+_PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
 _SLOW_S = 0.3  # on CPU a first step this long is repeated only if it would drop its candidate: little else starts up
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
 
@@ -66,7 +68,7 @@ class _Blocks:
     Args:
         steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
         num_blocks: blocks asked for. patient: whether more may be run. start: the state that every block begins with.
-        progress: called with a line of text.
+        progress: called with a line of text. run_s: seconds of the run that is planned, as the loop is; 0: not known.
     """
 
     subject: Subject
@@ -77,6 +79,7 @@ class _Blocks:
     patient: bool
     start: Snapshot
     progress: Callable[[str], None]
+    run_s: float = 0.0
 
     @property
     def enough(self) -> int:
@@ -89,6 +92,12 @@ class _Blocks:
     def most(self) -> int:
         """Blocks to run while a likely gain is in the noise."""
         return _MOST * self.num_blocks if self.patient else self.num_blocks
+
+    def most_for(self, gain: float, num_arms: int) -> int:
+        """Return blocks to run for a gain so likely: the most, where there is time or what it may save is worth it."""
+        more = _MOST * self.num_blocks
+        more_s = (more - self.enough) * num_arms * (self.steps + 1) * self.step_s
+        return more if more_s <= _PRICE * (1 - 1 / gain) * self.run_s else self.most
 
     @property
     def slow(self) -> bool:
@@ -106,13 +115,15 @@ def run_stage(
     patient: bool = True,
     guard: Guard | None = None,
     power: Power | None = None,
+    run_s: float = 0.0,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
     Args:
         known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
             is in the noise. guard: what tells kernels that end a process; None: one of this stage's own.
-        power: reads their watts; None: there is no meter.
+        power: reads their watts; None: there is no meter. run_s: of a run that is long enough to pay for more blocks,
+            where it is known how long it is.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -137,7 +148,7 @@ def run_stage(
         steps = max(1, round(BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
-        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress), arms, running)
+        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s), arms, running)
         if power is not None and (windows := power.num_windows(stage, hurried=not patient)):
             progress(f"{stage.name}: watts")
             power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)
@@ -182,8 +193,8 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
             running = [arm for arm in running if arm.control or not _may_be_dropped(arm, arms[0])]
             if blocks.slow and _has_lost_its_rivals(arms, running):
                 break
-        if done == blocks.enough and stage.control and _is_promising(arms, running):
-            last = blocks.most
+        if done == blocks.enough and stage.control and (gain := _promised(arms, running)) is not None:
+            last = blocks.most_for(gain, len(running))
 
 
 def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
@@ -271,15 +282,16 @@ def _has_lost_its_rivals(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
     return all(arm is arms[0] or arm.control for arm in running)
 
 
-def _is_promising(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
-    """Return whether a rival looks faster by what would be worth having, and is not yet clear of the noise."""
+def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:
+    """Return how many times as fast a rival looks that would be worth having and is not yet clear of the noise."""
     incumbent, control = arms[0], next((arm for arm in running if arm.control), None)
     if control is None or not incumbent.block_s:  # nothing can be resolved, however many blocks there are
-        return False
+        return None
     resolved = ratio_interval(paired_ratios(control.block_s, incumbent.block_s))
     rivals = [arm for arm in running if arm is not incumbent and not arm.control]
     ratios = [ratio_interval(paired_ratios(arm.block_s, incumbent.block_s)) for arm in rivals]
-    return any(ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved) for ratio in ratios)
+    open_ones = [ratio.mean for ratio in ratios if ratio.mean > _WORTH_A_LOOK and not is_gain(ratio, resolved)]
+    return max(open_ones, default=None)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,21 @@ from pathlib import Path
 from types import ModuleType
 
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.tasks.own_data import of_datasets
 from trimtab.tasks.sample_draws import SampleDraws
 from trimtab.tasks.task import DataSource, Metric, StrongRecipe, Task, TaskData
 
-__all__ = ["BUILT_IN", "DataSource", "Metric", "SampleDraws", "StrongRecipe", "Task", "TaskData", "load_task"]
+__all__ = [
+    "BUILT_IN",
+    "DataSource",
+    "Metric",
+    "SampleDraws",
+    "StrongRecipe",
+    "Task",
+    "TaskData",
+    "load_task",
+    "of_datasets",
+]
 
 BUILT_IN: tuple[str, ...] = (
     "digits_resnet",

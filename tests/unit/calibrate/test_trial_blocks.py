@@ -106,6 +106,23 @@ def test_a_likely_gain_in_the_noise_is_looked_at_once_more(subject, machine, riv
     assert len(rival.block_s) == (15 if goes_on else 5)
 
 
+@pytest.mark.parametrize(
+    ("rival_s", "run_s", "blocks"),
+    [
+        (0.9, 20_000.0, 15),  # 1.11x saves 2,000 s: a tenth pays for ten more blocks of three arms, some steps each
+        (0.9, 100.0, 5),
+        (0.97, 1e9, 5),
+        (0.9, 0.0, 5),
+    ],
+    ids=["it pays", "a short run", "not worth having", "nobody knows how long it is"],
+)
+def test_with_no_time_left_a_second_look_is_taken_where_it_pays(subject, machine, rival_s, run_s, blocks):
+    machine.blocks = {WHOLE: list(WILD), HALF: [rival_s] * 15}
+    how = {"patient": False, "run_s": run_s}
+    found = trials.run_stage(subject, final(WHOLE, HALF, control=True), 5, lambda text: None, **how)
+    assert {len(each.block_s) for each in found} == {blocks}
+
+
 def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, monkeypatch):
     blocks = iter([1.0, 0.9, RuntimeError("out of memory")] + [0.9, 1.0, 1.0, 0.9] * 9)
 

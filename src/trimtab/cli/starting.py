@@ -1,0 +1,32 @@
+"""The command that begins: init."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.core.errors import FormatError
+
+_NAME = "my_task.py"
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="a new Python file for a task of yours")] = Path(_NAME),
+) -> None:
+    """Write a task file that runs as it is, with three parts to make yours."""
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise FormatError("init", given=str(file), expected="a name such as my_task.py")
+    if not file.parent.is_dir():
+        raise FormatError("init", given=f"{file}, whose folder does not exist", expected="a file in one that does")
+    import trimtab.tasks
+
+    text = Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text.replace(_NAME, file.as_posix()).replace('name="my_task"', f'name="{file.stem}"'))
+    except FileExistsError:
+        raise FormatError("init", given=f"{file}, which exists", expected="a new file") from None
+    typer.echo(f"{file}: edit its parts 1 to 3, then")
+    typer.echo(f"  trimtab compare {file.as_posix()}:task --quick")

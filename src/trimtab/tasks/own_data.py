@@ -1,0 +1,59 @@
+"""Data of torch datasets, read whole: for a task of one's own that has them already."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.tasks.task import DataSource, TaskData
+
+_WAY_OUT = (
+    "Have each item be a tuple of tensors or numbers, each of one shape in all items: pad or crop in the dataset."
+)
+
+
+def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judged_rows: int = 1024) -> TaskData:
+    """Return what two map-style datasets hold, read once and kept as tensors.
+
+    Args:
+        train, held_out: have a length, and items `(input, target)` or a tensor alone. name: what a report calls them.
+        judged_rows: rows of a batch that is judged by.
+
+    Raises:
+        ValueGivenError: a dataset has no length or no items, or its items do not make tensors.
+    """
+    columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
+    rows = checks.integer("judged_rows", judged_rows)
+    judged = [column.split(rows) for column in columns["held_out"]]
+    digest = hashlib.sha256()
+    for column in (*columns["train"], *columns["held_out"]):
+        digest.update(column.contiguous().view(torch.uint8).numpy() if column.dim() else b"")
+    source = DataSource(name, f"{type(train).__name__} and {type(held_out).__name__}", digest.hexdigest())
+    return TaskData(columns["train"], tuple(zip(*judged, strict=True)), source)
+
+
+def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
+    try:
+        rows = len(dataset)
+    except TypeError:
+        expected = "a dataset with a length, as torch.utils.data.TensorDataset"
+        raise ValueGivenError(field, given=f"a {type(dataset).__name__} without one", expected=expected) from None
+    if rows == 0:
+        raise ValueGivenError(field, given="a dataset of no items", expected="one item or more")
+    try:
+        found = default_collate([dataset[index] for index in range(rows)])
+    except (RuntimeError, TypeError, ValueError) as error:
+        given = f"items that do not make tensors ({str(error).partition(chr(10))[0]:.120})"
+        raise ValueGivenError(field, given=given, expected="items of one shape", way_out=_WAY_OUT) from None
+    parts = (found,) if isinstance(found, Tensor) else found
+    if isinstance(parts, Mapping) or not all(isinstance(part, Tensor) for part in parts):
+        given = f"items that are a {type(dataset[0]).__name__}"
+        raise ValueGivenError(field, given=given, expected="tensors, or tuples of them", way_out=_WAY_OUT)
+    return tuple(parts)

@@ -1,0 +1,65 @@
+"""A task for trimtab. It runs as it is; what is to become yours stands in the three parts that are numbered.
+
+trimtab plan my_task.py:task              # what to change in the loop, and why
+trimtab compare my_task.py:task --quick   # whether that pays: races in pairs
+trimtab compare my_task.py:task           # the proof, with what is trained to the end
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trimtab.tasks import Metric, Task, TaskData, of_datasets
+
+Batch = tuple[Tensor, Tensor]
+
+
+# 1. Your model, made anew each time.
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4))
+
+
+# 2. Your data: what is trained on, and what is judged by. Any two datasets whose items are (input, target).
+def load_data() -> TaskData:
+    inputs = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, :4] + 0.5 * inputs[:, 4:8] ** 2).argmax(1)
+    train = TensorDataset(inputs[:16_000], targets[:16_000])
+    held_out = TensorDataset(inputs[16_000:], targets[16_000:])
+    return of_datasets(train, held_out, name="four classes, made up")
+
+
+# 3. Your loss: the mean over the rows of a batch; or (sum, count) where not each row counts alike, as tokens do.
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batches: tuple[Batch, ...]) -> float:
+    """Return the share of held-out rows that are told right; the model's mode is left as it was."""
+    was_training = model.training
+    model.eval()
+    right = sum(int((model(inputs).argmax(1) == targets).sum()) for inputs, targets in batches)
+    model.train(was_training)
+    return right / sum(len(targets) for _, targets in batches)
+
+
+task = Task(
+    name="my_task",
+    description="a small network on four classes that are made up",
+    make_model=make_model,
+    make_optimizer=make_optimizer,
+    loss_fn=loss_fn,
+    load_data=load_data,
+    metric=Metric("accuracy", higher_is_better=True, evaluate=accuracy),
+    targets=(0.6, 0.7, 0.8),  # of the metric, the easiest first: how long each takes is told
+    batch_rows=256,  # rows of an optimizer step
+    budget_rows=400 * 256,  # rows that the loop as it is trains on
+    eval_every_rows=20 * 256,  # rows between two evaluations
+)
