@@ -554,6 +554,16 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
     return f"{1 - costs[best] / costs[1]:.0%} (k={best})"
 
 
+def _hosts(rows: list[Row]) -> Iterator[str]:
+    yield "| host | our windows in its loop over its own (95%) | n | its step, ms | 1% and the A/A half-width | within |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        bar = 1.01 + row["control_half_width"]
+        within = "yes" if row["high"] <= bar else "not shown"
+        ratio = f"{row['mean']:.4f} ({row['low']:.4f} to {row['high']:.4f})"
+        yield f"| {row['host']} | {ratio} | {row['n']} | {1000 * row['step_s']:.1f} | {bar:.4f} | {within} |"
+
+
 def _faults(rows: list[Row]) -> Iterator[str]:
     yield "| fault | kills | tried | came through |"
     yield "|---|---|---|---|"
@@ -589,6 +599,7 @@ KINDS = {
     "scaling": scaling,
     "sending": sending,
     "faults": _faults,
+    "hosts": _hosts,
     "checkpoint_cost": _checkpoint_cost,
     "probing": _probing,
     "frontier": _frontier,
