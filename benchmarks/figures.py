@@ -555,7 +555,7 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
 
 
 def _hosts(rows: list[Row]) -> Iterator[str]:
-    yield "| host | our windows in its loop over its own (95%) | n | its step, ms | 1% and the A/A half-width | within |"
+    yield "| host | our windows over its own loop (95%) | n | its step, ms | 1% and the A/A half-width | within |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         bar = 1.01 + row["control_half_width"]

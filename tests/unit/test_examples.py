@@ -34,6 +34,26 @@ def test_the_trimmed_example_reaches_the_plain_examples_loss(capsys: pytest.Capt
     assert re.search(r"tier S|Change nothing", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("host", "length"), [("transformers", {"steps": 4}), ("lightning", {"steps": 12}), ("accelerate", {"epochs": 1})]
+)
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*treespec.*:FutureWarning")
+def test_a_hosts_examples_train_alike_and_are_one_diff_apart(monkeypatch, tmp_path, host, length) -> None:
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.chdir(tmp_path)
+    losses = {}
+    for kind in ("plain", "trimmed"):
+        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, and each example is its own
+        losses[kind] = load(f"{host}_{kind}").main(**length)
+    assert losses["trimmed"] == pytest.approx(losses["plain"], rel=2e-3)  # a plan may change rounding, never more
+    before, after = (
+        (ROOT / "examples" / f"{host}_{kind}.py").read_text().splitlines() for kind in ("plain", "trimmed")
+    )
+    added = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith("+") and line[1:].strip()]
+    assert 1 <= len(added) <= 6
+
+
 def test_the_two_examples_are_a_handful_of_lines_apart() -> None:
     plain, trimmed = ((ROOT / "examples" / f"{name}.py").read_text().splitlines() for name in ("plain", "trimmed"))
     body = [line for line in difflib.ndiff(plain[1:], trimmed[1:]) if line[0] in "+-" and line[1:].strip()]
