@@ -148,6 +148,29 @@ def test_it_plans_by_its_first_window_and_logs_nothing_of_that(tmp_path):
     assert "log" not in vars(ours)
 
 
+def test_what_an_epoch_that_ends_early_has_left_of_a_window_is_dropped(tmp_path):
+    """As the host does, which zeroes it at the next window's first batch."""
+
+    class Skips(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.current_epoch == 0 and batch_idx == 5 else None
+
+    plain, ours = Skips(), Skips()
+    changes = {"rows": 64, "batch": 4, "accumulate_grad_batches": 4, "max_epochs": 2}
+    trained(plain, "auto", tmp_path, **changes)
+    trained(ours, TrimtabStrategy(plan=trimtab.Plan.fixed(16, 4)), tmp_path, **changes)
+    assert difference(ours, plain) <= 1e-12
+
+
+def test_a_backward_of_the_modules_own_is_refused(tmp_path):
+    class Own(Module):
+        def backward(self, loss):
+            loss.backward()
+
+    with pytest.raises(ValueGivenError, match=r"LightningModule\.backward"):
+        trained(Own(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path)
+
+
 def test_callbacks_see_the_gradient(tmp_path):
     class Sees(pl.Callback):
         norms = ()

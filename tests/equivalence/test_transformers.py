@@ -140,6 +140,22 @@ def test_memory_that_runs_out_splits_the_window(tmp_path):
     assert difference(held, plain.model) <= EXACT
 
 
+def test_a_micro_batch_of_which_nothing_counts_is_no_nan(tmp_path):
+    """Of a model whose loss is a mean whatever it is told: a mean over nothing is no number."""
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    data = rows(64, ragged=False)
+    for row in data[::2]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    how = {"args": arguments(tmp_path), "train_dataset": data, "compute_loss_func": mean}
+    plain, ours = Trainer(model=model(), **how), TrimtabTrainer(model=model(), plan=trimtab.Plan.fixed(ROWS, 1), **how)
+    for trainer in (plain, ours):
+        trainer.train()
+    assert difference(ours.model, plain.model) <= EXACT
+
+
 @pytest.mark.parametrize("kind", [Trainer, TrimtabTrainer])
 def test_it_goes_on_from_the_hosts_checkpoint(tmp_path, kind):
     """As the host does: what it saves of a schedule and an optimizer is its own."""
@@ -158,15 +174,19 @@ def test_an_error_in_the_loop_closes_the_run(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             raise RuntimeError("stopped by a callback")
 
+    record = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("stopped"))
     ours = TrimtabTrainer(
         model=model(),
         args=arguments(tmp_path),
         train_dataset=rows(64),
         plan=trimtab.Plan.fixed(ROWS),
+        running={"record": record},
         callbacks=[Stops()],
     )
-    with pytest.raises(RuntimeError, match="stopped by a callback"):
+    with record, pytest.raises(RuntimeError, match="stopped by a callback"):
         ours.train()
+    end = trimtab.read_record(tmp_path / "run.jsonl").end
+    assert (end.reason, end.detail["error"]) == ("error", "RuntimeError: stopped by a callback")
     assert ours.trimtab_run is None
     assert type(ours.optimizer).__name__ == "AcceleratedOptimizer"
 
@@ -183,6 +203,24 @@ def test_an_error_in_the_loop_closes_the_run(tmp_path):
 def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes, said):
     with pytest.raises(ValueGivenError, match=said):
         TrimtabTrainer(model=model(), args=arguments(tmp_path, **changes), train_dataset=rows(8))
+
+
+def test_a_precision_that_the_environment_asks_for_is_refused(tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    try:
+        with pytest.raises(ValueGivenError, match="mixed_precision.*the precision is the plan's"):
+            TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "stop", "checkpoints", "total_samples"])
+def test_what_the_host_does_is_not_asked_of_the_run(tmp_path, name):
+    with pytest.raises(ValueGivenError, match=rf"running\.{name}"):
+        TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8), running={name: 1})
 
 
 def test_a_plan_that_decides_what_the_arguments_do_is_refused(tmp_path):

@@ -23,7 +23,7 @@ from trimtab.runtime.engine import Run
 def plan(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, loss_fn: Any, example_batch: Any, **how: Any
 ) -> Plan:
-    """Return `trimtab.plan` of what an Accelerator prepared.
+    """Return `trimtab.plan` of what an Accelerator prepared; the model is on its device then.
 
     Args:
         model, optimizer: as prepared, or before. how: more arguments of `trimtab.plan`.
@@ -32,7 +32,8 @@ def plan(
         ValueGivenError: the Accelerator decides what a plan does.
     """
     _refuse(accelerator)
-    return make_plan(accelerator.unwrap_model(model), _inner(optimizer), loss_fn, example_batch, **how)
+    inner = accelerator.unwrap_model(model).to(accelerator.device)
+    return make_plan(inner, _inner(optimizer), loss_fn, example_batch, **how)
 
 
 def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan, **running: Any) -> Run:

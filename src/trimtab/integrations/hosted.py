@@ -39,6 +39,14 @@ def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:
         raise ValueGivenError("planning", given="arguments for a plan, and a plan", expected=expected)
 
 
+def refuse_running(running: Mapping[str, Any] | None) -> None:
+    """Raise where a run is asked for what the host does, or what only `run.windows` can do."""
+    for name in ("clip_norm", "stop", "checkpoints", "total_samples", "total_tokens"):
+        if (running or {}).get(name) is not None:
+            way_out = "Set it there: clipping, the run's length and its checkpoints are the host's."
+            raise ValueGivenError(f"running.{name}", given="a value", expected="the host's own", way_out=way_out)
+
+
 def refuse_ranks(num_processes: int, host: str) -> None:
     """Raise where a host runs on several processes."""
     if num_processes > 1:

@@ -23,10 +23,11 @@ from trimtab.api import plan as make_plan
 from trimtab.api import start as start_run
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, together
+from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, refuse_running, together
 from trimtab.runtime.engine import Run
 
 _HOST = "the Trainer"
+_DEVICES = {"CUDAAccelerator": "cuda:0", "MPSAccelerator": "mps:0"}
 _WHOLE = ("32", "32-true", "64", "64-true")
 _PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision='bf16')."
 
@@ -37,7 +38,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
     A step is of as many loader batches as `accumulate_grad_batches` says; how they are split is the plan's.
 
     Args:
-        device: where to train; None: the first GPU, or the processor.
+        device: where to train; None: the Trainer's, of its `accelerator` the first.
         plan: what to apply; None: it is made of the first window's batches, before they are trained on.
         planning: more arguments of `trimtab.plan`, such as `budget`. running: of `trimtab.start`, such as `record`.
         count: where a mean over rows is not what a batch's loss is: the name, in what `training_step` returns, of the
@@ -62,18 +63,41 @@ class TrimtabStrategy(SingleDeviceStrategy):
         count: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"), **kwargs)
+        super().__init__(device or "cpu", **kwargs)
+        self._follows = device is None
         refuse_both(plan, planning)
+        refuse_running(running)
         self.plan, self.run = checked_plan(plan, _HOST), None
         self._planning, self._running, self._count = dict(planning or {}), dict(running or {}), count
         self._collected: list[Any] = []
         self._held: list[tuple[Tensor, Tensor]] = []
         self._is_last = False
 
+    def setup_environment(self) -> None:
+        """Take the device of the Trainer's accelerator, where none was named."""
+        if self._follows and self.accelerator is not None:
+            self._root_device = torch.device(_DEVICES.get(type(self.accelerator).__name__, "cpu"))
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse devices that this strategy does not train on."""
+        given = getattr(trainer._accelerator_connector, "_parallel_devices", None) or []
+        own = self.root_device.index or 0
+        if len(given) > 1 or (given and isinstance(given[0], torch.device) and (given[0].index or 0) != own):
+            way_out = 'Name it: TrimtabStrategy("cuda:1") with devices=[1].'
+            said = ", ".join(map(str, given))
+            raise ValueGivenError("Trainer.devices", given=said, expected=f"{self.root_device}", way_out=way_out)
+        super().setup(trainer)
+
     def on_train_start(self) -> None:
         """Refuse what a plan decides."""
         super().on_train_start()
         _refuse(self.lightning_module, self.precision_plugin, len(self.optimizers))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Drop what an epoch that was ended early has left of a window."""
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            self._collected = []
 
     def training_step(self, batch: Any, *rest: Any, **named: Any) -> Tensor:
         """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
@@ -188,6 +212,9 @@ def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: in
     if not module.automatic_optimization:
         way_out = "A loop that steps by itself uses trimtab.start in it, as any other."
         raise ValueGivenError("automatic_optimization", given="False", expected="True", way_out=way_out)
+    if type(module).backward is not pl.LightningModule.backward:
+        way_out = "Leave it out: each micro-batch's backward is the run's."
+        raise ValueGivenError("LightningModule.backward", given="one of its own", expected="Lightning's", way_out=way_out)
     if num_optimizers != 1:
         way_out = "Of several, each is stepped by a loop of its own: a run has one."
         raise ValueGivenError(

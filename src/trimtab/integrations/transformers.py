@@ -20,7 +20,7 @@ from trimtab.api import plan as make_plan
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, together
+from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, refuse_running, together
 from trimtab.runtime.engine import Run
 
 # Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
@@ -36,6 +36,7 @@ _DECIDED = {
     "torch_compile": "Leave it out: the plan compiles where that pays within the run.",
     "deepspeed": _SHARDS,
     "fsdp": _SHARDS,
+    "torch_empty_cache_steps": "Leave it out: a window that does not fit frees what is cached, and is run again.",
 }
 _HOST = "TrainingArguments"
 _OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
@@ -70,7 +71,14 @@ class TrimtabTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         refuse_conflicts(self.args, self.accelerator.num_processes)
+        if self.accelerator.mixed_precision != "no":  # an environment may say so where no argument does
+            given = f"{self.accelerator.mixed_precision!r}"
+            raise ValueGivenError("mixed_precision", given=given, expected="'no'", way_out=_PRECISION)
+        if self.loss_is_scaled_for_ga is False:
+            way_out = "Return from compute_loss what is divided by num_items_in_batch."
+            raise ValueGivenError("loss_is_scaled_for_ga", given="False", expected="None or True", way_out=way_out)
         refuse_both(plan, planning)
+        refuse_running(running)
         self.trimtab_plan = checked_plan(plan, _HOST)
         self.trimtab_run: Run | None = None
         self._planning, self._running = dict(planning or {}), dict(running or {})
@@ -83,6 +91,8 @@ class TrimtabTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._collected = together(self._collected), []
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
         run = self.trimtab_run or self._started(batches)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
@@ -94,8 +104,10 @@ class TrimtabTrainer(Trainer):
         micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
         if count is None:
             return self.compute_loss(model, micro)
-        divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-        return self.compute_loss(model, micro, num_items_in_batch=divisor) * divisor, count
+        if not int(count):  # a mean over nothing is no number, of a model that takes one whatever it is told
+            _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
+            return nothing_of(outputs), count
+        return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
 
     def _started(self, batches: Sequence[Any]) -> Run:
         optimizer = self.optimizer.optimizer
@@ -116,13 +128,19 @@ class TrimtabTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super()._inner_training_loop(*args, **kwargs)
-        finally:
-            self._collected = []
-            if self.trimtab_run is not None:
-                run, self.trimtab_run = self.trimtab_run, None
-                self._use(self.optimizer.wrapped)
-                run.close()
+            found = super()._inner_training_loop(*args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        return found
+
+    def _end(self, error: BaseException | None) -> None:
+        self._collected = []
+        if self.trimtab_run is not None:
+            run, self.trimtab_run = self.trimtab_run, None
+            self._use(self.optimizer.wrapped)
+            run.close(error)
 
 
 class StepsRun(AcceleratedOptimizer):
@@ -143,6 +161,16 @@ class StepsRun(AcceleratedOptimizer):
             raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
+
+
+def nothing_of(outputs: Any) -> Tensor:
+    """Return zero, with a gradient of zero for all that a model's outputs come from, its loss left out."""
+    named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
+    parts = [part for name, part in named if name not in ("loss", 0) and isinstance(part, Tensor) and part.requires_grad]
+    if not parts:
+        expected = "outputs beside the loss, as logits"
+        raise ValueGivenError("labels", given="a micro-batch none of which counts", expected=expected)
+    return torch.stack([0.0 * part.sum() for part in parts]).sum()
 
 
 def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:

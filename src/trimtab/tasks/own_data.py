@@ -20,14 +20,14 @@ _WAY_OUT = (
 
 
 def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judged_rows: int = 1024) -> TaskData:
-    """Return what two map-style datasets hold, read once and kept as tensors.
+    """Return what two map-style datasets hold, read once and kept as tensors: nothing of it may be by chance.
 
     Args:
         train, held_out: have a length, and items `(input, target)` or a tensor alone. name: what a report calls them.
         judged_rows: rows of a batch that is judged by.
 
     Raises:
-        ValueGivenError: a dataset has no length or no items, or its items do not make tensors.
+        ValueGivenError: a dataset has no length or no items, its items do not make tensors, or another time others.
     """
     columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
     rows = checks.integer("judged_rows", judged_rows)
@@ -53,7 +53,12 @@ def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
         given = f"items that do not make tensors ({str(error).partition(chr(10))[0]:.120})"
         raise ValueGivenError(field, given=given, expected="items of one shape", way_out=_WAY_OUT) from None
     parts = (found,) if isinstance(found, Tensor) else found
+    again = default_collate([dataset[0]])
     if isinstance(parts, Mapping) or not all(isinstance(part, Tensor) for part in parts):
         given = f"items that are a {type(dataset[0]).__name__}"
         raise ValueGivenError(field, given=given, expected="tensors, or tuples of them", way_out=_WAY_OUT)
+    again = (again,) if isinstance(again, Tensor) else again
+    if not all(torch.equal(part[:1], once_more) for part, once_more in zip(parts, again, strict=True)):
+        way_out = "Leave augmentation to the task: TaskData(augment=...), whose chance is each row's own (SampleDraws)."
+        raise ValueGivenError(field, given="items that differ when they are read again", expected="the same", way_out=way_out)
     return tuple(parts)

@@ -33,7 +33,7 @@ class Still:
         pass
 
 
-def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5):
+def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5, patient=True):
     """Run one stage on a clock of nothing but noise, and `speed` of the rivals; returns its winner."""
     stage = Stage("final", (WHOLE, *rivals), control=True, accepts=True)
 
@@ -44,7 +44,8 @@ def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5
     arms = [trials._Arm(candidate, first_s=step_s) for candidate in stage.candidates]
     arms.append(trials._Arm(WHOLE, control=True, first_s=step_s))
     steps = max(1, round(trials.BLOCK_S / step_s))
-    blocks = trials._Blocks(None, stage, steps, step_s, num_blocks, True, Still(), lambda text: None)
+    run_s = 0.0 if patient else 1e9  # a run so long that every second look pays
+    blocks = trials._Blocks(None, stage, steps, step_s, num_blocks, patient, Still(), lambda text: None, run_s)
     trials._run_blocks(blocks, arms, list(arms))
     found = tuple(trials._trial(stage, arm, step_s) for arm in arms)
     profile = Profile(CPU, FACTS, Check(False, "one row"), trials=found)
@@ -57,11 +58,12 @@ def stage_of(rng, monkeypatch, *, noise, step_s, rivals, speed=1.0, num_blocks=5
 @pytest.mark.parametrize("step_s", [1.0, 0.01])
 @pytest.mark.parametrize("noise", [0.05, 0.1])
 @pytest.mark.parametrize("rivals", [RIVALS[:1], RIVALS], ids=["one rival", "three rivals"])
-def test_identical_arms_seldom_make_a_gain(monkeypatch, rivals, noise, step_s, num_blocks):
+@pytest.mark.parametrize("patient", [True, False], ids=["patient", "where it pays"])
+def test_identical_arms_seldom_make_a_gain(monkeypatch, rivals, noise, step_s, num_blocks, patient):
     """In at most 5% of stages, however its blocks are extended, or its losers dropped."""
     rng = random.Random(f"{len(rivals)} {noise} {step_s} {num_blocks}")
     found = [
-        stage_of(rng, monkeypatch, noise=noise, step_s=step_s, rivals=rivals, num_blocks=num_blocks)
+        stage_of(rng, monkeypatch, noise=noise, step_s=step_s, rivals=rivals, num_blocks=num_blocks, patient=patient)
         for _ in range(REPEATS)
     ]
     assert sum(winner != WHOLE for winner in found) <= 0.05 * REPEATS

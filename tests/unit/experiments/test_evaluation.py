@@ -108,9 +108,11 @@ def test_arithmetic_is_of_the_papers_own_figures():
         (WITHIN, 0.5, Ratio(-0.3, -0.4, -0.2, 5, ()), PASS),
         (WITHIN, 0.5, around(0.5), NO_VERDICT),
         (LEAST, 1.3, replace(around(1.4), mean=math.nan), NO_VERDICT),
-        (ABOUT, 0.35, Ratio(0.4, 0.3, 0.5, 5, ()), PASS),
+        (ABOUT, 0.35, Ratio(0.36, 0.28, 0.44, 5, ()), PASS),
         (ABOUT, 0.35, Ratio(0.9, 0.8, 1.0, 5, ()), FAIL),
-        (ABOUT, 0.35, Ratio(0.4, 0.3, 0.5, 4, ()), NO_VERDICT),
+        (ABOUT, 0.35, Ratio(0.1, 0.0, 0.2, 5, ()), FAIL),
+        (ABOUT, 0.35, Ratio(0.4, -0.1, 0.9, 5, ()), NO_VERDICT),  # noise shows nothing
+        (ABOUT, 0.35, Ratio(0.36, 0.3, 0.42, 4, ()), NO_VERDICT),
     ],
 )
 def test_a_bar_is_met_by_the_whole_interval(sense, bar, figure, expected):
@@ -174,8 +176,21 @@ def test_a_recipe_that_ends_elsewhere_is_compared_in_all_pairs_and_it_says_where
     run = of_comparison("gpu", replace(made, arms=arms))
     (end,) = [each for each in run.findings if (each.measure, each.arm) == ("final_metric", "paper")]
     assert end.figure.n == 5
-    assert end.said == "after 101% of the reference's rows"
+    assert end.said == "after 100 to 101% of the reference's rows"
+    assert end.has_verdict
     assert run.labels["paper"].endswith(", computed in fp32")
+
+
+def test_a_recipe_that_was_stopped_early_has_no_verdict_on_its_end():
+    made = comparison()
+    (paper,) = [each for each in made.arms if each.name == "paper"]
+    curves = tuple(
+        replace(each, points=(*each.points[:-1], (each.points[-1][0] * 4 // 10, *each.points[-1][1:])))
+        for each in paper.curves
+    )
+    arms = tuple(replace(paper, curves=curves) if each is paper else each for each in made.arms)
+    (found,) = judged([of_comparison("gpu", replace(made, arms=arms))], "section V.A", "final_metric")
+    assert (found.status, found.why) == (NO_VERDICT, "after 40% of the reference's rows")
 
 
 def test_why_the_papers_own_recipe_has_no_figure_is_said():

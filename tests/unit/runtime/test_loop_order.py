@@ -261,3 +261,19 @@ def test_the_hook_that_sees_a_forward_travels_with_copies_but_drags_nothing():
     hook = ForwardSeen()
     assert copy.deepcopy({"hook": hook})["hook"] is hook
     assert isinstance(pickle.loads(pickle.dumps(hook)), ForwardSeen)
+
+
+def test_a_window_that_is_accumulated_is_stepped_by_the_caller():
+    (one, its), (other, others) = loop(), loop()
+    batch = torch.randn(ROWS, 3)
+    with trimtab.start(one, its, Plan.fixed(ROWS, MICRO)) as run:
+        loss = run.train_step(run.window(batch), loss_fn)
+    with trimtab.start(other, others, Plan.fixed(ROWS, MICRO)) as run:
+        before = fingerprint(other)
+        assert torch.equal(run.accumulate(run.window(batch), loss_fn), loss)
+        assert fingerprint(other) == before
+        with pytest.raises(LoopError, match=r"run\.step"):
+            run.train_step(run.window(batch), loss_fn)
+        run.step()
+        assert run.applied_steps == 1
+    assert fingerprint(one) == fingerprint(other)

@@ -21,6 +21,11 @@ class Items(Dataset):
         return self._items[index]
 
 
+class ByChance(Items):
+    def __getitem__(self, index):
+        return torch.rand(2)
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter([])
@@ -59,8 +64,9 @@ def test_numbers_and_lone_tensors_make_columns():
         (Items(torch.ones(2), torch.ones(3)), "items that do not make tensors.*pad or crop"),
         (Items({"x": torch.ones(2)}), "items that are a dict"),
         (Items("a", "b"), "items that are a str"),
+        (ByChance(1, 2), "differ when they are read again.*SampleDraws"),
     ],
-    ids=("without a length", "empty", "ragged", "mappings", "words"),
+    ids=("without a length", "empty", "ragged", "mappings", "words", "by chance"),
 )
 def test_what_makes_no_tensors_is_refused_with_the_way_out(train, said):
     with pytest.raises(ValueGivenError, match=said):

@@ -18,6 +18,7 @@ from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
 
 REFERENCE, NO_VERDICT = "reference", "no verdict"
+_ALIKE = 0.02  # of the rows that two arms trained on, where their ends are compared
 _PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
 
 
@@ -131,7 +132,8 @@ def _peers(found: Comparison) -> Iterator[Finding]:
             yield _time_of(arm, reference, target, found)
         if (end := _at_the_end(arm, reference, found)) is not None:
             values = (_value("final_metric", each) for each in (arm, reference))
-            yield Finding("final_metric", arm.name, REFERENCE, "", *values, *end)
+            figure, said, is_alike = end
+            yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure, said, has_verdict=is_alike)
 
 
 def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Finding:
@@ -166,8 +168,9 @@ def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:
     return [(curve, theirs[curve.seed]) for curve in arm.curves if curve.seed in theirs]
 
 
-def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str] | None:
-    """Return the difference of the final metric of all pairs (positive is better), and the rows that it is after.
+def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str, bool] | None:
+    """Return the difference of the final metric of all pairs (positive is better), the rows that it is after, and
+    whether these are alike, without which there is no verdict.
 
     A recipe ends where its own budget does: windows of several batches go a little beyond, a short schedule ends early.
     """
@@ -177,9 +180,11 @@ def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str
         return None
     pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
     shares = [ours[0] / theirs[0] for ours, theirs in ends if theirs[0]]
-    apart = max(shares, key=lambda share: abs(share - 1), default=1.0)
-    said = "" if apart == 1 else f"after {100 * apart:.0f}% of the reference's rows"
-    return as_ratio(mean_interval(pairs), pairs), said
+    least, most = (f"{100 * end(shares, default=1.0):.0f}" for end in (min, max))
+    between = least if least == most else f"{least} to {most}"
+    said = "" if between == "100" else f"after {between}% of the reference's rows"
+    is_alike = all(abs(share - 1) <= _ALIKE for share in shares)
+    return as_ratio(mean_interval(pairs), pairs), said, is_alike
 
 
 def _mfu(found: Comparison) -> Iterator[Finding]:

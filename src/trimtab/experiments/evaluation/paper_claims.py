@@ -15,6 +15,7 @@ PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
+NEAR = 0.1  # around a share that is claimed, what is about it
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
 _AGAINST = ("reference", "", "alone")
 
@@ -59,16 +60,18 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
         for finding in _of(claim, run):
             elsewhere, here = _elsewhere(claim, run, finding), met(claim.sense, claim.bar, finding)
             status = NOT_COMPARABLE if elsewhere else here
-            yield Judged(claim, run, finding, status, here, elsewhere or finding.said or _because(here, finding))
+            yield Judged(claim, run, finding, status, here, elsewhere or finding.said or _because(claim, here, finding))
 
 
-def _because(here: str, finding: Finding) -> str:
+def _because(claim: Claim, here: str, finding: Finding) -> str:
     figure = finding.figure
     if here == NO_VERDICT:
         few = figure is not None and figure.n < MIN_PAIRS_FOR_VERDICT
         return (
             f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}" if figure and few else "the interval holds it"
         )
+    if claim.sense == ABOUT:
+        return f"{'the whole interval is' if here == PASS else 'no part of the interval is'} within {NEAR:.0%} of it"
     what = "the count is" if figure is not None and figure.counted else "the whole interval is"
     return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
 
@@ -125,7 +128,8 @@ def met(sense: str, bar: float, finding: Finding) -> str:
     if sense == LEAST:
         return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
     if sense == ABOUT:
-        return PASS if low <= bar <= high else FAIL
+        beside = (bar - NEAR, bar + NEAR)
+        return PASS if beside[0] <= low and high <= beside[1] else FAIL if low > beside[1] or high < beside[0] else NO_VERDICT
     beyond = math.inf if finding.tier == "F" else bar
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 

@@ -147,7 +147,7 @@ class Claim:
 
     Args:
         measure: the figure, as findings name it. bar: what it has to reach. sense: "at most", "at least", "within" so
-            much of 0, or "about": the interval holds it. target: of a time, the held-out metric. ranks: of an
+            much of 0, or "about" it. target: of a time, the held-out metric. ranks: of an
             efficiency. part: of a component, its choices; of a share of the gain, the part of training.
     """
 
