@@ -211,7 +211,7 @@ def test_a_precision_that_the_environment_asks_for_is_refused(tmp_path, monkeypa
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     try:
-        with pytest.raises(ValueGivenError, match="mixed_precision.*the precision is the plan's"):
+        with pytest.raises(ValueGivenError, match=r"mixed_precision.*the precision is the plan's"):
             TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -214,7 +214,9 @@ def _refuse(module: pl.LightningModule, precision: Precision, num_optimizers: in
         raise ValueGivenError("automatic_optimization", given="False", expected="True", way_out=way_out)
     if type(module).backward is not pl.LightningModule.backward:
         way_out = "Leave it out: each micro-batch's backward is the run's."
-        raise ValueGivenError("LightningModule.backward", given="one of its own", expected="Lightning's", way_out=way_out)
+        raise ValueGivenError(
+            "LightningModule.backward", given="one of its own", expected="Lightning's", way_out=way_out
+        )
     if num_optimizers != 1:
         way_out = "Of several, each is stepped by a loop of its own: a run has one."
         raise ValueGivenError(

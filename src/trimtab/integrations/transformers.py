@@ -166,7 +166,9 @@ class StepsRun(AcceleratedOptimizer):
 def nothing_of(outputs: Any) -> Tensor:
     """Return zero, with a gradient of zero for all that a model's outputs come from, its loss left out."""
     named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
-    parts = [part for name, part in named if name not in ("loss", 0) and isinstance(part, Tensor) and part.requires_grad]
+    parts = [
+        part for name, part in named if name not in ("loss", 0) and isinstance(part, Tensor) and part.requires_grad
+    ]
     if not parts:
         expected = "outputs beside the loss, as logits"
         raise ValueGivenError("labels", given="a micro-batch none of which counts", expected=expected)

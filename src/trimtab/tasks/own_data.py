@@ -60,5 +60,7 @@ def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
     again = (again,) if isinstance(again, Tensor) else again
     if not all(torch.equal(part[:1], once_more) for part, once_more in zip(parts, again, strict=True)):
         way_out = "Leave augmentation to the task: TaskData(augment=...), whose chance is each row's own (SampleDraws)."
-        raise ValueGivenError(field, given="items that differ when they are read again", expected="the same", way_out=way_out)
+        raise ValueGivenError(
+            field, given="items that differ when they are read again", expected="the same", way_out=way_out
+        )
     return tuple(parts)
