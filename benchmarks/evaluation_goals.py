@@ -61,7 +61,7 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
         Goal(
             f"{kind}: S within 0.5% of P0's quality",
             *("cpu", recipes, "final_metric", "plan_S", "reference", WITHIN, 0.5),
-            unit=" points of accuracy, or % of perplexity",
+            unit="%" if kind == "wikitext" else " points",
         ),
     )
 
@@ -218,7 +218,8 @@ def _told_of(shown: Ratio, unit: str) -> str:
         return f"{shown.mean:.3f}{unit}"
     if shown.n < MIN_PAIRS_FOR_VERDICT:
         return f"pairs {', '.join(f'{pair:.3f}' for pair in shown.pairs)}{unit}"
-    return f"{shown.mean:.3f}{unit} (95% {shown.low:.3f} to {shown.high:.3f}, n = {shown.n})"
+    mean, low, high = (f"{round(figure, 3) + 0.0:.3f}" for figure in (shown.mean, shown.low, shown.high))  # no -0.000
+    return f"{mean}{unit} (95% {low} to {high}, n = {shown.n})"
 
 
 def _bounded(goal: Goal, found: Finding) -> Reached:
