@@ -114,7 +114,7 @@ READERS = (
     "scaling.result",
     "scaling.table",
 )
-FETCHERS = ("intensity", "services", "web")
+FETCHERS = ("carbon_services", "intensity", "web")
 TORCH_FREE = (
     *STDLIB_ONLY,
     *(f"trimtab.experiments.{name}" for name in READERS),
@@ -131,7 +131,7 @@ OPTIONAL = {
         "trimtab.cli.options",
         "trimtab.cli.printing",
         "trimtab.cli.prove",
-        "trimtab.cli.starting",
+        "trimtab.cli.init",
         "trimtab.cli.train",
     },
     "rich": {

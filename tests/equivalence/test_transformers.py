@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.integrations.transformers import TrimtabTrainer
+from trimtab.integrations.transformers import TrimtabTrainer, counts_nothing
 
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
 EXACT = 1e-10  # of a tensor's largest weight, in double precision after twenty steps of AdamW
@@ -119,6 +120,22 @@ def test_it_plans_by_its_first_window_and_changes_nothing_by_that(tmp_path):
     ours = trained(TrimtabTrainer, tmp_path / "ours", planning={"num_blocks": 3})
     assert ours.trimtab_plan.batch_rows == ROWS
     assert difference(ours.model, plain.model) <= 1e-6  # a plan may change rounding
+
+
+def test_it_plans_under_a_limit_which_is_traced_without_any_label(tmp_path):
+    planning = {"num_blocks": 3, "budget": trimtab.Budget(memory="1GiB")}
+    ours = trained(TrimtabTrainer, tmp_path / "ours", planning=planning)
+    assert ours.trimtab_plan.predicted is not None
+    assert difference(ours.model, trained(Trainer, tmp_path / "plain").model) <= 1e-6
+
+
+def test_of_what_is_only_traced_nobody_knows_whether_it_counts():
+    with FakeTensorMode():
+        traced = torch.zeros(3).sum()
+    assert not counts_nothing(traced)
+    assert counts_nothing(torch.zeros(3).sum())
+    assert counts_nothing(0)
+    assert not counts_nothing(torch.ones(3).sum())
 
 
 def test_memory_that_runs_out_splits_the_window(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from trimtab.cli import checkpoint, observe, prove, starting, train
+from trimtab.cli import checkpoint, init, observe, prove, train
 from trimtab.cli.leaving import leave
 from trimtab.core.errors import RankError, TrimtabError
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Plan, apply and prove the compute settings of a PyTorch training loop.",
 )
 for command in (
-    starting.init,
+    init.init,
     observe.doctor,
     observe.profile,
     observe.plan,

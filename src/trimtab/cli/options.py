@@ -75,15 +75,13 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
     """Return what `--carbon` names, which has to be known of this moment; None where it was not asked for."""
     import time
 
-    from trimtab.core.carbon import named
+    from trimtab.integrations.intensity import named
 
     if carbon is None:
         if kind is not None:
             raise ValueGivenError("--carbon-kind", given=f"{kind} alone", expected="--carbon beside it")
         return None
-    found, now_s = named(carbon, kind), time.time()
-    found.mean(now_s, now_s + 1)
-    return found
+    return named(carbon, kind).forecast(time.time())
 
 
 def refuse_memory(memory: str | None) -> None:

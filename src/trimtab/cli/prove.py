@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -69,8 +68,8 @@ def compare(
         refuse_adapt(adapt, "--plan")
     freed = None if adapt is None else adaptation(adapt, TRAINED)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
-    asked = Asked(task, pairs, whole, quick, freed, peers, cap, memory, plan_file, out, ranks, energy_watts, named)
-    asked = replace(asked, reference_cap_s=reference_cap)
+    budget = (cap, memory, plan_file, out, ranks, energy_watts, named, reference_cap)
+    asked = Asked(task, pairs, whole, quick, freed, peers, *budget)
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)

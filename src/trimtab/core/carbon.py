@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from trimtab.core import checks
 from trimtab.core.energy import Energy, Provenance
@@ -71,24 +70,6 @@ class Intensity:
 def constant(g_per_kwh: float, kind: str) -> Intensity:
     """Return one figure for all time."""
     return Intensity(kind, ((-math.inf, checks.number("carbon.g_per_kwh", g_per_kwh, low=0)),))
-
-
-def named(given: str, kind: str | None) -> Intensity:
-    """Return what a command names: grams per kWh for all time, or a CSV file of them (`of_csv`).
-
-    Raises:
-        ValueGivenError: it is not said of which kind it is. FormatError: neither a figure, nor a file that can be read.
-    """
-    if kind is None:
-        raise ValueGivenError("carbon.kind", given="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
-    figure = _figure(given)
-    if figure is not None:
-        return constant(figure, kind)
-    try:
-        return of_csv(Path(given).read_text(encoding="utf-8"), kind)
-    except (OSError, UnicodeDecodeError) as error:
-        expected = f"grams per kWh, or a CSV file with the columns {' and '.join(COLUMNS)}"
-        raise FormatError("carbon", given=f"{given!r:.200} ({error})", expected=expected) from None
 
 
 def of_csv(text: str, kind: str) -> Intensity:

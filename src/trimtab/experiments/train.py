@@ -67,7 +67,7 @@ def train_task(
     batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
-    begin, begun_at_s = time.perf_counter(), time.time()
+    begin = time.perf_counter()
     kept = {"record": writer, "energy": recorded, "checkpoints": checkpoints}
     with writer or contextlib.nullcontext(), start(model, optimizer, plan, total_samples=rows, **kept) as run:
         clock.start()
@@ -84,6 +84,7 @@ def train_task(
         synchronize(device)
         seconds = time.perf_counter() - begin
         energy = metered.of_all(clock.read(), total)
+        carbon = {} if grid is None else _carbon(time.time() - seconds, energy, grid)
         loss = float(run.loss)
         value = task.metric.evaluate(model, data.held_out)
         run.evaluated(value, task.metric.name)
@@ -97,7 +98,7 @@ def train_task(
         f"{task.terms}_per_s": round(counted.terms(rows - before) / seconds, 1),
         "energy": energy.describe(),
         "energy_j": energy.joules,
-        **({} if grid is None else _carbon(begun_at_s, energy, grid)),
+        **carbon,
         "loss": loss,
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",

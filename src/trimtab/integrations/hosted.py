@@ -12,7 +12,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 
 # Of a plan, what a host's own settings decide.
-LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
+_LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
 
 
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:
@@ -25,7 +25,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         return None
     if not isinstance(plan, Plan):
         raise ValueGivenError("plan", given=f"a {type(plan).__name__}", expected="a trimtab.Plan")
-    for name, left in LEFT.items():
+    for name, left in _LEFT.items():
         if (value := getattr(plan, name).value) != left:
             given, way_out = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
             raise ValueGivenError(f"plan.{name}", given=given, expected=f"{left!r}", way_out=way_out)

@@ -1,4 +1,4 @@
-"""Where a forecast of the carbon intensity is from: a constant or a file here, and public services in `services`.
+"""Where a forecast of carbon intensity is from: a constant or a file here, public services in `carbon_services`.
 
 Whatever goes wrong, training starts: `forecast_or_reason` gives a forecast, or says why there is none.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trimtab.core.carbon import Intensity, constant, of_csv
-from trimtab.core.errors import DataMissingError, FormatError, TrimtabError
+from trimtab.core.carbon import KINDS, Intensity, constant, of_csv
+from trimtab.core.errors import DataMissingError, FormatError, TrimtabError, ValueGivenError
 from trimtab.integrations.web import missing
 
 MOST_FILE_BYTES = 2**24
@@ -86,6 +86,20 @@ class CsvIntensity:
         found = of_csv(text, self.kind)
         period_s = min(after[0] - before[0] for before, after in itertools.pairwise(found.steps))
         return known_around(now_s, self.kind, found.steps, period_s)
+
+
+def named(given: str, kind: str | None) -> ConstantIntensity | CsvIntensity:
+    """Return what a command names: grams per kWh for all time, or a CSV file of them.
+
+    Raises:
+        ValueGivenError: it is not said of which kind it is.
+    """
+    if kind is None:
+        raise ValueGivenError("carbon.kind", given="nothing", expected=f"which one it is: {' or '.join(KINDS)}")
+    try:
+        return ConstantIntensity(float(given), kind)
+    except ValueError:
+        return CsvIntensity(given, kind)
 
 
 def forecast_or_reason(source: IntensitySource, now_s: float | None = None) -> tuple[Intensity | None, str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import Trainer, TrainingArguments
 
 from trimtab.api import plan as make_plan
@@ -83,6 +84,7 @@ class TrimtabTrainer(Trainer):
         self.trimtab_run: Run | None = None
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
+        self._batch_rows = 0  # of a batch that is not split: where it counts nothing, it is the host's own affair
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
@@ -90,6 +92,7 @@ class TrimtabTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = together(self._collected), []
+        self._batch_rows = max(len(batch["labels"]) if "labels" in batch else 0 for batch in batches)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -104,7 +107,7 @@ class TrimtabTrainer(Trainer):
         micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
         if count is None:
             return self.compute_loss(model, micro)
-        if not int(count):  # a mean over nothing is no number, of a model that takes one whatever it is told
+        if len(micro["labels"]) < self._batch_rows and counts_nothing(count):
             _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
             return nothing_of(outputs), count
         return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
@@ -161,6 +164,17 @@ class StepsRun(AcceleratedOptimizer):
             raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
+
+
+def counts_nothing(count: Tensor | int) -> bool:
+    """Return whether nothing counts in a micro-batch: a mean over that is no number, whatever a model is told.
+
+    Waits for the device. While shapes alone are traced nobody knows, and something is taken to count.
+    """
+    try:
+        return not int(count)
+    except DataDependentOutputException:
+        return False
 
 
 def nothing_of(outputs: Any) -> Tensor:

@@ -279,9 +279,8 @@ class Run(Passes, Resumable):
         check_call(self, window, loss_fn)
         self._order.require_idle("window")
         self._recovery.begin(noted=self._may_void)
-        while (
-            failure := self._attempt(window, loss_fn, steps=steps)
-        ) is not None:  # not in `except`, whose frames hold tensors
+        # Outside of `except`, whose frames hold tensors.
+        while (failure := self._attempt(window, loss_fn, steps=steps)) is not None:
             self._recovery.split(window, failure, once=self._control.ran_out())
 
     def _attempt(self, window: Window, loss_fn: LossFn, *, steps: bool) -> str | None:

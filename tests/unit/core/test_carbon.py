@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.core.carbon import Carbon, Intensity, added, carbon_of, constant, named, of_csv
+from trimtab.core.carbon import Carbon, Intensity, added, carbon_of, constant, of_csv
 from trimtab.core.energy import Energy, Provenance, absent
 from trimtab.core.errors import FormatError, ValueGivenError
 
@@ -112,27 +112,6 @@ def test_a_constant_that_is_none_is_refused(grams):
 def test_a_file_that_does_not_say_is_refused_by_its_line(change, said):
     with pytest.raises(FormatError, match=said):
         of_csv(TRACE.replace(*change), "average")
-
-
-def test_a_command_names_a_figure_or_a_file_and_its_kind(tmp_path):
-    (tmp_path / "grid.csv").write_text(TRACE)
-    assert named("350", "average") == constant(350, "average")
-    assert named(str(tmp_path / "grid.csv"), "marginal") == of_csv(TRACE, "marginal")
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "said"),
-    [
-        ("350", None, "which one it is: average or marginal"),
-        ("350", "mean", "one of average, marginal"),
-        ("-5", "average", "a finite number >= 0"),
-        ("nan", "average", "a finite number"),
-        ("no.csv", "average", "grams per kWh, or a CSV file"),
-    ],
-)
-def test_what_a_command_cannot_mean_is_refused(given, kind, said):
-    with pytest.raises((ValueGivenError, FormatError), match=said):
-        named(given, kind)
 
 
 def test_offsets_are_read_so_that_an_hour_of_a_changed_clock_is_not_there_twice():

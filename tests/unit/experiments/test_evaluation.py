@@ -122,6 +122,7 @@ def test_a_bar_is_met_by_the_whole_interval(sense, bar, figure, expected):
 
 def test_what_is_better_with_the_training_freed_is_no_miss():
     better, worse = Ratio(5.0, 4.0, 6.0, 5, ()), Ratio(-5.0, -6.0, -4.0, 5, ())
+    assert met(ABOUT, 0.35, Finding("gain_share", "plan_F", tier="F", figure=Ratio(0.9, 0.8, 1.0, 5, ()))) == FAIL
     for figure, tier, expected in ((better, "F", PASS), (better, "S", FAIL), (better, "", FAIL), (worse, "F", FAIL)):
         assert met(WITHIN, 0.5, Finding("final_metric", "plan", tier=tier, figure=figure)) == expected
 

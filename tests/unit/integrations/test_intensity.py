@@ -12,11 +12,11 @@ import time
 import pytest
 
 from trimtab.core.carbon import Intensity
-from trimtab.core.errors import DataMissingError, ValueGivenError
+from trimtab.core.errors import DataMissingError, TrimtabError, ValueGivenError
 from trimtab.decide.carbon_job import TrainingJob
 from trimtab.decide.carbon_schedule import when_to_train
-from trimtab.integrations.intensity import ConstantIntensity, CsvIntensity, forecast_or_reason, known_around
-from trimtab.integrations.services import G_PER_KWH_OF_LB_PER_MWH, ElectricityMaps, GreatBritain, WattTime
+from trimtab.integrations.carbon_services import G_PER_KWH_OF_LB_PER_MWH, ElectricityMaps, GreatBritain, WattTime
+from trimtab.integrations.intensity import ConstantIntensity, CsvIntensity, forecast_or_reason, known_around, named
 from trimtab.integrations.web import MOST_BYTES, json_of
 
 MIDNIGHT = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()
@@ -383,3 +383,26 @@ def test_offline_nothing_is_fetched(service, monkeypatch):
     monkeypatch.setenv("TRIMTAB_OFFLINE", "1")
     assert "TRIMTAB_OFFLINE=1" in forecast_or_reason(GreatBritain(service.url), NOW)[1]
     assert service.asked == []
+
+
+# What a command names.
+
+
+def test_a_command_names_a_figure_or_a_file_and_its_kind():
+    assert named("350", "average") == ConstantIntensity(350.0, "average")
+    assert named("grid.csv", "marginal") == CsvIntensity("grid.csv", "marginal")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ("350", None, "which one it is: average or marginal"),
+        ("350", "mean", "one of average, marginal"),
+        ("-5", "average", "a finite number >= 0"),
+        ("nan", "average", "a finite number"),
+        ("no.csv", "average", "a file that cannot be read"),
+    ],
+)
+def test_what_a_command_cannot_mean_is_refused(given, kind, said):
+    with pytest.raises(TrimtabError, match=said):
+        named(given, kind).forecast(0.0)

@@ -128,15 +128,8 @@ def met(sense: str, bar: float, finding: Finding) -> str:
     if sense == LEAST:
         return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
     if sense == ABOUT:
-        beside = (bar - NEAR, bar + NEAR)
-        return (
-            PASS
-            if beside[0] <= low and high <= beside[1]
-            else FAIL
-            if low > beside[1] or high < beside[0]
-            else NO_VERDICT
-        )
-    beyond = math.inf if finding.tier == "F" else bar
+        low, high, bar = low - bar, high - bar, NEAR
+    beyond = math.inf if finding.tier == "F" and sense != ABOUT else bar
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 
 
