@@ -109,13 +109,13 @@ def _cpu() -> Iterator[Slice]:
         of = "images" if kind == "cifar" else "text"
         yield from _growing(
             f"{kind}-ablate-paper",
-            f"{short}, races of the paper's components",
+            f"{ablated}, races of the paper's components",
             _FIVE,
-            lambda seeds, task=f"{TASKS}:{short}", plan=f"{PLANS}/paper-{of}.json": (
+            lambda seeds, task=task, plan=f"{PLANS}/paper-{of}.json": (
                 *("ablate", task, "--plan", plan, "--seeds", str(seeds), "--whole", "0"),
             ),
             result=f"{kind}-ablate-paper/report.json",
-            minutes=3,
+            minutes=6,
             needs=("command ablate",),
         )
     yield from _growing(
