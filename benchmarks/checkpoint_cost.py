@@ -1,16 +1,17 @@
-"""What a checkpoint costs: saved and read with every byte checked, over the same bytes written and synced, or read.
+"""What a checkpoint costs a run: saving over the same bytes written and synced, going on over reading them.
 
 `python benchmarks/checkpoint_cost.py [--quick] [--json] [--rounds 12] [--folder FOLDER]` prints seconds and ratios to
 the plain way, rounds of all ways: GPT-2 Small's weights and AdamW's two moments, 1.5 GB (a twelfth of it with
-`--quick`). The control is the plain way once more: a disk that others use too may need many rounds. Reading is from the
-page cache (warm), or with it dropped (cold), which is asked for and not promised.
+`--quick`). A save is a run's own, `run.checkpoint()`, of one that has as many as it keeps: the oldest is deleted in it.
+Going on is from `trimtab.start` to the first window, of a model and optimizer that are there. The control is the plain
+way once more: a disk that others use too may need many rounds. Reading is from the page cache (warm), or with it
+dropped (cold), which is asked for and not promised.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -21,13 +22,13 @@ from typing import Any
 
 import command
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trimtab.checkpoint.envelope import newest_good, write
-from trimtab.checkpoint.state_files import read_state, write_state
+import trimtab
 from trimtab.decide.statistics import ratio_interval, resolution
 
 LAYERS, WIDTH, TOKENS, POSITIONS = 12, 768, 50_257, 1_024
+KEPT = 2  # checkpoints of a run, by default
 Ways = dict[str, Callable[[], None]]
 
 
@@ -40,21 +41,45 @@ def shapes(layers: int, tokens: int) -> Iterator[tuple[int, ...]]:
     yield from [(WIDTH,)] * 2
 
 
-def full_state(layers: int, tokens: int) -> dict[str, Any]:
-    """Return weights, and an optimizer's moments of them."""
-    weights = {f"parameter.{index}": torch.randn(shape) for index, shape in enumerate(shapes(layers, tokens))}
-    moments = {
-        index: {"step": torch.tensor(1.0), "exp_avg": torch.randn_like(each), "exp_avg_sq": torch.rand_like(each)}
-        for index, each in enumerate(weights.values())
-    }
-    return {"model": weights, "optimizer": {"state": moments}}
+class Kept:
+    """A run whose state is GPT-2's, kept in a folder; what it trains by is the least that reaches every parameter."""
+
+    BATCH = torch.ones(1, 1)
+
+    def __init__(self, folder: Path, layers: int, tokens: int) -> None:
+        self.model = nn.ParameterList(torch.randn(shape) for shape in shapes(layers, tokens))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._folder = folder
+        self.run: trimtab.Run | None = None
+
+    def begin(self) -> None:
+        """Start the run, or go on with it, up to its first window."""
+        kept = trimtab.Checkpoints(self._folder, every_steps=None, every_s=None)
+        self.run = trimtab.start(self.model, self.optimizer, trimtab.Plan.fixed(1), checkpoints=kept)
+        self._window = next(self.run.windows([self.BATCH]))
+
+    def step(self) -> None:
+        """Train on the window that is there."""
+        assert self.run is not None
+        self.run.train_step(self._window, lambda model, batch: sum(each.square().mean() for each in model))
+
+    def advance(self) -> None:
+        """Train on one more."""
+        assert self.run is not None
+        self._window = next(self.run.windows([self.BATCH]))
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved of it, as torch has it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def tensors_of(state: Any) -> list[Tensor]:
     """Return the tensors of a state."""
     if isinstance(state, Tensor):
         return [state]
-    return [tensor for each in state.values() for tensor in tensors_of(each)]
+    return [tensor for each in state.values() for tensor in tensors_of(each)] if isinstance(state, dict) else []
 
 
 def plain_write(path: Path, tensors: list[Tensor]) -> None:
@@ -75,13 +100,6 @@ def plain_read(path: Path, tensors: list[Tensor]) -> None:
             rest = memoryview(each.numpy())
             while len(rest):
                 rest = rest[file.readinto(rest) :]
-
-
-def checked_read(parent: Path) -> None:
-    """Read the newest checkpoint that is whole."""
-    found = newest_good(parent)
-    assert found.folder is not None
-    read_state(found.folder)
 
 
 def rounds(ways: Ways, num: int, before: Callable[[], None]) -> dict[str, list[float]]:
@@ -114,13 +132,16 @@ def rows_of(metric: str, seconds: dict[str, list[float]], size: int) -> list[dic
     return rows
 
 
-def saving(place: Path, state: dict[str, Any], num: int) -> dict[str, list[float]]:
-    """Time the ways of saving, each into a place of its own."""
+def saving(place: Path, kept: Kept, num: int) -> dict[str, list[float]]:
+    """Time the ways of saving; the run has trained on since it was saved."""
+    assert kept.run is not None
+    state, run = kept.state, kept.run
     tensors = tensors_of(state)
 
-    def empty() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
+    def ready() -> None:
+        for name in ("plain", "torch"):
+            (place / name).unlink(missing_ok=True)
+        kept.advance()
         os.sync()
 
     def torch_save() -> None:
@@ -129,28 +150,34 @@ def saving(place: Path, state: dict[str, Any], num: int) -> dict[str, list[float
             file.flush()
             os.fsync(file.fileno())
 
+    for _ in range(KEPT):
+        ready()
+        run.checkpoint()
     ways: Ways = {
         "plain": lambda: plain_write(place / "plain", tensors),
-        "checkpoint": lambda: _commit(place, state),
+        "checkpoint": run.checkpoint,
         "control": lambda: plain_write(place / "plain", tensors),
         "torch.save, synced": torch_save,
     }
-    return rounds(ways, num, empty)
+    return rounds(ways, num, ready)
 
 
-def _commit(place: Path, state: dict[str, Any]) -> None:
-    write(place, "step-1", lambda folder: write_state(folder, state), {"step": 1})
-
-
-def reading(place: Path, state: dict[str, Any], num: int, *, cold: bool) -> dict[str, list[float]]:
+def reading(place: Path, kept: Kept, num: int, *, cold: bool) -> dict[str, list[float]]:
     """Time the ways of reading what was saved."""
-    tensors = tensors_of(state)
+    tensors = tensors_of(kept.state)
+
+    def ready() -> None:
+        if kept.run is not None:
+            kept.run.close()
+        if cold:
+            _drop(place)
+
     ways: Ways = {
         "plain": lambda: plain_read(place / "plain", tensors),
-        "checkpoint": lambda: checked_read(place),
+        "going on": kept.begin,
         "control": lambda: plain_read(place / "plain", tensors),
     }
-    return rounds(ways, num, lambda: _drop(place) if cold else None)
+    return rounds(ways, num, ready)
 
 
 def _drop(place: Path) -> None:
@@ -168,17 +195,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="of all ways, 3 with --quick")
     options = parser.parse_args()
     layers, tokens, num = (1, 5_000, 3) if options.quick else (LAYERS, TOKENS, options.rounds)
-    state = full_state(layers, tokens)
-    size = sum(tensor.nbytes for tensor in tensors_of(state))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        place = Path(folder) / "place"
-        rows = rows_of("save_ratio", saving(place, state, num), size)
-        shutil.rmtree(place)
-        place.mkdir()
-        plain_write(place / "plain", tensors_of(state))
-        _commit(place, state)
-        rows += rows_of("read_warm_ratio", reading(place, state, num, cold=False), size)
-        rows += rows_of("read_cold_ratio", reading(place, state, num, cold=True), size)
+        place = Path(folder)
+        kept = Kept(place / "run", layers, tokens)
+        kept.begin()
+        kept.step()
+        size = sum(tensor.nbytes for tensor in tensors_of(kept.state))
+        rows = rows_of("save_ratio", saving(place, kept, num), size)
+        (place / "plain").unlink(missing_ok=True)
+        plain_write(place / "plain", tensors_of(kept.state))
+        rows += rows_of("read_warm_ratio", reading(place, kept, num, cold=False), size)
+        rows += rows_of("read_cold_ratio", reading(place, kept, num, cold=True), size)
     command.show("checkpoint_cost", rows, _line, as_json=options.json)
 
 

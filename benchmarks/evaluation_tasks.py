@@ -2,8 +2,9 @@
 
 `_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too; its plan, and
 that of `_ablate`, is made for a run of a hundred times the rows, which may be measured for longer. `_half`: longer, so
-that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: of half the rows a
-step, for a race of a dozen arms. Which rungs are in reach of which recipe is not known beforehand.
+that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: for races of half
+a dozen arms or more, of images to their end, each arm on as many rows, and of text with half the rows a step. Which
+rungs are in reach of which recipe is not known beforehand.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _of_a_long_run(task: Task) -> Task:
 
 
 cifar10_short = _of_a_long_run(_images("cifar10_resnet_short", 20, 16, 5, (0.25, 0.30, 0.35)))
+cifar10_ablate = _images("cifar10_resnet_ablate", 10, 12, 12, (0.20, 0.25, 0.28))
 cifar10_half = _images("cifar10_resnet_half", 40, 16, 5, (0.30, 0.35, 0.40, 0.42))
 wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (10_000.0, 6_000.0, 4_000.0)))
 wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)

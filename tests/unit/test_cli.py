@@ -331,6 +331,9 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     assert "ok  step-6         6 windows, 192 rows" in done.out
     assert trimtab("checkpoint", "verify", "kept/step-6").code == 0
     explained(trimtab("checkpoint", "verify", "absent"), "absent: given no checkpoint")
+    (tmp_path / "kept" / "step-9" / "manifest.json").unlink()
+    lost = trimtab("checkpoint", "verify", "kept/step-9")
+    assert (lost.code, "--  step-9" in lost.out) == (1, True)
     explained(trimtab(*kept, "--resume", "never"), "step-9 in kept", "a folder without any")
 
 

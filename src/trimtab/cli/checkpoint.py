@@ -24,11 +24,12 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte of a run's checkpoints, and say which are whole; fails where one is not, or there is none."""
-    from trimtab.checkpoint.envelope import committed
+    from trimtab.checkpoint.envelope import NAMED, committed
     from trimtab.checkpoint.manifest import NAME
     from trimtab.core.errors import FormatError
 
-    folders = [folder] if (folder / NAME).is_file() else committed(folder)
+    is_one = (folder / NAME).is_file() or (folder.is_dir() and NAMED.fullmatch(folder.resolve().name))
+    folders = [folder] if is_one else committed(folder)
     if not folders:
         raise FormatError(str(folder), given="no checkpoint", expected="a run's folder, or a checkpoint")
     rows = [_row(each) for each in folders]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
 from trimtab.core.record import Header, RecordWriter
-from trimtab.distributed.dealing import shard
 from trimtab.distributed.energy import meter_of_rank
 from trimtab.distributed.process_group import place, total
+from trimtab.experiments.kept_batches import KeptBatches
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
-from trimtab.tasks.placement import ahead, placed
+from trimtab.tasks.placement import placed
 from trimtab.tasks.task import Task
 
 
@@ -64,7 +64,8 @@ def train_task(
     header = Header(task.name, seed, to_jsonable(plan), environment(), about)
     writer = None if record is None or here.rank else _new_record(record, header, continues=checkpoints is not None)
     counted, rows = _Counted(task), steps * task.batch_rows
-    batches = ahead(shard(itertools.islice(data.batches(seed, task.batch_rows), steps)), device)
+    may_differ = checkpoints is not None and "data" in checkpoints.accepts
+    batches = KeptBatches(data, device, seed=seed, batch_rows=task.batch_rows, steps=steps, may_differ=may_differ)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
@@ -99,7 +100,7 @@ def train_task(
         "energy": energy.describe(),
         "energy_j": energy.joules,
         **carbon,
-        "loss": loss,
+        **({} if math.isnan(loss) and before >= rows else {"loss": loss}),  # of the last step, where one was left
         task.metric.name: value,
         "data": f"{data.source.name} ({data.source.origin})",
         "data_on": f"{where.value}: {where.reason}",

@@ -99,16 +99,24 @@ class TaskData:
         """Rows in one epoch."""
         return len(self.columns[0])
 
-    def batches(self, seed: int, batch_rows: int) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, seed: int, batch_rows: int, *, begin: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Yield batches without end, a fresh permutation an epoch, the ragged tail dropped; a function of the seed.
 
         They are where the columns are, order and draws the same on every device, floats of `augment` to rounding.
+
+        Args:
+            begin: the first batch to yield; those before it are not made.
         """
         checks.integer("batch_rows", batch_rows, high=self.num_rows)
+        first_epoch, first = divmod(begin, self.num_rows // batch_rows)
         generator = torch.Generator().manual_seed(seed)
         for epoch in itertools.count():
-            order = torch.randperm(self.num_rows, generator=generator).to(self.columns[0].device)
-            for start in range(0, self.num_rows - batch_rows + 1, batch_rows):
+            order = torch.randperm(self.num_rows, generator=generator)
+            if epoch < first_epoch:
+                continue
+            order = order.to(self.columns[0].device)
+            skipped = first * batch_rows if epoch == first_epoch else 0
+            for start in range(skipped, self.num_rows - batch_rows + 1, batch_rows):
                 rows = order[start : start + batch_rows]
                 batch = tuple(column[rows] for column in self.columns)
                 yield self.augment(batch, SampleDraws(seed, epoch, rows)) if self.augment else batch

@@ -197,6 +197,9 @@ def test_batches_are_a_function_of_the_seed_and_repeat_no_row_in_an_epoch(rows, 
     for (left, ten), (right, _) in zip(taken, again, strict=True):
         assert torch.equal(left, right)
         assert torch.equal(left * 10, ten)
+    begin = data.draw(st.integers(0, 3 * per_epoch - 1))
+    for (left, _), (right, _) in zip(taken[begin:], task_data.batches(seed, batch_rows, begin=begin), strict=False):
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""A task's batches as a loader that can be told where to go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trimtab.core import checks
+from trimtab.core.errors import ValueGivenError
+from trimtab.core.state_parts import require_keys
+from trimtab.distributed.dealing import shard
+from trimtab.tasks.placement import ahead
+from trimtab.tasks.task import TaskData
+
+
+class KeptBatches:
+    """This rank's share of a run's batches, one pass of so many; what was trained on is not made again.
+
+    Args:
+        seed: of their order. batch_rows: of the whole job. steps: batches of the pass. may_differ: whether what a run
+            is gone on with may be other data.
+    """
+
+    def __init__(
+        self, data: TaskData, device: torch.device, *, seed: int, batch_rows: int, steps: int, may_differ: bool = False
+    ) -> None:
+        self._data, self._device, self._may_differ = data, device, may_differ
+        self._seed, self._batch_rows, self._steps = seed, batch_rows, steps
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left of the pass."""
+        whole = self._data.batches(self._seed, self._batch_rows, begin=self._drawn)
+        for batch in ahead(shard(itertools.islice(whole, max(0, self._steps - self._drawn))), self._device):
+            self._drawn += 1  # here, where it is taken: more may have been drawn ahead
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batches that were taken, and what they are of."""
+        return {"drawn": self._drawn, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batches that were taken.
+
+        Raises:
+            ValueGivenError: they are of another seed, batch or data. FormatError: a state that is none.
+        """
+        identity = self._identity()
+        require_keys("state.data.loader", state, ("drawn", *identity))
+        for name, here in identity.items():
+            if state[name] != here and not (name == "data" and self._may_differ):
+                raise ValueGivenError(
+                    f"resume: {name}",
+                    given=repr(here),
+                    expected=f"{state[name]!r}, as the run was saved with",
+                    way_out="Give what it was begun with, or another folder to begin anew.",
+                )
+        self._drawn = checks.integer("state.data.loader.drawn", state["drawn"], low=0)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "batch_rows": self._batch_rows, "data": self._data.source.sha256}
