@@ -20,13 +20,14 @@ project = "trimtab"
 author = "the trimtab authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*/**.md"]
+include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/results/*/**.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "docs/site"]
 
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have single backticks for code
 highlight_language = "text"
 
+autodoc_preserve_defaults = True  # as they are written, of which a signature can be made
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -36,7 +37,9 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "trimtab"
-html_extra_path = ["site"]
+html_extra_path = ["site/index.html"]  # leads to docs/index.html
+html_static_path = ["site/site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}

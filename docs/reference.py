@@ -69,7 +69,8 @@ def api_page() -> str:
     """Return docs/api.md."""
     parts = [API]
     for title, names in GROUPS.items():
-        parts += [f"## {title}\n", *_table(("name", "what it is"), ((f"`{n}`", first_line(n)) for n in names)), ""]
+        rows = ((f"`{name}`", first_line(name)) for name in names)
+        parts += [f"## {title}\n", *_table(("name", "what it is"), rows), ""]
     return "\n".join(parts)
 
 

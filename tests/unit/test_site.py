@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_built(site: Path) -> None:
     built = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     pages = {f"docs/{page.stem}.html" for page in (ROOT / "docs").glob("*.md")}
-    assert pages | {"index.html", "CHANGELOG.html", "CONTRIBUTING.html", "README.html"} <= built
+    assert pages | {"index.html", "CHANGELOG.html", "CONTRIBUTING.html"} <= built
 
 
 def test_it_fetches_nothing(site: Path) -> None:
