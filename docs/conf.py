@@ -45,6 +45,8 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 _LINK = re.compile(r"\]\(([\w./-]+)\.md(?:#[\w-]+)?\)")
+# Its verbs are in several classes, and some of its methods are its window's to call.
+_OF_A_RUN = "   :inherited-members:\n   :exclude-members: open_window, begin_micro_batch, end_micro_batch\n"
 _NAME = re.compile(r"^\| `(trimtab[\w.]+)` \|", re.MULTILINE)
 
 
@@ -81,7 +83,7 @@ def _directive(name: str) -> str:
     if inspect.ismodule(found):
         return f".. automodule:: {found.__name__}\n   :members:\n"
     if inspect.isclass(found):
-        inherited = "   :inherited-members:\n" if name == "trimtab.Run" else ""
+        inherited = _OF_A_RUN if name == "trimtab.Run" else ""
         return f".. autoclass:: {name}\n   :members:\n{inherited}"
     return f".. autofunction:: {name}\n"
 
