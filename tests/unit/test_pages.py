@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -30,10 +29,9 @@ TARGET = re.compile(r"^([\w-]+):", re.MULTILINE)
 
 @cache
 def files() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    return listed.stdout.splitlines() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file()]
+    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 @cache
