@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format figures gpu-check evaluation clean
+.PHONY: help install demo test soak check format figures docs gpu-check evaluation clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -65,6 +65,11 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
 	@$(BIN)/python benchmarks/frontier_figures.py
 	@$(BIN)/python benchmarks/figures.py
+
+docs: $(STAMP) ## Build the documentation's site; warnings are errors
+	@$(BIN)/python docs/reference.py
+	@$(BIN)/python -m sphinx -c docs -W --keep-going -q -d build/doctrees . build/site
+	@echo "Site: build/site/index.html"
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair
 	@$(BIN)/ruff format
