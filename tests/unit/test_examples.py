@@ -80,6 +80,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
         "docs/checkpoints.md",
         "docs/energy.md",
         "docs/optimizer.md",
+        "docs/own_loop.md",
         "docs/phases.md",
         "docs/ranks.md",
         "docs/trackers.md",
