@@ -91,7 +91,7 @@ def test_python_blocks_run(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, page, "exec"), {"__name__": "page"})
+        exec(compile(block, page, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def test_the_readme_is_short() -> None:
