@@ -78,6 +78,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "planning.md": {
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
+        root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
     }
     texts = {path: path.read_text(encoding="utf-8") for path in made}
@@ -581,6 +582,13 @@ def _checkpoint_cost(rows: list[Row]) -> Iterator[str]:
         yield f"| {what} | {row['way']} | {row['median_s']:.2f} | {ratio} | {row['resolution']:.0%} |"
 
 
+def _imports(rows: list[Row]) -> Iterator[str]:
+    yield "| what is imported, in this order | seconds, median (quartiles) | n |"
+    yield "|---|---|---|"
+    for row in rows:
+        yield f"| {row['part']} | {row['median_s']:.3f} ({row['low_s']:.3f} to {row['high_s']:.3f}) | {row['n']} |"
+
+
 KINDS = {
     "compare": _comparison,
     "phases": phases,
@@ -601,6 +609,7 @@ KINDS = {
     "sending": sending,
     "faults": _faults,
     "hosts": _hosts,
+    "import_time": _imports,
     "checkpoint_cost": _checkpoint_cost,
     "probing": _probing,
     "frontier": _frontier,

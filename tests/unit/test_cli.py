@@ -388,6 +388,12 @@ def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
     assert found["accuracy"] > 0.5  # of four classes
 
 
+def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
+    assert "pip install" not in trimtab("init", "with_it.py").out
+    monkeypatch.setattr("trimtab.cli.init.find_spec", lambda name: None)
+    assert "pip install 'trimtab[report]'" in trimtab("init", "without_it.py").out
+
+
 def test_training_makes_its_own_plan(trimtab):
     done = trimtab("train", "tiny:task", "--steps", 4, "--adapt", "learning-rate,batch", "--json")
     assert done.json["steps"] == 4

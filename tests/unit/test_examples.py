@@ -82,7 +82,7 @@ def test_python_blocks_are_found() -> None:
 def test_python_blocks_run(page: str) -> None:
     for block in blocks(read(page)):
         if block.language == "python":
-            exec(compile(block.text, page, "exec"), {"__name__": "page"})
+            exec(compile(block.text, page, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def test_the_readme_is_short() -> None:

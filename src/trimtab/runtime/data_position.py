@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
-from trimtab.measure.loader_state import generators_of
+from trimtab.measure.loader_state import generators_of, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.runtime.batches import iterate
 
@@ -123,11 +123,6 @@ class DataPosition(Part):
             here()
 
         return load
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader can be told where to go on."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def length_of(loader: Any) -> int | None:
