@@ -111,7 +111,8 @@ def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) 
     done = steps_done(asked.checkpoints, asked.task)
     if done >= asked.steps:
         return train_now(asked)
-    waited = train_when_clean(hours.wish, hours.work(asked.plan, asked.steps), done, train, say)
+    work = hours.work(asked.plan, asked.steps)
+    waited = train_when_clean(hours.wish, work, done, train, say, Clock())
     return figures_of(asked.task, asked.steps, waited.parts) | waited.figures()
 
 

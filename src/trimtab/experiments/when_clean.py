@@ -59,7 +59,7 @@ def decided(wish: Wish, work: Work, done: int, now_s: float) -> CarbonSchedule:
 
 
 def train_when_clean(
-    wish: Wish, work: Work, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock | None = None
+    wish: Wish, work: Work, done: int, train: TrainPart, say: Callable[[str], None], clock: Clock
 ) -> Waited:
     """Wait, train and pause by turns until all steps are done.
 
@@ -69,7 +69,7 @@ def train_when_clean(
     Raises:
         KeyboardInterrupt, SystemExit: a signal came; what was trained before a pause is saved.
     """
-    clock, parts, decisions, waited_s = clock or Clock(), [], [], 0.0
+    parts, decisions, waited_s = [], [], 0.0
     while True:
         found = decided(wish, work, done, clock.now())
         say(found.describe())
@@ -88,8 +88,8 @@ def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) ->
     """Train the first stretch of a decision; the last one has no end but that of its steps."""
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
-    with heeded() as signals:  # one that comes while the run is saved for its pause is nobody else's
-        part = train(is_over=lambda: clock.now() >= found.stretches[0].end_s)
+    with heeded() as signals:  # one that comes while the run is made ready, or saved for its pause, is nobody else's
+        part = train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
     if signals.came is not None:
         signals.leave()
     return part
