@@ -87,8 +87,8 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
         watts, idle_watts: as given; None where they were not.
     """
     if watts is not None:
-        idle = f"{idle_watts:g} W while it waits, as given"
-        idle = "what it holds while it waits is not known, and not counted" if idle_watts is None else idle
+        waits = "what it holds while it waits is not known, and not counted"
+        idle = waits if idle_watts is None else f"{idle_watts:g} W while it waits, as given"
         return Power(watts, idle_watts or 0.0, f"{watts:g} W, as given; {idle}")
     found = _cost(plan)
     if plan is not None and found is not None and found.energy_j is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +61,9 @@ class Day:
         self.models: list[weakref.ref] = []
         self.told: list[str] = []
         self.slept_s = 0.0
-        monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        readings = itertools.count()  # no two at one moment, as of any clock
+        stopwatch = SimpleNamespace(perf_counter=lambda: self.now_s + next(readings) * 1e-6)
+        monkeypatch.setattr(train_module, "time", stopwatch)
         monkeypatch.setattr(train_command, "Clock", lambda: Clock(lambda: self.now_s, self.sleep))
         self.task = replace(
             tiny_task.task,
