@@ -126,6 +126,7 @@ OPTIONAL = {
     "typer": {
         "trimtab.cli",
         "trimtab.cli.checkpoint",
+        "trimtab.cli.clean_hours",
         "trimtab.cli.entry",
         "trimtab.cli.observe",
         "trimtab.cli.options",

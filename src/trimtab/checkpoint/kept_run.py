@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint import envelope, journal, shard_files
 from trimtab.checkpoint.background import Background
-from trimtab.checkpoint.envelope import Found, Refused, committed, name_of, newest_good, put_aside, retain
+from trimtab.checkpoint.envelope import Found, Refused, name_of, newest_good, put_aside, retain
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
@@ -89,15 +89,13 @@ class KeptRun:
         settings = self._settings
         self._lock = _opened(settings.path)
         envelope.clean(settings.path)
+        settings.require_as_asked()
         if settings.resume == "never":
-            if there := committed(settings.path):
-                given, way_out = f"{there[0].name} in {settings.path}", 'resume="auto" goes on from it.'
-                raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
             (settings.path / journal.NAME).unlink(missing_ok=True)
             return None
         found = newest_good(settings.path)
-        if found.folder is None and (found.refused or settings.resume == "always"):
-            damaged = "; ".join(str(error) for error in found.refused) or "no checkpoint"
+        if found.folder is None and found.refused:
+            damaged = "; ".join(str(error) for error in found.refused)
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
         self._refused = found.refused
         return found
