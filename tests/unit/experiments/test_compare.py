@@ -17,6 +17,7 @@ from tiny_task import task as tiny
 
 import trimtab
 from trimtab.calibrate import trials
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.codec import read_json, to_json, to_jsonable
 from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
@@ -649,6 +650,32 @@ def test_a_limit_that_the_strong_recipe_cannot_meet_says_whose_it_is(monkeypatch
     monkeypatch.setattr(planning_module, "choose", refused)
     with pytest.raises(InfeasibleError, match=r"for the strong recipe \(P2\) a limit .*The nearest\. .*--against"):
         make_plans(tiny, load_data(), CPU, adapt=(), strong=True, progress=lambda text: None)
+
+
+def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
+    """Tier S beside it is the plan of a loop whose batch is its own."""
+    taken = []
+
+    class Watched(PlanLoop):
+        def step(self, batches):
+            rows = super().step(batches)
+            taken.append((self._run.plan.batch_policy.value, rows // BATCH_ROWS))
+            return rows
+
+    def by_three(plan):
+        return BatchRule("fixed", k=3 * plan.num_micro_batches, k_max=3 * plan.num_micro_batches)
+
+    monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
+    monkeypatch.setattr(compare_module, "PlanLoop", Watched)
+    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert found.arm("plan_F").label == "trimtab, batch adapted"
+    assert (found.plans["F"].batch_policy.value, found.plans["F"].tier) == ("fixed", "F")
+    assert found.plans["S"].batch_rule is None
+    record = read_record(tmp_path / "out" / "race-0" / "plan_F.jsonl")
+    assert record.end.reason == "budget"
+    assert record.end.detail["rows"] == -(-BUDGET_ROWS // (3 * BATCH_ROWS)) * 3 * BATCH_ROWS
+    assert set(taken) == {("user", 1), ("fixed", 3)}
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 8}, {"fused_optimizer": True}])
