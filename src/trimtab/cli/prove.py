@@ -39,7 +39,7 @@ def compare(
     adapt: Annotated[
         str | None,
         typer.Option(
-            help=f"tier F beside tier S: {', '.join(TRAINED)}, batch; learning-rate by default; a,b for several, or none"
+            help=f"tier F beside tier S: {', '.join(TRAINED)}, batch (default: learning-rate); a,b for several, or none"
         ),
     ] = None,
     peers: Annotated[
