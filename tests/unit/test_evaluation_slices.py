@@ -351,9 +351,9 @@ def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
         model = ResNet(width=4, depths=(3, 4, 6, 3), num_classes=4, block=Bottleneck)
         loss_fn, batch = (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])), (images, tokens[:, 0] % 4)
     calls = Counter()
-    for name in plan.recompute_blocks:
-        module = model.get_submodule(name)
-        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    for name in plan.recompute_blocks:  # what is in a segment has no hooks of its own
+        first = next(model.get_submodule(name).children())
+        first.register_forward_hook(lambda *_, name=name: calls.update([name]))
     with start(model, torch.optim.AdamW(model.parameters()), replace(plan, **kept), total_samples=10 * rows) as run:
         run.train_step(run.window(batch), loss_fn)
     assert calls == dict.fromkeys(plan.recompute_blocks, 2 * rows // 2)
@@ -367,7 +367,7 @@ def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices
             for folder, arms in ((f"{kind}-whole", peers + 1), (f"{kind}-ablate-paper", 3 + 2 * changes)):
                 command = found[folder]
                 cap_s = float(command[command.index("--cap") + 1])
-                assert 25 <= cap_s <= 60 * minutes / arms
+                assert 20 <= cap_s <= 60 * minutes / arms
                 assert arms * cap_s + 2 * min(60, cap_s) < 60 * minutes - 60
                 assert "--reference-cap" not in command
                 assert command[-1] != "0"  # a race that is whole, however many there are

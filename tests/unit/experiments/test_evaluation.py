@@ -72,7 +72,7 @@ def test_every_claim_of_a_table_is_the_change_that_stands_there():
             found += 1
     assert found == 6
     steps = itertools.pairwise(COMPONENTS)
-    seconds = {after.choices: before.minutes / after.minutes for before, after in steps}
+    seconds = {after.choices: after.minutes / before.minutes for before, after in steps}
     bars = {claim.part: claim.bar for claim in CLAIMS if claim.source == "table III"}
     assert bars["micro_batch",] == pytest.approx(seconds["micro_batch",], abs=1e-3)
     assert bars["precision",] == pytest.approx(seconds["precision",], abs=1e-3)
