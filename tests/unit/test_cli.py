@@ -702,6 +702,7 @@ ERRORS = [
     ),
     (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test or a race trains")),
     (("compare", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
+    (("compare", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: given batch with --memory",)),
     (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
     (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),
