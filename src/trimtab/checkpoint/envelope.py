@@ -238,18 +238,25 @@ def _place(folder: Path) -> tuple[float, str]:
     return (step if step is not None else int(named[1]) if named else math.inf), folder.name
 
 
-def retain(parent: Path, keep_last: int) -> list[Path]:
-    """Delete all but the newest folders, once the newest is found whole; returns what was deleted.
+def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
+    """Delete all but the newest `step-N`, once the newest is found whole; returns what was deleted.
+
+    Folders of other names and links are the user's, who laid them there.
+
+    Args:
+        written: the name of one that was committed just now, and needs no second reading.
 
     Raises:
         FormatError: the newest is not whole; nothing was deleted. SaveError: what is older cannot be deleted.
     """
     checks.integer("keep_last", keep_last)
-    newest, *others = found(parent) or [None]
+    own = (folder for folder in found(parent) if NAMED.fullmatch(folder.name) and not folder.is_symlink())
+    newest, *others = [*own] or [None]
     old = others[keep_last - 1 :]
     if newest is None or not old:
         return []
-    verify(newest)
+    if newest.name != written:
+        verify(newest)
     for folder in old:
         try:
             remove(folder)

@@ -27,7 +27,7 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.core.errors import FormatError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
@@ -124,9 +124,13 @@ class KeptRun:
         """
         self._run = run
         run.position.may_differ = "data" in self._settings.accepts
+        if run.recorder is not None:
+            run.recorder.on_failure = partial(self._require_room, "The record")
+        windows = 0 if self._found is None else int(self._found["about"]["step"])
+        self._ranks.agree(_tried(lambda: self._journal.prepare(windows))[1])  # what may fail, before what is changed
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
-        self._journal.go_on(run.num_windows)
+        self._journal.begin()
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
 
@@ -140,6 +144,7 @@ class KeptRun:
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.agree(_tried(load)[1])
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
+        detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
 
     def _read(self, folder: Path, about: Mapping[str, Any]) -> Load:
@@ -184,8 +189,13 @@ class KeptRun:
         if leaves or self._pace.is_due(self._run.num_windows):
             self.save()
         if leaves:
-            self._background.wait()
+            with self._told(self._last_begun):
+                self._background.wait()
             self._signals.leave()
+
+    def is_leaving(self) -> bool:
+        """Return whether a signal came."""
+        return self._signals.came is not None
 
     def save(self) -> None:
         """Save the run as it is, unless that was done already.
@@ -221,6 +231,12 @@ class KeptRun:
                 self._run.note("checkpoint", {"windows": windows, "failed": str(error)})
             warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=5)
 
+    def _require_room(self, what: str, error: SaveError) -> None:
+        """Raise for lines that could not be written, or tell of them: they are held in memory then."""
+        if self._settings.on_failure == "stop":
+            raise error
+        warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
+
     def _state(self) -> dict[str, Any]:
         run = self._run
         assert run is not None
@@ -228,6 +244,7 @@ class KeptRun:
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
         state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
+        self._journal.sync()
         return self._ranks.own(state, self._whole.buffers)
 
     def _writing(self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int) -> Callable[[], None]:
@@ -245,24 +262,40 @@ class KeptRun:
 
         def write() -> None:
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)
-            self._ranks.first(lambda: f"{len(retain(settings.path, settings.keep_last))} deleted")
+            self._ranks.first(lambda: f"{len(retain(settings.path, settings.keep_last, name_of(windows)))} deleted")
 
         return write
 
     def decided(self, index: int, window: Decided) -> None:
-        """Write what a window is made by."""
-        self._journal.add(index, window)
+        """Write what a window is made by.
+
+        Raises:
+            SaveError: the disk is full, and the run is to stop at that.
+        """
+        self._written(lambda: self._journal.add(index, window))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except SaveError as error:
+            self._require_room("What windows are made by", error)
 
     def decided_before(self, index: int) -> Decided | None:
         """Return what a window was made by."""
         return self._journal.before(index)
 
-    def close(self) -> None:
-        """Save nothing more: what is under way is waited for, and its failure raised."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Save nothing more: what is under way is waited for, and its failure raised.
+
+        Raises:
+            OSError, TrimtabError: as of `between`. KeyboardInterrupt, SystemExit: a signal came after the last window.
+        """
         with contextlib.ExitStack() as last:
+            if error is None:
+                last.callback(self._signals.leave_late)
             last.callback(self._release)
             last.callback(self._signals.restore)
-            last.callback(self._journal.close)
+            last.callback(self._written, self._journal.close)
             last.callback(self._background.end)
             with self._told(self._last_begun):
                 self._background.wait()
@@ -289,8 +322,8 @@ def kept(
     keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
-    except BaseException:
-        keeper.close()
+    except BaseException as error:
+        keeper.close(error)
         raise
     try:
         keeper.attach(run)

@@ -35,7 +35,8 @@ class Checkpoints:
         accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, data. Recorded.
         also: the user's own things that are part of the run (a scheduler, an average of weights), each with
             `state_dict()` and `load_state_dict()`.
-        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due.
+        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due. So too
+            of the record and of decisions, whose lines wait in memory.
         background: whether it is written beside the training, from a copy in memory.
         follows: the folder of a run that is to be repeated: windows are made as they were there.
 
