@@ -74,15 +74,19 @@ class Passes(RunView):
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
         batches = self._position.batches(loader)
+        self._joining.begin_pass()
         while True:
             self._require_open()
             self._order.require_idle("run.windows")
             self._keeper.between()
             with self._control.drawing():
                 drawn = [] if self.stop_reason else list(itertools.islice(batches, self.num_batches))
+            self._trained_before(self._position.taken_first())
             if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
                 yield self.window(*own)
             elif self._joining.goes_on(self.stop_reason):
+                if not self._joining.is_able:
+                    self._trained_before(self._position.drawn_anew())
                 yield self._joining.window(self, self._device)
             elif not drawn:
                 break
@@ -92,6 +96,12 @@ class Passes(RunView):
     def window(self, *batches: Any) -> Window:
         """Return batches as a window."""
         raise NotImplementedError
+
+    def _trained_before(self, batch: Any) -> None:
+        """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
+        if batch is not None and self._peers.num_ranks > 1:
+            self.window(batch)
+            self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:
         """Raise where the run is closed."""
