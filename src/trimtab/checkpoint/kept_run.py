@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,12 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, SaveError, TrimtabError, ValueGivenError
+from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
-
-T = TypeVar("T")
 
 
 class KeptRun:
@@ -74,10 +72,10 @@ class KeptRun:
         self._lock: Lock | None = None
         self._refused: Sequence[Refused] = ()
         try:
-            said = json.loads(ranks.first(lambda: found_of(self._looked_for())))
+            said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found: Mapping[str, Any] | None = said
             self._world = world_of(model, plan, ranks.num)
-            ranks.agree(_tried(self._require_world)[1])  # before a model is put in shards, from which there is no way
+            ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
                 self._journal.follow(Path(settings.follows) / journal.NAME)
@@ -127,7 +125,7 @@ class KeptRun:
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
         windows = 0 if self._found is None else int(self._found["about"]["step"])
-        self._ranks.agree(_tried(lambda: self._journal.prepare(windows))[1])  # what may fail, before what is changed
+        self._ranks.together(partial(self._journal.prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
         self._journal.begin()
@@ -136,13 +134,11 @@ class KeptRun:
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
         apart = changes(about["world"], self._world)
-        load, error = _tried(lambda: self._read(folder, about))
-        self._ranks.agree(error)
-        assert load is not None
+        load = self._ranks.together(lambda: self._read(folder, about), "read")
         for refused in self._refused:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
-        self._ranks.agree(_tried(load)[1])
+        self._ranks.together(load, "loaded")
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
@@ -211,9 +207,7 @@ class KeptRun:
             self._background.wait()
         self._pace.begun(windows, is_saved=False)
         with self._told(windows):
-            taken, error = _tried(lambda: (self._state(), self._shards.tensors() if self._in_shards else None))
-            self._ranks.agree(error)
-            assert taken is not None
+            taken = self._ranks.together(self._taken, f"taken/{windows}")
             write = self._writing(*taken, windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
@@ -224,6 +218,8 @@ class KeptRun:
         """Let a failure end the run, or be told."""
         try:
             yield
+        except RankError:  # no save that failed: a rank of the job is lost
+            raise
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
                 raise
@@ -236,6 +232,10 @@ class KeptRun:
         if self._settings.on_failure == "stop":
             raise error
         warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
+
+    def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Return this rank's state, and its tensors in shards."""
+        return self._state(), self._shards.tensors() if self._in_shards else None
 
     def _state(self) -> dict[str, Any]:
         run = self._run
@@ -260,9 +260,13 @@ class KeptRun:
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
+        def retained() -> None:
+            if self._ranks.is_first:
+                retain(settings.path, settings.keep_last, name_of(windows))
+
         def write() -> None:
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)
-            self._ranks.first(lambda: f"{len(retain(settings.path, settings.keep_last, name_of(windows)))} deleted")
+            self._ranks.together(retained, f"{name_of(windows)}/retained")
 
         return write
 
@@ -331,14 +335,6 @@ def kept(
         run.close(error)
         raise
     return run
-
-
-def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what is made, or why it was not: all ranks have to know before one of them changes anything."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
 
 
 def _opened(folder: Path) -> Lock:

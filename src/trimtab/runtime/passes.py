@@ -88,6 +88,7 @@ class Passes(RunView):
         if self._keeper.keeps:
             require_state_kept(loader)
         batches = self._position.batches(loader)
+        self._joining.begin_pass()
         while True:
             self._require_open()
             self._order.require_idle("run.windows")
@@ -96,9 +97,12 @@ class Passes(RunView):
                 drawn = [] if self.stop_reason else self._drawn(batches)
             if drawn is None:
                 continue
+            self._trained_before(self._position.taken_first())
             if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
                 yield self._window(*own)
             elif self._joining.goes_on(self.stop_reason):
+                if not self._joining.is_able:
+                    self._trained_before(self._position.drawn_anew())
                 yield self._joining.window(self, self._device)
             elif not drawn:
                 break
@@ -143,6 +147,12 @@ class Passes(RunView):
     def _micro_batch_of(self, rows: int, num_batches: int) -> int:
         planned = self.plan.micro_batch_of(rows)
         return self._recovery.micro_batch_of(self._control.micro_batch_of(rows, planned, num_batches))
+
+    def _trained_before(self, batch: Any) -> None:
+        """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
+        if batch is not None and self._peers.num_ranks > 1:
+            self.window(batch)
+            self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:
         """Raise where the run is closed."""
