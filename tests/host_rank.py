@@ -141,7 +141,10 @@ def by_fabric() -> dict:
 
 
 class Rows(Dataset):
-    """Rows that count few tokens or many."""
+    """Rows that count few tokens or many, or in part none at all."""
+
+    def __init__(self, *, has_none: bool = False) -> None:
+        self._has_none = has_none
 
     def __len__(self) -> int:
         return 8 * ROWS
@@ -150,6 +153,8 @@ class Rows(Dataset):
         tokens = torch.randint(0, WORDS, (LENGTH,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[2 + (5 * index) % (LENGTH - 2) :] = NOTHING
+        if self._has_none and index % 2:
+            labels[:] = NOTHING
         return {"input_ids": tokens, "labels": labels}
 
 
@@ -172,7 +177,8 @@ def runs_out_on(model: nn.Module, *, is_here: bool) -> nn.Module:
     return model
 
 
-def trained(folder: Path, *, ours: bool, k: int = 1, runs_out: bool = False, evaluates: bool = False, **own) -> dict:
+def trained(folder: Path, *, ours: bool, k: int = 1, rows: Rows | None = None, runs_out=False, evaluates=False, **own):
+    """Return what a Trainer, or ours, ends with."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from trimtab.integrations.transformers import TrimtabTrainer
@@ -189,7 +195,11 @@ def trained(folder: Path, *, ours: bool, k: int = 1, runs_out: bool = False, eva
     given |= {"per_device_train_batch_size": ROWS // ranks // k, "gradient_accumulation_steps": k}
     given |= {"eval_strategy": "steps", "eval_steps": 10, "prediction_loss_only": True} if evaluates else {}
     arguments = TrainingArguments(str(folder / "trainer"), remove_unused_columns=False, **given)
-    data = {"train_dataset": Rows(), "eval_dataset": Rows() if evaluates else None, "compute_loss_func": in_double}
+    data = {
+        "train_dataset": rows or Rows(),
+        "eval_dataset": Rows() if evaluates else None,
+        "compute_loss_func": in_double,
+    }
     trainer = (TrimtabTrainer if ours else Trainer)(model=model, args=arguments, **data, **own)
     trainer.train()
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -207,6 +217,9 @@ def by_trainers(folder: Path, ranks: int) -> dict:
     found["accumulated"] = trained(folder, ours=True, k=2, plan=trimtab.Plan.fixed(4, 3, **shared))
     found["planned"] = trained(folder, ours=True, planning={"num_blocks": 3, "rehearse": False})
     found["ran out"] = trained(folder, ours=True, runs_out=True, plan=trimtab.Plan.fixed(4, **shared))
+    none = Rows(has_none=True)
+    found["host, none"] = trained(folder, ours=False, rows=none)
+    found["none"] = trained(folder, ours=True, rows=none, plan=trimtab.Plan.fixed(4, **shared))
     found["unshared"] = refused(lambda: trained(folder, ours=True, plan=trimtab.Plan.fixed(4)))
     return found
 

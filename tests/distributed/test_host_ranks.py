@@ -88,6 +88,12 @@ def test_a_trainers_ranks_report_what_the_hosts_own_do(trainers, way):
             assert each[way]["said"][name] == pytest.approx(each["host"]["said"][name], rel=1e-5), name
 
 
+def test_a_rank_of_whose_batch_nothing_counts_is_no_nan(trainers):
+    for each in trainers[1]:
+        assert difference(each["none"]["weights"], each["host, none"]["weights"]) <= EXACT
+        assert each["none"]["said"]["loss"] == pytest.approx(each["host, none"]["said"]["loss"], rel=1e-5)
+
+
 def test_a_plan_that_does_not_share_the_model_is_refused_by_the_trainer(trainers):
     for each in trainers[1]:
         assert "zero_stage=0" in each["unshared"]

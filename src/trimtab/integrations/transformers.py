@@ -150,7 +150,8 @@ class TrimtabTrainer(Trainer):
         with self._alone():
             if count is None:
                 return self.compute_loss(model, micro)
-            if len(micro["labels"]) < self._batch_rows and counts_nothing(count):
+            is_part = self._num_ranks > 1 or len(micro["labels"]) < self._batch_rows
+            if is_part and counts_nothing(count):
                 _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
                 return nothing_of(outputs), count
             return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
@@ -212,8 +213,10 @@ class StepsRun(AcceleratedOptimizer):
 @contextlib.contextmanager
 def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
     """Have Accelerate take a model for one that it has prepared: it would wrap it, and on ranks the run does."""
-    before = getattr(model, "_is_accelerate_prepared", False)
-    model._is_accelerate_prepared = before or num_ranks > 1
+    if num_ranks == 1:
+        yield
+        return
+    before, model._is_accelerate_prepared = getattr(model, "_is_accelerate_prepared", False), True
     try:
         yield
     finally:
