@@ -563,7 +563,8 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
     yield "| host | its step, ms | our windows over its own loop (95%) | n | 1% and the A/A half-width | within |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
-        yield f"| {row['host']} | {1000 * row['step_s']:.1f} | {_over_its_own(row, 'not shown')}"
+        host = row["host"] if (k := row.get("num_micro_batches", 1)) == 1 else f"{row['host']}, k={k}"
+        yield f"| {host} | {1000 * row['step_s']:.1f} | {_over_its_own(row, 'not shown')}"
 
 
 def _faults(rows: list[Row]) -> Iterator[str]:

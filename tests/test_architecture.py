@@ -45,6 +45,13 @@ ONLY = {
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.integrations": {"trimtab.core", "trimtab.runtime", "trimtab.api", "trimtab.integrations"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.integrations.hosted": {
+        "trimtab.core",
+        "trimtab.runtime",
+        "trimtab.api",
+        "trimtab.distributed.process_group",
+        "trimtab.integrations",
+    },
     "trimtab.integrations.tracked_values": {"trimtab.core"},
     "trimtab.integrations.trackers": {"trimtab.core", "trimtab.integrations.tracked_values"},
     "trimtab.integrations.tracked_record": {

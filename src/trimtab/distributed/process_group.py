@@ -85,7 +85,7 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     try:
         if "nccl" in names:
             limit_host(limit_s)
-        with _limited_to(timeout_s):
+        with limited_to(timeout_s):
             yield found
     except BaseException:
         _give_up()
@@ -131,13 +131,14 @@ def _require_meeting_point() -> None:
 
 
 @contextlib.contextmanager
-def _limited_to(seconds: float) -> Iterator[None]:
+def limited_to(seconds: float) -> Iterator[None]:
+    """Take a rank that is waited for in what begins inside the block for dead after so many seconds."""
     global _joined_s
-    _joined_s = seconds
+    before, _joined_s = _joined_s, seconds
     try:
         yield
     finally:
-        _joined_s = None
+        _joined_s = before
 
 
 def time_limit_s() -> float:
