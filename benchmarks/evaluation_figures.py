@@ -16,6 +16,7 @@ from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
+from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.report import evaluation_outline, read_report
 from trimtab.experiments.report.markdown import markdown_page
 from trimtab.experiments.scaling.result import Scaling
@@ -65,24 +66,29 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
     for each in reached([goal for goal in GOALS if goal.size == size], folder, runs):
         yield f"| {each.goal.says} | {each.status} | {each.figure} |"
     yield ""
-    for name in runs:
-        yield from _run(folder / name, f"{where}/{name}", comparison)
+    for name, run in runs.items():
+        yield from _run(folder / name, run, f"{where}/{name}", comparison)
 
 
-def _run(path: Path, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
     if (path / "scaling.json").is_file():
-        yield from _scaling(path.name, read_json(Scaling, path / "scaling.json"))
+        yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
     elif (path / "report.json").is_file():
         found = read_report(path / "report.json")
         yield f"### [{path.name}]({link}/report.md): {found.task}"
         yield ""
-        yield f"`{found.command}`; torch {found.environment['torch']}, sources {found.environment['sources']}."
+        yield f"`{found.command}`; {_versions(run)}."
         yield ""
         if isinstance(found, Comparison):
             yield from comparison(benchmark_object(found)["rows"])
         else:
             yield from ablation(found)
         yield ""
+
+
+def _versions(run: Run) -> str:
+    """Return what a run's figures depend on; of races that were run at several states, each of these."""
+    return ", ".join(f"{name} {run.environment[name]}" for name in ("torch", "sources", "threads"))
 
 
 def ablation(found: Ablation) -> Iterator[str]:
@@ -114,8 +120,10 @@ def _value(row: Row) -> str:
     return f"{form.format(row['mean'])} ({form.format(row['low'])} to {form.format(row['high'])})"
 
 
-def _scaling(name: str, found: Scaling) -> Iterator[str]:
-    yield f"### {name}: {found.task}"
+def _scaling(run: Run, found: Scaling) -> Iterator[str]:
+    yield f"### {run.name}: {found.task}"
+    yield ""
+    yield f"`trimtab scale {found.task}`; {_versions(run)}."
     yield ""
     for title, (head, *rows) in tables(found).items():
         yield f"{title}:"

@@ -290,11 +290,16 @@ def _regret(rows: list[Row]) -> Iterator[str]:
         if row["median_s"] is None:
             yield where + f"| not reached | | | | | {row['n']} |"
             continue
-        paired = _with_interval(row, "mean") if "mean" in row else ""
+        paired = _paired(row) if "mean" in row else ""
         over = f"{row['regret']:+.1%} ({row['best']})"
         took = f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} "
         again = f"{row['over_again']:+.1%}" if is_mean and row.get("over_again") is not None else ""
         yield where + took + f"| {again} | {row['n']} |"
+
+
+def _paired(row: Row) -> str:
+    """Return a ratio with its interval; of too few pairs for one, which the file does not keep, the mean alone."""
+    return _with_interval(row, "mean") if row["n"] >= FEW else f"{row['mean']:.3f}"
 
 
 def _prediction(rows: list[Row]) -> Iterator[str]:
