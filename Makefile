@@ -63,7 +63,6 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/mypy
 
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
-	@$(BIN)/python benchmarks/frontier_figures.py
 	@$(BIN)/python benchmarks/figures.py
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair

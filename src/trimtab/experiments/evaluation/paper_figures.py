@@ -38,7 +38,7 @@ class Workload:
 IMAGES = Workload(
     "CIFAR-10, ResNet-50",
     (("cifar10_resnet50", "cifar10_resnet50_timed"), ("cifar10_resnet50_7x7",)),
-    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half"),
+    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half", "cifar10_resnet_ablate"),
 )
 TOKENS = Workload(
     "WikiText-2, GPT-2 Small",
