@@ -73,7 +73,6 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/mypy
 
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
-	@$(BIN)/python benchmarks/frontier_figures.py
 	@$(BIN)/python benchmarks/figures.py
 
 docs: $(STAMP) ## Build the documentation's site; warnings are errors

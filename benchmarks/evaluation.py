@@ -25,39 +25,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import command
-from evaluation_goals import GOALS, reached, runs_in
-from evaluation_slices import GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, Slice, slices
+from evaluation_figures import MACHINE_FILE, ran_of, recorded, written
+from evaluation_slices import DONE, GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, TO_DO, Ran, Slice, slices
 
 from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.experiments.evaluation.result import MACHINE
-from trimtab.experiments.report import write_evaluation
 from trimtab.measure.machine import environment
 
 HERE = Path(__file__).resolve().parent
-DONE, STALE, TO_DO, CANNOT = "done", "stale", "to do", "cannot run here"
+STALE, CANNOT = "stale", "cannot run here"
 END_S = 10  # that a slice that is ended has to leave
 RUN, CUT, FAILED = "run", "cut off", "failed"
 CLAIM = "settings.json"  # whose a folder is: nothing that a run could go on from
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What is written down of a slice when it has ended."""
-
-    slice: str
-    command: str
-    sources: str
-    environment: dict[str, str]
-    seconds: float
-    result: str
-    schema: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class Place:
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a slice that has ended."""
-        return self.folder / "done" / f"{each.name}.json"
+        return ran_of(each, self.folder)
 
     def was_cut(self, each: Slice) -> Path:
         """Return the file of a slice that was ended in vain."""
@@ -223,7 +209,7 @@ def slug(found: Mapping[str, str], gpus: int = 0) -> str:
 
 def claim(folder: Path, found: Mapping[str, str]) -> None:
     """Write down whose folder it is, or refuse one of another machine."""
-    mine, path = {key: found[key] for key in MACHINE if key in found}, folder / "machine.json"
+    mine, path = {key: found[key] for key in MACHINE if key in found}, folder / MACHINE_FILE
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(mine, indent=1))
@@ -352,24 +338,17 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
-    """Return how slices and goals stand; the page of all runs is written beside them."""
-    runs = runs_in(found, place.folder)
-    paper = f"python benchmarks/evaluation.py --size {size}"
-    goals = reached([goal for goal in GOALS if goal.size == size], place.folder, runs)
-    if runs:
-        write_evaluation(tuple(runs.values()), place.folder, paper, [each.told for each in goals])
+    """Return how slices and goals stand here and now, and write down how they stand by what was recorded.
+
+    What is written is the same wherever it is made of the same records: it holds nothing of this machine or day.
+    """
+    for name, made in written(size, found, place.folder).items():
+        write_whole(place.folder / name, made)
+    known = recorded(size, found, place.folder)
     states = [(each, *place.state(each)) for each in found]
-    made = {
-        "schema": 1,
-        "name": "evaluation",
-        "environment": place.environment | {"command": paper},
-        "rows": [
-            *({"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals),
-            *({"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states),
-        ],
-    }
-    write_whole(place.folder / "summary.json", json.dumps(made, indent=1) + "\n")
-    return made
+    here = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]
+    goals = [row for row in known["rows"] if row["metric"] == "goal"]
+    return known | {"environment": known["environment"] | place.environment, "rows": [*goals, *here]}
 
 
 def text(found: Mapping[str, Any]) -> Iterator[str]:

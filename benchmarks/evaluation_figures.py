@@ -1,14 +1,18 @@
-"""What `make figures` writes of an evaluation: its goals, its runs' figures, and the page beside the paper's."""
+"""What is written of an evaluation's records: its goals, its runs' figures, and the page beside the paper's.
+
+All of it is of the records alone: on every machine the same.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation_goals import GOALS, reached, runs_in
-from evaluation_slices import slices
+from evaluation_goals import GOALS, Reached, reached, runs_in
+from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
 
 from trimtab.core.codec import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
@@ -16,34 +20,73 @@ from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
-from trimtab.experiments.report import evaluation_outline, read_report
-from trimtab.experiments.report.markdown import markdown_page
+from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.report import evaluation_texts, read_report
 from trimtab.experiments.scaling.result import Scaling
 from trimtab.experiments.scaling.table import tables
 
 Row = dict[str, Any]
-PAGE, MACHINE = "evaluation.md", "machine.json"
+PAGE, SUMMARY, MACHINE_FILE = "evaluation.md", "summary.json", "machine.json"
 _SETTINGS = {"interaction": "together", "whole": "the plan"}  # others are said as they are
 
 
 def folders(root: Path) -> list[Path]:
     """Return the folders of evaluations of which a slice has ended."""
-    begun = sorted((root / "benchmarks" / "results").glob(f"evaluation-*/{MACHINE}"))
+    begun = sorted((root / "benchmarks" / "results").glob(f"evaluation-*/{MACHINE_FILE}"))
     return [path.parent for path in begun if any((path.parent / "done").glob("*.json"))]
 
 
 def size_of(folder: Path) -> str:
     """Return the size that a folder's machine is evaluated at."""
-    return "gpu" if "gpu" in json.loads((folder / MACHINE).read_text(encoding="utf-8")) else "cpu"
+    return "gpu" if "gpu" in _machine(folder) else "cpu"
 
 
-def page(folder: Path) -> str:
-    """Return the page of all its runs, with the paper's tables beside ours."""
-    size = size_of(folder)
-    runs = runs_in(slices(size), folder)
-    goals = [each.told for each in reached([goal for goal in GOALS if goal.size == size], folder, runs)]
-    command = f"python benchmarks/evaluation.py --size {size}"
-    return markdown_page(evaluation_outline.document(tuple(runs.values()), command, goals))
+def _machine(folder: Path) -> Row:
+    path = folder / MACHINE_FILE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def ran_of(each: Slice, folder: Path) -> Path:
+    """Return the file of a slice that has ended."""
+    return folder / "done" / f"{each.name}.json"
+
+
+def written(size: str, found: Sequence[Slice], folder: Path) -> dict[str, str]:
+    """Return what a folder holds beside its records, by file: how goals stand, and the page of all runs."""
+    texts = {SUMMARY: json.dumps(recorded(size, found, folder), indent=1) + "\n"}
+    if runs := runs_in(found, folder):
+        goals = [each.told for each in _goals(size, folder, runs)]
+        made = evaluation_texts(tuple(runs.values()), _command(size), goals)
+        texts |= {f"evaluation.{kind}": text for kind, text in made.items()}
+    return texts
+
+
+def recorded(size: str, found: Sequence[Slice], folder: Path) -> dict[str, Any]:
+    """Return how goals and slices stand by what was recorded: of a slice that has ended, when and of what sources."""
+    goals = _goals(size, folder, runs_in(found, folder))
+    rows = [{"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals]
+    rows += [{"metric": "slice", "slice": each.name} | _ended(ran_of(each, folder)) for each in found]
+    return {
+        "schema": 2,
+        "name": "evaluation",
+        "environment": _machine(folder) | {"command": _command(size)},
+        "rows": rows,
+    }
+
+
+def _ended(path: Path) -> Row:
+    if not path.is_file():
+        return {"state": TO_DO}
+    ran = read_json(Ran, path)
+    return {"state": DONE, "sources": ran.sources, "seconds": ran.seconds}
+
+
+def _goals(size: str, folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
+    return reached([goal for goal in GOALS if goal.size == size], folder, runs)
+
+
+def _command(size: str) -> str:
+    return f"python benchmarks/evaluation.py --size {size}"
 
 
 def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
@@ -52,7 +95,7 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
     Args:
         comparison: writes the rows of one.
     """
-    size, facts = size_of(folder), json.loads((folder / MACHINE).read_text(encoding="utf-8"))
+    size, facts = size_of(folder), _machine(folder)
     where = f"../benchmarks/results/{folder.name}"
     runs = runs_in(slices(size), folder)
     yield f"## {folder.name}"
@@ -62,27 +105,32 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
     yield ""
     yield "| goal | | measured |"
     yield "|---|---|---|"
-    for each in reached([goal for goal in GOALS if goal.size == size], folder, runs):
+    for each in _goals(size, folder, runs):
         yield f"| {each.goal.says} | {each.status} | {each.figure} |"
     yield ""
-    for name in runs:
-        yield from _run(folder / name, f"{where}/{name}", comparison)
+    for name, run in runs.items():
+        yield from _run(folder / name, run, f"{where}/{name}", comparison)
 
 
-def _run(path: Path, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
+def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
     if (path / "scaling.json").is_file():
-        yield from _scaling(path.name, read_json(Scaling, path / "scaling.json"))
+        yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
     elif (path / "report.json").is_file():
         found = read_report(path / "report.json")
         yield f"### [{path.name}]({link}/report.md): {found.task}"
         yield ""
-        yield f"`{found.command}`; torch {found.environment['torch']}, sources {found.environment['sources']}."
+        yield f"`{found.command}`; {_versions(run)}."
         yield ""
         if isinstance(found, Comparison):
             yield from comparison(benchmark_object(found)["rows"])
         else:
             yield from ablation(found)
         yield ""
+
+
+def _versions(run: Run) -> str:
+    """Return what a run's figures depend on; of races that were run at several states, each of these."""
+    return ", ".join(f"{name} {run.environment[name]}" for name in ("torch", "sources", "threads"))
 
 
 def ablation(found: Ablation) -> Iterator[str]:
@@ -118,8 +166,10 @@ def _value(row: Row) -> str:
     return f"{form.format(row['mean'])} ({form.format(row['low'])} to {form.format(row['high'])})"
 
 
-def _scaling(name: str, found: Scaling) -> Iterator[str]:
-    yield f"### {name}: {found.task}"
+def _scaling(run: Run, found: Scaling) -> Iterator[str]:
+    yield f"### {run.name}: {found.task}"
+    yield ""
+    yield f"`trimtab scale {found.task}`; {_versions(run)}."
     yield ""
     for title, (head, *rows) in tables(found).items():
         yield f"{title}:"

@@ -17,6 +17,7 @@ CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a ra
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
 SIZES = ("cpu", "gpu", "tiny")
+DONE, TO_DO = "done", "to do"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,19 @@ class Slice:
     def folder(self) -> str:
         """What it shares with others, which are run in turn."""
         return self.result.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What is written down of a slice when it has ended."""
+
+    slice: str
+    command: str
+    sources: str
+    environment: dict[str, str]
+    seconds: float
+    result: str
+    schema: int = 1
 
 
 def slices(size: str, minutes: float = MINUTES) -> tuple[Slice, ...]:

@@ -13,11 +13,14 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import docs_figures
 import evaluation_figures
+from evaluation_slices import Slice, slices
+from frontier_figures import drawings
 from phases_figures import METRICS, phases
 from scaling_figures import scaling, sending
 
@@ -27,6 +30,11 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- {}: made by `make figures` -->", "<!-- end of {} -->"
 MIN_CLAIM = 8
+# Records that docs/ranks.md shows whole; of others it has sentences.
+RANKS = (
+    *("scaling-efficiency", "scaling-courses", "scaling-in_step", "scaling-overhead", "scaling-faults"),
+    "sending",
+)
 CLOSE = 0.25  # of the seconds of a step on a device that is not here
 
 Row = dict[str, Any]
@@ -68,27 +76,45 @@ def pages(root: Path) -> dict[Path, str]:
     def of(*names: str) -> Iterator[str]:
         return _sections([found for found in results if found["name"] in names])
 
-    made = {
+    def files(*parts: str) -> Iterator[str]:
+        return _sections([found for found in results if found["file"].startswith(parts)])
+
+    drawn = drawings(root)
+    made: dict[Path, dict[str, Any]] = {
         root / "README.md": {"figures": _claims(comparisons)},
         root / "docs" / "RESULTS.md": {"figures": [*_sections(results), *_evaluations(root)]},
         root / "docs" / "memory.md": {
             "figures": of("prediction"),
-            "frontier": [*_drawn(root), *of("frontier", "frontier_compiled", "frontier_walk")],
+            "frontier": [*_drawn(drawn), *of("frontier", "frontier_compiled", "frontier_walk")],
         },
         root / "docs" / "planning.md": {
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
         root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
+        root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
+    for name, parts in docs_figures.blocks(root).items():
+        made[root / "docs" / name] |= parts
     texts = {path: path.read_text(encoding="utf-8") for path in made}
     for path, parts in made.items():
         for name, lines in parts.items():
             texts[path] = _between(texts[path], name, "\n".join(lines))
-    own = {
-        folder / evaluation_figures.PAGE: evaluation_figures.page(folder) for folder in evaluation_figures.folders(root)
+    return texts | drawn | _beside(root)
+
+
+def _beside(root: Path) -> dict[Path, str]:
+    """Return what the folders of evaluations hold beside their records."""
+    return {
+        folder / name: text
+        for folder in evaluation_figures.folders(root)
+        for name, text in evaluation_figures.written(*_of_size(folder), folder).items()
     }
-    return texts | own
+
+
+def _of_size(folder: Path) -> tuple[str, tuple[Slice, ...]]:
+    size = evaluation_figures.size_of(folder)
+    return size, slices(size)
 
 
 def _evaluations(root: Path) -> Iterator[str]:
@@ -101,7 +127,14 @@ def _files(root: Path) -> list[Path]:
 
 
 def _between(text: str, name: str, figures: str) -> str:
+    """Return a page with the figures between their marks.
+
+    Raises:
+        ValueError: it has not one of each.
+    """
     begin, end = BEGIN.format(name), END.format(name)
+    if (text.count(begin), text.count(end)) != (1, 1):
+        raise ValueError(f"expected {begin} and {end} once each")
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{figures}\n{end}{after}"
@@ -291,11 +324,16 @@ def _regret(rows: list[Row]) -> Iterator[str]:
         if row["median_s"] is None:
             yield where + f"| not reached | | | | | {row['n']} |"
             continue
-        paired = _with_interval(row, "mean") if "mean" in row else ""
+        paired = _paired(row) if "mean" in row else ""
         over = f"{row['regret']:+.1%} ({row['best']})"
         took = f"| {row['median_samples']:,.0f} | {row['median_s']:.1f} | {over} | {paired} "
         again = f"{row['over_again']:+.1%}" if is_mean and row.get("over_again") is not None else ""
         yield where + took + f"| {again} | {row['n']} |"
+
+
+def _paired(row: Row) -> str:
+    """Return a ratio with its interval; of too few pairs for one, which the file does not keep, the mean alone."""
+    return _with_interval(row, "mean") if row["n"] >= FEW else f"{row['mean']:.3f}"
 
 
 def _prediction(rows: list[Row]) -> Iterator[str]:
@@ -515,9 +553,9 @@ def _compiled(rows: list[Row]) -> Iterator[str]:
         yield f"{where}| {_with_interval(row, 'over_none')} | {row['n']} | {off} |"
 
 
-def _drawn(root: Path) -> Iterator[str]:
-    """Yield the pictures that `frontier_figures.py` drew."""
-    for path in sorted((root / "docs" / "figures").glob("frontier-*.svg")):
+def _drawn(drawn: Iterable[Path]) -> Iterator[str]:
+    """Yield the pictures of the schedules."""
+    for path in drawn:
         yield f"![{path.stem.replace('-', ' ')}: time against peak memory](figures/{path.name})"
         yield ""
 

@@ -1,6 +1,6 @@
-"""Draw docs/figures/frontier-<model>-<precision>.svg from the newest `frontier` results of each model and precision.
+"""Drawings of the newest `frontier` results of each model and precision: docs/figures/frontier-<model>-<precision>.svg.
 
-    python benchmarks/frontier_figures.py
+`figures.py` writes them. Of the same results they are the same bytes, whatever matplotlib is told elsewhere.
 
 Time over that of a step that keeps all, with its 95% interval, against its share of the peak: what everyone has, the
 schedules of least recomputation, joined; and apart from them the model compiled under torch's memory budgets.
@@ -8,6 +8,7 @@ schedules of least recomputation, joined; and apart from them the model compiled
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "figures"
 NAMES = {"none": "all kept", "every_block": "every block", "sqrt": "segments of √L", "selective": "selective"}
 MARKERS = {"none": "o", "every_block": "s", "sqrt": "^", "selective": "D"}
 INK, LINE, OTHERS, COMPILED = "#24292f", "#0969da", "#bc4c00", "#8250df"
@@ -24,32 +23,35 @@ INK, LINE, OTHERS, COMPILED = "#24292f", "#0969da", "#bc4c00", "#8250df"
 Row = dict[str, Any]
 
 
-def main() -> None:
-    """Draw what the results hold."""
-    FOLDER.mkdir(exist_ok=True)
-    compiled = newest("frontier_compiled")
-    for (model, precision), rows in newest("frontier").items():
-        path = FOLDER / f"frontier-{model}-{precision}.svg"
+def drawings(root: Path) -> dict[Path, str]:
+    """Return the text of each drawing, by its file."""
+    found, compiled = {}, newest(root, "frontier_compiled")
+    for (model, precision), rows in newest(root, "frontier").items():
+        name = f"frontier-{model}-{precision}"
         title = f"{model}, {precision}: a step's time against its peak memory"
-        draw(path, title, rows + compiled.get((model, precision), []))
-        print(path.relative_to(ROOT))
+        found[root / "docs" / "figures" / f"{name}.svg"] = draw(
+            name, title, rows + compiled.get((model, precision), [])
+        )
+    return found
 
 
-def newest(name: str) -> dict[tuple[str, str], list[Row]]:
+def newest(root: Path, name: str) -> dict[tuple[str, str], list[Row]]:
     """Return the rows of each model and precision in the last file of a benchmark, by date, that has them."""
     found: dict[tuple[str, str], list[Row]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]):
+    for path in sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:]):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for key in {(row["model"], row["precision"]) for row in rows}:
             found[key] = [row for row in rows if (row["model"], row["precision"]) == key]
     return dict(sorted(found.items()))
 
 
-def draw(path: Path, title: str, rows: list[Row]) -> None:
-    """Write one figure."""
+def draw(name: str, title: str, rows: list[Row]) -> str:
+    """Return one figure as SVG."""
     whole = next(row["peak_bytes"] for row in rows if row["schedule"] == "none")
-    style: Any = {"svg.hashsalt": path.stem, "svg.fonttype": "none", "font.size": 10}
-    with matplotlib.rc_context(style):
+    style: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(style)
         figure = Figure(figsize=(6.4, 3.6), layout="constrained", facecolor="white")
         ax = figure.subplots()
         best = sorted(
@@ -69,7 +71,9 @@ def draw(path: Path, title: str, rows: list[Row]) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(color="#d0d7de", linewidth=0.6)
         ax.legend(frameon=False, fontsize=9)
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def _points(rows: list[Row], whole: int) -> tuple[list[float], list[float], Any]:
@@ -77,7 +81,3 @@ def _points(rows: list[Row], whole: int) -> tuple[list[float], list[float], Any]
     low = [row["over_none"] - row["low"] for row in rows]
     high = [row["high"] - row["over_none"] for row in rows]
     return [100 * row["peak_bytes"] / whole for row in rows], [row["over_none"] for row in rows], (low, high)
-
-
-if __name__ == "__main__":
-    main()

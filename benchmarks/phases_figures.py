@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.units import format_seconds
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 
 Row = dict[str, Any]
 _SAVED = {"phase_saved_s": "phase", "part_saved_s": "class of module"}
@@ -63,11 +64,21 @@ def _ratio(row: Row) -> str:
 
 
 def _doubling(row: Row) -> str:
-    takes = "never" if row["mean"] is None else f"{row['mean']:.1f} months, if every cycle brought as much"
-    return f"{row['cycle_months']:g} months | {takes}"
+    """Return months with the interval that the speed-up's own gives: the least are of its upper end."""
+    takes = _months(row["mean"])
+    if row.get("n", 0) >= FEW:
+        takes += f" (95% {_months(row['low'])} to {_months(row['high'])}, n = {row['n']})"
+    return f"{row['cycle_months']:g} months | {takes}, if every cycle brought as much"
+
+
+def _months(months: float | None) -> str:
+    return "never" if months is None else f"{months:.1f} months"
 
 
 def _bounded(row: Row, words: Any) -> str:
+    """Return a figure with its interval; of too few pairs for one the pairs, or where they were not kept the mean."""
+    if row["n"] < FEW:
+        return ", ".join(str(words(pair)) for pair in row.get("pairs") or (row["mean"],))
     if row["low"] is None or row["high"] is None:
         return str(words(row["mean"]))
     return f"{words(row['mean'])} ({words(row['low'])} to {words(row['high'])})"

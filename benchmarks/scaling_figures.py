@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+
 Row = dict[str, Any]
 
 
@@ -130,6 +132,8 @@ def _faults(rows: list[Row]) -> Iterator[str]:
 def _bounded(row: Row) -> str:
     if row["mean"] is None:
         return ""
+    if row["n"] < FEW:
+        return ", ".join(f"{pair:.3f}" for pair in row.get("pairs") or (row["mean"],))
     bounds = "" if row["low"] is None else f" ({row['low']:.3f} to {row['high']:.3f}, n={row['n']})"
     return f"{row['mean']:.3f}{bounds}"
 

@@ -89,12 +89,37 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 500
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    """The arithmetic is what pages lead to."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} - {"docs/math.md"}
+    assert {page for page in pages if f"]({page})" not in text} == set()
+
+
 def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
-    """README.md and pages in docs hold what benchmarks/figures.py makes of benchmarks/results."""
+    """README.md, pages and drawings in docs, and an evaluation's pages are what is made of benchmarks/results."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    figures = load("figures", "benchmarks")
-    for path, text in figures.pages(ROOT).items():
+    made = load("figures", "benchmarks").pages(ROOT)
+    for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
         shown = {"memory.md": r"worst \d[.\d]*%", "evaluation.md": r"\d% to \d[.\d]*%"}
         shown = shown.get(path.name, r"\dx? \(\d[.\d]* to \d")
-        assert re.search(shown, text), f"{path.name} shows no figure"
+        assert path.suffix != ".md" or re.search(shown, text), f"{path.name} shows no figure"
+    held = [*(ROOT / "docs" / "figures").iterdir()]
+    for kind in ("evaluation.*", "summary.json"):
+        held += (ROOT / "benchmarks" / "results").glob(f"evaluation-*/{kind}")
+    assert set(held) <= made.keys()
+    assert {path.suffix for path in held} == {".svg", ".html", ".md", ".json"}
+
+
+# As the statistics write an interval: "1.23 (1.20 to 1.26", "63% (58 to 67", "n=5".
+INTERVAL = re.compile(r"\d%? \([+-]?\d[\d.]*%? to [+-]?\d|\bn ?= ?\d")
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_measured_figures_are_not_typed_by_hand(page: str) -> None:
+    """They stand between marks, where `make figures` writes them; only the log tells of single runs."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- (\w+): made by .*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert page == "LOG.md" or INTERVAL.findall(text) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from trimtab.core.errors import FormatError
 RECORD_SCHEMA = 2
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
 BRIEF = "brief"
+SOURCES = "sources"  # of an environment: the state of this package's code
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,36 @@ def write_record(path: str | Path, record: RunRecord) -> None:
         body: tuple[Line, ...] = (*record.steps, *record.evaluations, *record.events)
         for line in body if record.end is None else (*body, record.end):
             writer.write(line)
+
+
+def read_header(path: str | Path) -> Header:
+    """Read the first line of a run's record.
+
+    Raises:
+        FormatError: no such file, no header, or another schema.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            line = file.readline()
+    except OSError as error:
+        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
+    header = _parse(str(path), 1, line) if line.endswith(b"\n") else None
+    if not isinstance(header, Header):
+        raise FormatError(str(path), given="a torn line" if line else "no header", expected="a header line first")
+    if header.schema != RECORD_SCHEMA:
+        raise FormatError(f"{path}: schema", given=repr(header.schema), expected=str(RECORD_SCHEMA))
+    return header
+
+
+def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the environment of runs that are read as one: of what differs between them each is told, `a / b`.
+
+    Sources that were not recorded of some are "unknown" there.
+    """
+    found = list(environments)
+    told = [{SOURCES: "unknown"} | dict(each) for each in found]
+    names = dict.fromkeys(name for each in found for name in each)
+    return {name: " / ".join(dict.fromkeys(each[name] for each in told if name in each)) for name in names}
 
 
 def read_record(path: str | Path) -> RunRecord:

@@ -17,7 +17,9 @@ from trimtab.core.record import (
     RecordWriter,
     RunRecord,
     StepRecord,
+    read_header,
     read_record,
+    read_together,
     write_record,
 )
 
@@ -137,3 +139,30 @@ def test_the_end_is_read_back_and_its_absence_too(tmp_path, written):
 def test_a_record_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FormatError, match=r"absent\.jsonl"):
         read_record(tmp_path / "absent.jsonl")
+
+
+def test_a_header_is_read_alone_and_strictly(tmp_path, written):
+    path = tmp_path / "read.jsonl"
+    path.write_bytes(written[: written.index(b"\n") + 1] + b"{")
+    assert read_header(path) == RECORD.header
+    for content, said in (
+        (b"", "no header"),
+        (written[:10], "a torn line"),
+        (b"\n".join(written.split(b"\n")[1:]), "a header line first"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match=said):
+            read_header(path)
+    path.write_bytes(written.replace(b'"schema": 2', b'"schema": 1', 1))
+    with pytest.raises(FormatError, match="schema"):
+        read_header(path)
+    with pytest.raises(FormatError, match="nothing that can be read"):
+        read_header(tmp_path / "absent.jsonl")
+
+
+def test_runs_that_are_read_as_one_tell_all_that_differs_between_them():
+    first, second = {"torch": "2.13", "sources": "abc"}, {"torch": "2.13", "sources": "def"}
+    assert read_together([first, second, first]) == {"torch": "2.13", "sources": "abc / def"}
+    assert read_together([{"torch": "2.13"}, second]) == {"torch": "2.13", "sources": "unknown / def"}
+    assert read_together([{"torch": "2.13"}, {}]) == {"torch": "2.13"}
+    assert read_together([{}, {}]) == read_together([]) == {}

@@ -26,10 +26,12 @@ from trimtab.experiments.evaluation.paper_claims import (
     FAIL,
     NO_VERDICT,
     NOT_COMPARABLE,
+    NOT_MEASURABLE,
     NOT_MEASURED,
     PASS,
     judge,
     met,
+    nearest,
     status_of,
 )
 from trimtab.experiments.evaluation.paper_figures import (
@@ -204,7 +206,8 @@ def test_a_recipe_that_was_stopped_early_has_no_verdict_on_its_end():
 def test_why_the_papers_own_recipe_has_no_figure_is_said():
     run = of_comparison("gpu", comparison())
     said = {(claim.measure, claim.workload.says): paper_claims.unmeasured(claim, [run]) for claim in CLAIMS}
-    assert said["gain_share", "CIFAR-10, ResNet-50"] == "P1 saved nothing that could be shared out"
+    (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
+    assert paper_claims.unmeasured(early, [run]) == "P1 saved nothing that could be shared out"
     assert said["gain_share", "WikiText-2, GPT-2 Small"] == "no run of it was given"
     assert said["component_time", "CIFAR-10, ResNet-50"].startswith("P1 is raced whole")
     assert said["scaling_efficiency", "CIFAR-10, ResNet-50"].startswith("P1 is run on one device")
@@ -214,6 +217,24 @@ def test_where_nothing_can_be_compared_that_comes_first():
     said = paper_claims.headline(judge([of_comparison("cpu", comparison(environment=CPU))]))
     assert said.kind == "nothing to compare"
     assert said.sentence.startswith("No run is at the paper's size on a GPU")
+
+
+def test_what_no_run_of_the_evaluation_can_have_a_figure_of_is_said_to_be_so(tmp_path):
+    run = of_comparison("gpu", comparison())
+    found = judge([run])
+    reasons = {
+        claim.says: paper_claims.unmeasured(claim, [run])
+        for claim in found
+        if paper_claims.status_without(claim) == NOT_MEASURABLE
+    }
+    assert set(reasons) == {"accumulation: 9.9% less time", "15% of the gain in communication"}
+    assert "batch statistics" in reasons["accumulation: 9.9% less time"]
+    assert "one process" in reasons["15% of the gain in communication"]
+    assert "2 that this evaluation cannot measure" in paper_claims.headline(found).sentence
+    rows = {row["claim"]: row for row in evaluation_object([run], "")["rows"] if row["metric"] == "claim"}
+    assert {says for says, row in rows.items() if row["status"] == NOT_MEASURABLE} == set(reasons)
+    page = write_evaluation([run], tmp_path, "x")["md"].read_text()
+    assert "**cannot be measured**: this evaluation shares gains out in one process" in page
 
 
 def test_our_plans_do_not_answer_for_the_papers_recipe():
@@ -234,6 +255,53 @@ def test_a_claim_that_fails_once_fails():
     assert [each.status for each in literal] == [FAIL, PASS]
     assert status_of(literal) == FAIL
     assert status_of([]) == NOT_MEASURED
+
+
+def test_a_pass_on_one_stem_does_not_speak_for_the_other():
+    """The paper does not say which its ResNet-50 has. Two runs of one stem, as with longer races, are one."""
+    fast, open_one = comparison(paper=1.5), comparison("cifar10_resnet50_7x7", paper=1.5, n=3)
+    again = comparison("cifar10_resnet50_timed", paper=1.5, n=3)
+    small = comparison("cifar10_resnet", paper=1.5, n=3)
+
+    def status(*found):
+        judged = judge([of_comparison(str(i), each) for i, each in enumerate(found)])
+        (claim,) = [each for each in judged if (each.source, each.measure) == ("table I", "throughput")]
+        return status_of([each for each in judged[claim] if each.is_literal])
+
+    assert status(fast, open_one) == NO_VERDICT
+    assert status(fast, again, small) == PASS
+    assert status(comparison("cifar10_resnet50_7x7", paper=1.1), fast) == FAIL
+
+
+def test_a_bound_on_a_harder_rung_comes_before_a_figure_on_an_easier_one():
+    """What is nearest where no rung of the target is there: of rungs from easy to hard."""
+    easy, hard, never = (
+        Finding("time_to_target", "a", figure=around(0.5), target=0.3),
+        *(
+            Finding("time_to_target", "a", said=said, target=target)
+            for target, said in ((0.6, ">= 31.00x"), (0.7, "never reached by either"))
+        ),
+    )
+    assert nearest([easy, hard, never], None) is nearest([easy, hard, never], 0.85) is hard
+    assert nearest([easy, hard, never], 0.7) is never
+    assert nearest([easy, never], None) is easy
+    assert nearest([never], None) is never
+
+
+def test_what_keeps_a_time_from_a_verdict_is_said():
+    """That the control has too few pairs is not that the interval holds the bar."""
+    of = comparison(paper=1.5, plan=2.0)
+    few = replace(of, resolution=around(1.0, 3))
+    (paper,) = judged([of_comparison("gpu", few)], "table I", "time_to_target")
+    assert (paper.status, paper.why) == (NO_VERDICT, "3 pairs of the A/A control: a verdict needs 5")
+    (paper,) = judged([of_comparison("gpu", replace(of, resolution=None))], "table I", "time_to_target")
+    assert (paper.status, paper.why) == (NO_VERDICT, "no A/A control")
+    verdict = Verdict("no verdict", "no A/A control of 5 pairs (3 ran), so 2.00x may be noise")
+    rows = tuple(replace(row, verdict=verdict) for row in of.target_rows)
+    plans = judged([of_comparison("gpu", replace(of, target_rows=rows))], "table I", "time_to_target", "plan_S")
+    assert {each.why for each in plans} == {verdict.sentence}
+    (holds,) = judged([of_comparison("gpu", comparison(paper=1.274))], "table I", "throughput")
+    assert (holds.status, holds.why) == (NO_VERDICT, "the interval holds it")
 
 
 def test_what_has_no_verdict_in_its_run_shows_nothing():
@@ -380,6 +448,50 @@ def test_runs_are_read_by_what_they_hold(folder):
     assert [run.kind for run in runs] == ["comparison", "ablation", "scaling", "record"]
     assert read_runs([folder / "compared" / "report.json"])[0].findings == runs[0].findings
     assert len({kind.key for kind in KINDS}) == len(KINDS)
+
+
+def raced(folder, **sources):
+    """Leave a record of one arm of each race, run at this state of the sources."""
+    for race, state in sources.items():
+        path = folder / race.replace("_", "-") / "self.jsonl"
+        path.parent.mkdir(parents=True)
+        write_record(path, recorded(CPU | {"sources": state}))
+
+
+def test_races_that_ran_at_several_states_of_the_sources_are_told_of_all(folder):
+    """The result may have been written down as of one: what counts is what its races say."""
+    raced(folder / "compared", race_0="abc", race_1="def", brief_1="abc")
+    raced(folder / "scaled", other_0="zzz")  # no race's folder
+    runs = read_runs([folder / "compared", folder / "scaled"])
+    assert runs[0].environment["sources"] == "abc / def"
+    assert runs[1].environment["sources"] == "abc"
+    assert "sources" in sameness(runs)[-1]
+    page = write_evaluation(runs, folder / "out", "x")["md"].read_text()
+    assert "sources abc / def" in page
+    (folder / "compared" / "race-1" / "self.jsonl").write_text("{")
+    with pytest.raises(FormatError, match="a torn line"):
+        read_runs([folder / "compared"])
+
+
+def test_a_plan_for_a_longer_run_is_said_where_planning_is_counted(folder):
+    settings = folder / "compared" / "settings.json"
+    settings.write_text(json.dumps({"planned_rows": "4096000", "budget_rows": "40960"}))
+    (run,) = read_runs([folder / "compared"])
+    page = write_evaluation([run], folder / "out", "x")["md"].read_text()
+    said = "planning counted (planned as a run of 100 times the rows)"
+    assert f"| Time to 85% accuracy, {said} | -26.2% |" in page
+    assert f"1: cifar10_resnet50, {said}" in page
+    settings.write_text(json.dumps({"planned_rows": "None", "budget_rows": "40960"}))
+    assert read_runs([folder / "compared"])[0].planned == ""
+    for damaged in ("{", '{"planned_rows": "x", "budget_rows": "1"}', '{"planned_rows": "1", "budget_rows": "0"}'):
+        settings.write_text(damaged)
+        with pytest.raises(FormatError, match="a damaged file"):
+            read_runs([folder / "compared"])
+
+
+def test_the_threads_of_a_scaling_table_are_those_of_a_rank():
+    assert of_scaling("s", scaled()).environment["threads"] == "1 a rank"
+    assert of_scaling("s", replace(scaled(), threads=())).environment["threads"] == "2"
 
 
 DAMAGED = {

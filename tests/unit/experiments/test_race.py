@@ -19,9 +19,10 @@ from torch import Tensor
 
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.turns import turns
 from trimtab.experiments.racing import race as race_module
+from trimtab.experiments.racing.folder import environment_of
 from trimtab.experiments.racing.loops import PlanLoop
 from trimtab.experiments.racing.race import Entry, race
 from trimtab.measure import allocator
@@ -448,3 +449,12 @@ def test_progress_tells_where_every_arm_stands():
     assert f"plan_S {BUDGET_ROWS} rows" in line
     assert share == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_races_of_several_states_of_the_sources_are_told_of_all():
+    races = {
+        seed: {"self": RunRecord(Header("self", seed, environment={"cpu": "a", "sources": state}))}
+        for seed, state in enumerate(("abc", "def", "abc"))
+    }
+    assert environment_of(races) == {"cpu": "a", "sources": "abc / def"}
+    assert environment_of({})["sources"], "where nothing ran it is that of now"

@@ -818,6 +818,14 @@ def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> No
     assert "doubles: never" in gain_tables.projection_sentences(none)[1]
 
 
+def test_of_few_laps_no_interval_is_shown() -> None:
+    few = gain(laps=4)
+    assert set(columns(gain_tables.phase_gain_table(few), "95% interval")) == {"none"}
+    assert "none" in gain_tables.phase_gain_table(few).note
+    assert "interval" not in gain_tables.projection_sentences(few)[1]
+    assert "interval" in gain_tables.projection_sentences(gain())[1]
+
+
 def test_thirds_say_why_a_ratio_is_not_known() -> None:
     early, _, late = gain_tables.thirds_table(thirds(), "F").rows
     assert early[0] == "early"
@@ -863,3 +871,15 @@ def test_a_gain_is_flat_rows_too() -> None:
     whole = next(row for row in phases if row["phase"] == "step")
     assert sum(row["mean"] for row in phases if row["phase"] != "step") == pytest.approx(whole["mean"])
     assert all(not isinstance(value, dict) for row in rows for value in row.values())
+
+
+def test_months_to_double_are_between_those_of_the_speed_ups_interval() -> None:
+    def months(found: Gain) -> dict[str, float | None]:
+        (row,) = [row for row in benchmark_object(replace(comparison(), gain=found))["rows"] if "cycle_months" in row]
+        return row
+
+    clear = months(gain())
+    assert clear["n"] == 6
+    assert clear["low"] < clear["mean"] < clear["high"]
+    nothing = months(replace(gain(), plan=gain().reference))
+    assert (nothing["mean"], nothing["high"]) == (None, None)

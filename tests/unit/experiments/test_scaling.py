@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -170,8 +171,18 @@ def test_rows_are_flat_and_name_link_and_tier():
 
 
 def test_a_job_is_read_back_as_it_was_written():
-    one = job(2, 3, 150.0, 200.0)
+    one = replace(job(2, 3, 150.0, 200.0), environment={"sources": "abc"})
     assert from_json(Job, to_json(one)) == one
+    older = {name: value for name, value in json.loads(to_json(one)).items() if name != "environment"}
+    assert from_json(Job, json.dumps(older)) == replace(one, environment={})
+
+
+def test_a_table_is_of_where_its_jobs_ran_and_not_of_where_it_was_made():
+    jobs = [replace(job(2, n, 150.0), environment={"sources": state}) for n, state in enumerate(("abc", "def"))]
+    here = {"sources": "zzz"}
+    assert summarise("tiny", jobs, here).environment == {"sources": "abc / def"}
+    assert summarise("tiny", [job(2, 0, 150.0), jobs[1]], here).environment == {"sources": "unknown / def"}
+    assert summarise("tiny", [job(2, 0, 150.0)], here).environment == here
 
 
 def test_one_rank_is_always_among_them_and_numbers_are_read():

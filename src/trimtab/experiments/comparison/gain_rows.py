@@ -39,8 +39,14 @@ def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
         yield {"metric": "clock_ratio", **head, "arm": arm} | _interval(clock)
     gained = speedup(gain)
     yield {"metric": "step_speedup", **head} | _interval(gained)
-    months = doubling_months(gained.mean)
-    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS, "mean": _finite(months)}
+    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _interval(_doubling(gained))
+
+
+def _doubling(gained: Interval) -> Interval:
+    """Return months, infinite where nothing is gained; the fewest are those of the largest speed-up."""
+    is_bounded = gained.low > 0 and gained.high < math.inf
+    low, high = (doubling_months(gained.high), doubling_months(gained.low)) if is_bounded else (math.inf, math.inf)
+    return Interval(doubling_months(gained.mean), low, high, gained.n)
 
 
 def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:
@@ -60,7 +66,7 @@ def _saved(row: Saved) -> dict[str, Any]:
 
 
 def _interval(found: Interval) -> dict[str, Any]:
-    return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "n": found.n}
+    return {"mean": _finite(found.mean), "low": _finite(found.low), "high": _finite(found.high), "n": found.n}
 
 
 def _finite(value: float) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.evaluation.beside import BEGUN, environment_beside, planned_beside
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.scaling.result import Scaling
 
 RECORD = ".jsonl"
-# What a command writes into its folder first: without a result beside it, it was cut off.
-BEGUN = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _file(path: Path) -> Path:
     files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
     if files:
         return files[0]
-    if (path / BEGUN).is_file():
+    if (path / BEGUN).is_file():  # without a result beside it, it was cut off
         raise FormatError(
             str(path),
             given="a run that was cut off before its first result",
@@ -92,11 +91,18 @@ def _read(name: str, file: Path) -> Run:
     if kind is None:
         raise FormatError(str(file), given=_what(data), expected=_EXPECTED)
     try:
-        return kind.run_of(name, from_jsonable(kind.value, data))
+        found = kind.run_of(name, from_jsonable(kind.value, data))
     except FormatError as error:
         raise FormatError(
             f"{file}: {error.field}", given=error.given, expected=error.expected, way_out=error.way_out
         ) from None
+    return _beside(found, file.parent) if file.name == kind.file else found
+
+
+def _beside(run: Run, folder: Path) -> Run:
+    """Return a run with what its folder says beside its result, which may have been written down as less."""
+    where = environment_beside(folder) or run.environment
+    return replace(run, environment=where, planned=planned_beside(folder))
 
 
 def _what(data: Any) -> str:

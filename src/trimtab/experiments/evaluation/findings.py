@@ -59,7 +59,8 @@ def _trained(found: Comparison) -> str:
     ]
     rungs = ", ".join(f"{rung:g}" for rung, number in zip(found.targets, reached, strict=True) if number)
     final = f"{found.metric} {statistics.median(reference.final_metric):.4g}"
-    return f"{reference.final_rows:,} rows; the reference ends at {final} and reaches {rungs or 'no rung'}"
+    reaches = rungs or "no rung: it is far from trained"
+    return f"{reference.final_rows:,} rows; the reference ends at {final} and reaches {reaches}"
 
 
 def _ratios(found: Comparison) -> Iterator[Finding]:
@@ -102,9 +103,9 @@ def _targets(found: Comparison) -> Iterator[Finding]:
 
 def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") -> Finding:
     ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
-    said = row.bound or _unreached(row)
-    figure = None if row.ratio is None else inverse(row.ratio)
-    where = {"target": row.target, "charged": row.charged, "has_verdict": row.verdict.kind != NO_VERDICT}
+    figure, is_open = None if row.ratio is None else inverse(row.ratio), row.verdict.kind == NO_VERDICT
+    said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
+    where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open}
     where |= {"values": row.arm_s, "part": part}
     return Finding(measure, arm, against, row.tier, ours, theirs, figure, said, **where)
 
@@ -150,9 +151,10 @@ def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Find
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if known else []
     figure = as_ratio(ratio_interval(ratios), ratios) if ratios else None
     reached = sum(map(math.isfinite, ours)), sum(map(math.isfinite, theirs))
-    control = found.resolution
-    is_resolved = control is not None and control.n >= MIN_PAIRS_FOR_VERDICT
+    unresolved = _unresolved(found.resolution)
     said = "" if known else f"reached in {reached[0]} of {len(ours)} pairs (reference: {reached[1]})"
+    if figure is not None and figure.n >= MIN_PAIRS_FOR_VERDICT:
+        said = unresolved
     return Finding(
         "time_to_target",
         arm.name,
@@ -163,8 +165,16 @@ def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Find
         figure,
         said,
         target=target,
-        has_verdict=is_resolved,
+        has_verdict=not unresolved,
     )
+
+
+def _unresolved(control: Ratio | None) -> str:
+    """Say why a comparison's A/A control tells nothing from noise, or ""."""
+    if control is None:
+        return "no A/A control"
+    few = f"{control.n} pairs of the A/A control: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
+    return few if control.n < MIN_PAIRS_FOR_VERDICT else ""
 
 
 def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:
@@ -220,11 +230,16 @@ def of_scaling(name: str, found: Scaling) -> Run:
         name,
         "scaling",
         found.task,
-        found.environment or {},
+        dict(found.environment or {}) | _threads(found),
         Verdict("no verdict", "Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds."),
         tuple(_efficiencies(found)),
         labels=RECIPES,
     )
+
+
+def _threads(found: Scaling) -> dict[str, str]:
+    """Return the threads of each rank: those of the process that started them are others."""
+    return {"threads": f"{' / '.join(map(str, found.threads))} a rank"} if found.threads else {}
 
 
 def _efficiencies(found: Scaling) -> Iterator[Finding]:

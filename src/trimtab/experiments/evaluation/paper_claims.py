@@ -8,14 +8,22 @@ from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.result import Ratio, Verdict
-from trimtab.experiments.evaluation.paper_figures import ABOUT, CLAIMS, LEAST, MOST, Claim
+from trimtab.experiments.evaluation.paper_figures import ABOUT, ACCUMULATION, CLAIMS, LEAST, MOST, Claim
 from trimtab.experiments.evaluation.result import Finding, Run
 
 PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
-NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
+NOT_COMPARABLE, NOT_MEASURED, NOT_MEASURABLE = "not comparable", "not measured", "cannot be measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
+_BOUNDS = (">= ", "<= ")  # how a time that is bounded is told
 NEAR = 0.1  # around a share that is claimed, what is about it
+# Measure and part of a claim -> why nothing that the evaluation runs has a figure of it.
+_UNREACHED = {
+    ("gain_share", ("communication",)): "this evaluation shares gains out in one process, which sends nothing",
+    ("component_throughput", ACCUMULATION): (
+        "its models of images have batch statistics, which a batch that is cut would change: no plan cuts one"
+    ),
+}
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
 _AGAINST = ("reference", "", "alone")
 
@@ -48,9 +56,24 @@ def judge(runs: Sequence[Run], claims: Sequence[Claim] = CLAIMS) -> dict[Claim, 
 
 
 def status_of(judged: Sequence[Judged]) -> str:
-    """Return one status of findings that may differ: one that fails makes the claim fail."""
-    found = {each.status for each in judged}
-    return next((status for status in (FAIL, PASS, NO_VERDICT, NOT_COMPARABLE) if status in found), NOT_MEASURED)
+    """Return one status of findings that may differ: one that fails makes the claim fail.
+
+    Each model (of images: each stem) is judged by itself. A pass on one does not speak for another that was measured.
+    """
+    models: dict[tuple[str, ...], set[str]] = {}
+    for each in judged:
+        models.setdefault(each.claim.workload.model_of(each.run.task), set()).add(each.status)
+    found = {_first(statuses, FAIL, PASS, NO_VERDICT, NOT_COMPARABLE) for statuses in models.values()}
+    return _first(found, FAIL, NO_VERDICT, PASS, NOT_COMPARABLE)
+
+
+def _first(found: set[str], *order: str) -> str:
+    return next((status for status in order if status in found), NOT_MEASURED)
+
+
+def status_without(claim: Claim) -> str:
+    """Return the status of a claim of which there is no figure."""
+    return NOT_MEASURABLE if (claim.measure, claim.part) in _UNREACHED else NOT_MEASURED
 
 
 def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
@@ -79,14 +102,21 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 def _because(claim: Claim, here: str, finding: Finding) -> str:
     figure = finding.figure
     if here == NO_VERDICT:
-        few = figure is not None and figure.n < MIN_PAIRS_FOR_VERDICT
-        return (
-            f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}" if figure and few else "the interval holds it"
-        )
+        return _open(finding)
     if claim.sense == ABOUT:
         return f"{'the whole interval is' if here == PASS else 'no part of the interval is'} within {NEAR:.0%} of it"
     what = "the count is" if figure is not None and figure.counted else "the whole interval is"
     return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
+
+
+def _open(finding: Finding) -> str:
+    """Say what keeps a finding from a verdict."""
+    figure = finding.figure
+    if figure is None or not math.isfinite(figure.mean):
+        return "there is no figure"
+    if figure.n < MIN_PAIRS_FOR_VERDICT and not figure.counted:
+        return f"{figure.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
+    return "the interval holds it" if finding.has_verdict else "its run has no verdict on it"
 
 
 def _of(claim: Claim, run: Run) -> Iterator[Finding]:
@@ -107,10 +137,14 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
         yield nearest([finding for finding in found if (finding.arm, finding.charged) == way], claim.target)
 
 
-def nearest(rungs: Sequence[Finding], target: float) -> Finding:
-    """Return the rung of a target; where the ladder has none, the hardest whose time is known, or the last."""
-    exact = [each for each in rungs if each.target == target]
-    known = [each for each in rungs if each.figure is not None]
+def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
+    """Return the rung of a target; where the ladder has none, the hardest whose time is known or bounded, or the last.
+
+    Args:
+        rungs: easiest first. target: None, where no rung is meant more than another.
+    """
+    exact = [each for each in rungs if target is not None and each.target == target]
+    known = [each for each in rungs if each.figure is not None or each.said.startswith(_BOUNDS)]
     return (exact or known or list(rungs))[-1]
 
 
@@ -158,6 +192,8 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
+    if status_without(claim) == NOT_MEASURABLE:
+        return _UNREACHED[claim.measure, claim.part]
     if claim.measure.startswith("component_"):
         return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
     if claim.measure == "scaling_efficiency":
@@ -174,13 +210,14 @@ def _tasks(claim: Claim) -> tuple[str, ...]:
 
 def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
     """Return what is read first: how many claims the paper's own recipe shows, and how many our plans reach."""
-    literal = [status_of([each for each in found if each.is_literal]) for found in judged.values()]
-    ours = [status_of([each for each in found if not each.is_literal]) for found in judged.values()]
+    literal = [_stands(claim, [each for each in found if each.is_literal]) for claim, found in judged.items()]
+    ours = [_stands(claim, [each for each in found if not each.is_literal]) for claim, found in judged.items()]
     reached = sum(status == PASS for status in ours)
     parts = [
         f"{literal.count(PASS)} shown, {literal.count(FAIL)} missed, {literal.count(NO_VERDICT)} without a verdict",
         f"{literal.count(NOT_COMPARABLE)} measured where they cannot be compared",
         f"{literal.count(NOT_MEASURED)} not measured",
+        f"{literal.count(NOT_MEASURABLE)} that this evaluation cannot measure",
     ]
     said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
     said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
@@ -191,5 +228,9 @@ def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
     return Verdict(f"{literal.count(PASS)} of {len(judged)} shown", said)
 
 
+def _stands(claim: Claim, found: Sequence[Judged]) -> str:
+    return status_of(found) if found else status_without(claim)
+
+
 def _left(statuses: Sequence[str]) -> int:
-    return sum(status in (NO_VERDICT, NOT_COMPARABLE, NOT_MEASURED) for status in statuses)
+    return sum(status not in (PASS, FAIL) for status in statuses)

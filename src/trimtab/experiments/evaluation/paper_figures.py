@@ -17,22 +17,32 @@ class Workload:
     """Whose runs can show what the paper claims of it, and whose say something beside it.
 
     Args:
-        tasks: at the paper's size. smaller: of the same data, for two cores.
+        models: tasks at the paper's size, apart by model, as the paper does not say which stem its ResNet has.
+            smaller: tasks of the same data, for two cores.
     """
 
     says: str
-    tasks: tuple[str, ...]
+    models: tuple[tuple[str, ...], ...]
     smaller: tuple[str, ...]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """All tasks at the paper's size."""
+        return tuple(task for model in self.models for task in model)
+
+    def model_of(self, task: str) -> tuple[str, ...]:
+        """Return the tasks of the same model; of a smaller task all smaller ones."""
+        return next((model for model in self.models if task in model), self.smaller)
 
 
 IMAGES = Workload(
     "CIFAR-10, ResNet-50",
-    ("cifar10_resnet50", "cifar10_resnet50_7x7", "cifar10_resnet50_timed"),
-    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half"),
+    (("cifar10_resnet50", "cifar10_resnet50_timed"), ("cifar10_resnet50_7x7",)),
+    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half", "cifar10_resnet_ablate"),
 )
 TOKENS = Workload(
     "WikiText-2, GPT-2 Small",
-    ("wikitext2_gpt2", "wikitext2_gpt2_timed"),
+    (("wikitext2_gpt2", "wikitext2_gpt2_timed"),),
     ("wikitext2_gpt", "wikitext2_gpt_short", "wikitext2_gpt_half", "wikitext2_gpt_ablate"),
 )
 

@@ -55,6 +55,7 @@ class Run:
         name: as it was given. kind: comparison, scaling, record and the like. labels: arm -> what a person reads.
         data_sha256: of what it was trained on, "" where that is not recorded. higher_is_better: of its metric.
         trained: what its reference was trained on and came to, in words; "" where that is not known.
+        planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Run:
     data_sha256: str = ""
     higher_is_better: bool = True
     trained: str = ""
+    planned: str = ""
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:

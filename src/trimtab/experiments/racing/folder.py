@@ -12,7 +12,7 @@ import torch
 from trimtab.calibrate.failures import describe
 from trimtab.core.choice import Choice
 from trimtab.core.progress import Progress
-from trimtab.core.record import RunRecord, read_record, write_record
+from trimtab.core.record import RunRecord, read_record, read_together, write_record
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.planning import Plans
@@ -143,9 +143,9 @@ def read_back(done: int, races: int, out: Path) -> tuple[str, ...]:
 
 
 def environment_of(races: Mapping[int, Mapping[str, RunRecord]]) -> Mapping[str, str]:
-    """Return where the races ran, which may have been another day than today."""
+    """Return where the races ran, which may have been other days than today; what differs between them is all told."""
     headers = [record.header for race in races.values() for record in race.values()]
-    return next((header.environment for header in headers if header.environment), environment())
+    return read_together(header.environment for header in headers) or environment()
 
 
 def reference_s(plans: Plans, facts: Mapping[str, ArmFacts], num_ranks: int = 1) -> float:

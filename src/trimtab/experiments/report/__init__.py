@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
+    "evaluation_texts",
     "gains_report",
     "read_report",
     "terminal_evaluation",
@@ -40,7 +41,7 @@ def write_report(found: Comparison | Ablation, directory: Path) -> dict[str, Pat
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
     """
-    return _write(partial(_document, found), partial(to_json, found, indent=1), "report", directory)
+    return _write(_texts(partial(_document, found), partial(to_json, found, indent=1)), "report", directory)
 
 
 def write_evaluation(
@@ -54,20 +55,32 @@ def write_evaluation(
     Raises:
         DependencyError: matplotlib is not installed; nothing is written then.
     """
+    return _write(evaluation_texts(runs, command, goals), "evaluation", directory)
+
+
+def evaluation_texts(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, str]] = ()) -> dict[str, str]:
+    """Return what `write_evaluation` writes, by kind; the same of the same runs.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
 
     def values() -> str:
         return json.dumps(evaluation_object(runs, command), indent=1, allow_nan=False, ensure_ascii=False)
 
-    return _write(partial(evaluation_outline.document, runs, command, goals), values, "evaluation", directory)
+    return _texts(partial(evaluation_outline.document, runs, command, goals), values)
 
 
-def _write(make: Callable[[], Document], values: Callable[[], str], stem: str, directory: Path) -> dict[str, Path]:
+def _texts(make: Callable[[], Document], values: Callable[[], str]) -> dict[str, str]:
     # What draws is missing before anything is made, not after.
     from trimtab.experiments.report.html import html_page
     from trimtab.experiments.report.markdown import markdown_page
 
     document = make()
-    texts = {"html": html_page(document), "md": markdown_page(document), "json": values() + "\n"}
+    return {"html": html_page(document), "md": markdown_page(document), "json": values() + "\n"}
+
+
+def _write(texts: Mapping[str, str], stem: str, directory: Path) -> dict[str, Path]:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     paths = {kind: directory / f"{stem}.{kind}" for kind in texts}

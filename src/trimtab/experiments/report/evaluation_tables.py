@@ -11,10 +11,10 @@ from trimtab.experiments.evaluation.paper_arithmetic import checks
 from trimtab.experiments.evaluation.paper_claims import (
     FAIL,
     NOT_COMPARABLE,
-    NOT_MEASURED,
     PASS,
     Judged,
     nearest,
+    status_without,
     unmeasured,
 )
 from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
@@ -38,12 +38,11 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
     rows = []
     for claim, found in judged.items():
         for each in found:
-            where = (
-                f"{numbers[id(each.run)]}: {say.one_line(each.run.task)}{_part(each.finding)}{_beside_of(each.finding)}"
-            )
-            rows.append((claim.says, claim.source, where, *figures(each.finding, each.run), _verdict(each)))
+            finding, run = each.finding, each.run
+            where = f"{numbers[id(run)]}: {say.one_line(run.task)}{_part(finding)}{_beside_of(finding, run)}"
+            rows.append((claim.says, claim.source, where, *figures(finding, run), _verdict(each)))
         if not found and whole:
-            empty = Verdict(NOT_MEASURED, unmeasured(claim, runs))
+            empty = Verdict(status_without(claim), unmeasured(claim, runs))
             rows.append((claim.says, claim.source, "", "", "", "", empty))
     return Table(
         title,
@@ -57,10 +56,14 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
     )
 
 
-def _beside_of(finding: Finding) -> str:
-    """Return what has to be known beside a figure: that planning is counted in it, the rows that it is after."""
+def _beside_of(finding: Finding, run: Run) -> str:
+    """Return what has to be known beside a figure: that planning is counted in it, the rows that it is after.
+
+    Planning takes what it may take of the run that it is for, which may be a longer one than was raced.
+    """
     said = [finding.said] if finding.measure == "final_metric" and finding.figure is not None and finding.said else []
-    return "".join(f", {say.one_line(each)}" for each in (*(["planning counted"] if finding.charged else []), *said))
+    charged = [f"planning counted{f' ({run.planned})' if run.planned else ''}"] if finding.charged else []
+    return "".join(f", {say.one_line(each)}" for each in (*charged, *said))
 
 
 def _part(finding: Finding) -> str:
@@ -150,7 +153,7 @@ def _row(table: MainTable, line: Line, run: Run, one: Finding) -> tuple[Cell, ..
     says = line.says if one.target in (None, table.target) else f"time to {run.metric} {say.metric(one.target)}"
     values = (_value(one, value, run) for value in (one.baseline, one.value))
     change = _more(one) if line.measure == "mfu" else figures(one, run)
-    return (_first(says) + _beside_of(one), line.change, *values, *change)
+    return (_first(says) + _beside_of(one, run), line.change, *values, *change)
 
 
 def _first(text: str) -> str:

@@ -18,7 +18,7 @@ from trimtab.decide.attribution import (
 )
 from trimtab.decide.attribution import speedup as speedup_of
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of
-from trimtab.decide.statistics import Interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table, tier_title
@@ -60,7 +60,7 @@ def _saved(row: Saved) -> tuple[str, ...]:
 
 
 def _between(interval: Interval, words: Callable[[float], str]) -> str:
-    if not (math.isfinite(interval.low) and math.isfinite(interval.high)):
+    if interval.n < MIN_PAIRS_FOR_VERDICT or not (math.isfinite(interval.low) and math.isfinite(interval.high)):
         return _NO_INTERVAL
     return f"{words(interval.low)} to {words(interval.high)}"
 
@@ -168,7 +168,7 @@ def projection_sentences(gain: Gain) -> tuple[str, ...]:
 
 
 def _by_its_interval(speedup: Interval) -> str:
-    if not (speedup.low > 0 and speedup.high < math.inf):
+    if speedup.n < MIN_PAIRS_FOR_VERDICT or not (speedup.low > 0 and speedup.high < math.inf):
         return ""
     return f" (by its 95% interval {_months(speedup.high)} to {_months(speedup.low)})"
 

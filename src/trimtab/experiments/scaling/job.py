@@ -17,6 +17,7 @@ from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.scaling.bench import Bench, JobSettings
 from trimtab.experiments.scaling.plans import Planned, fitted, plan_of_job, within
 from trimtab.experiments.scaling.result import Job, Refused, TimedArm
+from trimtab.measure.machine import environment
 from trimtab.tasks.task import Task, TaskData
 
 
@@ -42,8 +43,8 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
     shared = crowded()
     if here.rank:
         return None
-    threads = torch.get_num_threads()
-    return Job(here.num_ranks, number, tuple(arms), shared, link, threads, device.type, tuple(refused))
+    how = {"threads": torch.get_num_threads(), "device": device.type, "refused": tuple(refused)}
+    return Job(here.num_ranks, number, tuple(arms), shared, link, **how, environment=environment())
 
 
 def _planned(

@@ -6,10 +6,11 @@ A round is one job of each number of ranks, one after the other; efficiency is p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from trimtab.core.link import Link
+from trimtab.core.record import read_together
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, resolution
 
 # "weak": every rank has the task's batch. "strong": ranks share it.
@@ -95,7 +96,8 @@ class Job:
 
     Args:
         crowded: what ranks share that should have one each, "cores" or "devices"; or "". link: as timed, once.
-            threads: of each rank. device: "cpu" or "cuda". refused: plans that there are none of.
+            threads: of each rank. device: "cpu" or "cuda". refused: plans that there are none of. environment: of its
+            first rank; of jobs that were timed before it was kept, nothing.
     """
 
     ranks: int
@@ -106,6 +108,7 @@ class Job:
     threads: int = 1
     device: str = "cpu"
     refused: tuple[Refused, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCALING_SCHEMA
 
     def arm(self, recipe: str, mode: str) -> TimedArm | None:
@@ -170,7 +173,11 @@ class Scaling:
 
 
 def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None = None) -> Scaling:
-    """Return the table of a task's jobs: recipes and modes in order, by ranks."""
+    """Return the table of a task's jobs: recipes and modes in order, by ranks.
+
+    Args:
+        environment: where no job says its own.
+    """
     rows = [
         row
         for mode in MODES
@@ -182,7 +189,8 @@ def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None
     threads = tuple(sorted({job.threads for job in jobs}))
     refused = dict.fromkeys(each for job in jobs for each in job.refused)
     ordered = tuple(sorted(refused, key=lambda each: (MODES.index(each.mode), each.ranks)))
-    return Scaling(task, tuple(rows), tuple(links[ranks] for ranks in sorted(links)), environment, threads, ordered)
+    where = read_together(job.environment for job in jobs) or environment
+    return Scaling(task, tuple(rows), tuple(links[ranks] for ranks in sorted(links)), where, threads, ordered)
 
 
 def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow | None:

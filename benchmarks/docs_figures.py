@@ -1,0 +1,247 @@
+"""What `make figures` writes amid the text of pages in docs: short tables and sentences, each of the newest record.
+
+A page's own sentences say what is so; how much it is stands here, and comes from `benchmarks/results` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
+from trimtab.decide.statistics import paired_ratios, ratio_interval
+
+Row = dict[str, Any]
+BEHIND, ON_TIME = 0.04, 0.33  # of the best fixed k, that goodput is to keep within; of seconds, that a plan leaves room
+INTERVAL = 0.15  # of predicted seconds, that their interval is no narrower than
+
+
+def newest(root: Path, name: str) -> list[Row]:
+    """Return the rows of the last record, by date, of a benchmark's part."""
+    paths = sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
+    return list(json.loads(paths[-1].read_text(encoding="utf-8"))["rows"])
+
+
+def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return what each page has between which marks."""
+
+    def of(write: Callable[..., Iterator[str]], *names: str) -> list[str]:
+        return list(write(*(newest(root, name) for name in names)))
+
+    goodput = [f"regret-{task}" for task in ("cifar10_resnet_small", "source_gpt_small")]
+    rehearsals = ("scaling-windows", "scaling-weights", "scaling-samples")
+    return {
+        "accumulation.md": {
+            "goodput": of(_goodput, *goodput),
+            "monitor": of(_monitor, "monitor-source_gpt", "monitor-digits_resnet"),
+        },
+        "memory.md": {"least": of(_least, "frontier-epyc", "frontier-no_dropout")},
+        "planning.md": {
+            "interval": of(_missed, "prediction"),
+            "elsewhere": of(_elsewhere, "published", "prediction"),
+            "planned": of(_planned, "planning_time", "no_harm-wikitext2_gpt"),
+        },
+        "ranks.md": {
+            "bytes": of(_bytes, "rank_memory", "rank_memory_deepspeed"),
+            "published": of(_published, "published_ranks"),
+            "told": of(_told, *rehearsals),
+        },
+    }
+
+
+# docs/accumulation.md
+
+
+def _goodput(*each: list[Row]) -> Iterator[str]:
+    """Yield a line a task and link, of the mean of the losses; and what single losses are at the worst."""
+    columns = "task, link | fixed part | best fixed k | k = 1 | `goodput` | paired by seed (95%) | over other seeds"
+    yield f"| {columns} | within {BEHIND:.0%} | the paper's rule | over other seeds |"
+    yield "|---" * 10 + "|"
+    for rows in each:
+        means = [row for row in rows if row["easiest"] != row["target"]]
+        for link in dict.fromkeys(row["link"] for row in means):
+            yield _of_link({row["policy"]: row for row in means if row["link"] == link})
+    singles = [row["regret"] for rows in each for row in rows if _is_single(row)]
+    yield ""
+    yield f"To single losses `goodput` takes {max(singles):.1%} more than the best fixed k at the most."
+
+
+def _is_single(row: Row) -> bool:
+    return row["policy"] == "goodput" and row["easiest"] == row["target"] and row["regret"] is not None
+
+
+def _of_link(arms: Mapping[str, Row]) -> str:
+    ours, paper, one = arms["goodput"], arms["paper"], arms["k=1"]
+    fixed = f"{ours['fixed_s'] / ours['micro_s']:.2f} of a micro-batch"
+    paired = f"{ours['mean']:.2f} ({ours['low']:.2f} to {ours['high']:.2f}), n = {ours['n']}"
+    within = {True: "yes"}.get(ours["regret"] <= BEHIND, "no, of other seeds" if ours["over_again"] <= BEHIND else "no")
+    theirs = f"reached from {paper['n']} of {paper['seeds']} seeds | "
+    if paper["regret"] is not None:
+        theirs = f"{paper['regret']:+.1%} | {paper['over_again']:+.1%}"
+    over = f"{one['regret']:+.1%} | {ours['regret']:+.1%} | {paired} | {ours['over_again']:+.1%} | {within}"
+    return f"| {ours['task']}, {ours['link']} | {fixed} | {ours['best_k']} | {over} | {theirs} |"
+
+
+def _monitor(*each: list[Row]) -> Iterator[str]:
+    for row in (row for rows in each for row in rows if "control_half_width" in row):
+        bounds = f"{row['low'] - 1:+.1%} to {row['high'] - 1:+.1%}"
+        own = f"{row['price_of_a_run']:.2%} of 2,000 windows by its own clock"
+        where = f"- {row['task']} in windows of {row['num_micro_batches']}"
+        yield f"{where}: {row['mean'] - 1:+.1%} ({bounds}, n={row['n']}); {own}"
+
+
+# docs/memory.md
+
+
+_SAVED = {"a fourth less": 0.75, "half less": 0.5}
+_TO_SLOTS = 0.005  # beyond what was asked for, as sizes are rounded
+
+
+def _least(*each: list[Row]) -> Iterator[str]:
+    yield f"| model | {' | '.join(_SAVED)} | n |"
+    yield "|---" * (len(_SAVED) + 2) + "|"
+    for rows in each:
+        for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
+            of = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
+            whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
+            found = [row | {"share": row["peak_bytes"] / whole} for row in of if row["schedule"] == "optimal"]
+            cells = " | ".join(_cheapest(found, share) for share in _SAVED.values())
+            yield f"| {model}, {precision} | {cells} | {found[0]['n']} |"
+
+
+def _cheapest(rows: list[Row], share: float) -> str:
+    """Return what the schedule takes that saves no more than is asked for, or all that can be."""
+    enough = [row for row in rows if row["share"] <= share + _TO_SLOTS]
+    row = max(enough, key=lambda row: row["share"]) if enough else min(rows, key=lambda row: row["share"])
+    took = f"{row['over_none']:.2f} times ({row['low']:.2f} to {row['high']:.2f}), at {row['share'] - 1:+.0%}"
+    return took if enough else f"no schedule; the least is {took}"
+
+
+# docs/planning.md
+
+
+def _missed(rows: list[Row]) -> Iterator[str]:
+    errors = _known(rows, "time_error")
+    yield f"Of the {len(errors)} steps in [that table](memory.md) {_within(errors, INTERVAL)} missed by no more."
+
+
+def _elsewhere(published: list[Row], run_here: list[Row]) -> Iterator[str]:
+    errors, peaks = _known(published, "time_error"), _known(published, "error")
+    slow = sum(1 / (1 + error) - 1 > ON_TIME for error in errors)
+    yield f"- seconds of {len(errors)} steps: {_middle(errors)} off in the median, {_within(errors, 0.25)} within 25%;"
+    yield f"  {slow} take more than the {ON_TIME:.0%} leaves room for, and {-min(errors):.0%} are missing at the most"
+    models = " and ".join(dict.fromkeys(row["model"].split()[0] for row in published if row["error"] is not None))
+    yield f"- {len(peaks)} peaks, all of {models}: {_span(peaks)} of what was reserved"
+    roofs = _known(run_here, "roofline_error")
+    yield f"- of {len(roofs)} steps that were run on a CPU the roofline is {_middle(roofs)} off in the median"
+
+
+def _planned(times: list[Row], harm: list[Row]) -> Iterator[str]:
+    for row in (row for row in times if row.get("budget_bytes")):
+        limit = f"{row['model']} for an {row['device']} under {row['budget_bytes'] / 2**30:g} GiB"
+        yield f"- {limit} is planned in {row['mean']:.1f} s ({row['low']:.1f} to {row['high']:.1f}, n={row['n']})"
+    (row,) = harm
+    ratio = f"{row['mean']:.2f} times ({row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
+    control = f"the control is {row['control_low']:.2f} to {row['control_high']:.2f}"
+    yield f"- its plan trains the recipe that was tuned by hand at {ratio} its speed, in {row['peak_ratio']:.2f} of its"
+    yield f"  peak, by {row['changes']} (`no_harm.py`; {control})"
+
+
+# docs/ranks.md
+
+
+_STAGES: dict[str, Callable[[Row], bool]] = {
+    "stages 0 and 1": lambda row: row["zero_stage"] < 2,
+    "stage 2, reduced once a window": lambda row: row["zero_stage"] == 2 and row["reduces_once"],
+    "stage 3, reduced once a window": lambda row: row["zero_stage"] == 3 and row["reduces_once"],
+    "stages 2 and 3, reduced after each micro-batch": lambda row: not row["reduces_once"],
+}
+
+
+def _bytes(rows: list[Row], deepspeed: list[Row]) -> Iterator[str]:
+    for says, is_of in _STAGES.items():
+        of = [row for row in rows if is_of(row)]
+        least = [row["least_bytes"] / row["predicted_bytes"] - 1 for row in of]
+        most = max(row["most_bytes"] / row["predicted_bytes"] - 1 for row in of)
+        told = f"{_span(_known(of, 'error'), 2)} of the median window's peak"
+        alone = f"{_within(least, 1e-3)} within 0.1% of the least window's; a single window took up to {most:.0%} more"
+        yield f"- {says}, {len(of)} cases: {told}; {alone}"
+    for says, stages in (("stages 1 and 2", (1, 2)), ("stage 3", (3,))):
+        errors = [row["error"] for row in deepspeed if row["zero_stage"] in stages]
+        yield f"- DeepSpeed's {says}, {len(errors)} cases of one model: {_span(errors)}"
+
+
+def _published(rows: list[Row]) -> Iterator[str]:
+    steps = [row for row in rows if row["metric"] == "published_ranks"]
+    eager = [row for row in steps if not row["compiled"]]
+    errors = _known(eager, "time_error")
+    yield f"- seconds of {len(errors)} steps that were not compiled: {_off(errors)}"
+    for name in dict.fromkeys(_by(row) for row in eager):
+        of = _known((row for row in eager if _by(row) == name), "time_error")
+        if len(of) >= FEW:
+            yield f"- of these {name}: {_off(of)}"
+    pairs = [row["predicted"] - row["published"] for row in rows if row["metric"] == "published_efficiency"]
+    yield (
+        f"- how much of their speed more ranks keep, {len(pairs)} pairs: {100 * _middle_of(pairs):+.0f} points in the "
+        f"median, {100 * min(pairs):+.0f} to {100 * max(pairs):+.0f}"
+    )
+    for is_reserved, what in ((True, "reserved memory"), (False, "memory of tensors")):
+        peaks = _known((row for row in steps if row["is_reserved"] is is_reserved), "error")
+        yield f"- {len(peaks)} peaks, published as {what}: {_span(peaks)}"
+    own = [row["own_s"] / row["predicted_s"] - 1 for row in steps if row["gather_dtype"] == "bf16"]
+    yield f"- parameters gathered in fp32 for those in bf16, as told of {len(own)} steps: {_span(own)} of the seconds"
+
+
+def _by(row: Row) -> str:
+    return f"{row['source'].split(',')[0].removeprefix('github.com/')} on {row['device'].split()[0]}"
+
+
+def _told(windows: list[Row], weights: list[Row], samples: list[Row]) -> Iterator[str]:
+    for says, stages in (("replicas and stage 1", (0, 1)), ("stages 2 and 3", (2, 3))):
+        errors = [row["error"] for row in windows if row["zero_stage"] in stages]
+        yield f"- seconds of {len(errors)} windows as told from one process, {says}: {_span(errors)}"
+    rehearsed = sorted(row["rehearsal_error"] for row in windows)
+    peaks = [row["rehearsed_bytes"] / row["measured_bytes"] - 1 for row in windows]
+    took = sorted(row["rehearsal_s"] for row in windows)
+    worst, *others = sorted(rehearsed, key=abs, reverse=True)
+    rehearsing = f"a rehearsal takes {took[0]:.0f} to {took[-1]:.0f} s"
+    yield f"- as rehearsed: {_span(others)} but for one, {worst:+.0%}; {rehearsing}"
+    yield f"- peaks as rehearsed: {_within(peaks, 1e-3)} of {len(peaks)} to 0.1%, {_span(peaks, 1)} at the worst"
+    for says, dtype in (("double precision", "float64"), ("fp32", "float32")):
+        off = max(row["difference"] for row in weights if row["dtype"] == dtype)
+        yield f"- weights after 20 windows in {says}: {off:.0e} of the largest, at the worst"
+    base, plan = (next(row for row in samples if row["recipe"] == name) for name in ("baseline", "plan_k"))
+    more = ratio_interval(paired_ratios(base["samples_of_seeds"], plan["samples_of_seeds"]))
+    ratio = f"{more.mean:.2f} times ({more.low:.2f} to {more.high:.2f}, n={more.n})"
+    yield f"- windows of {plan['effective_batch']:.0f} rows take {ratio} the samples to a loss of {plan['target']:g}"
+    yield f"  that windows of {base['effective_batch']:.0f} take, of {base['ranks']} ranks, not timed"
+
+
+# How figures are told.
+
+
+def _known(rows: Iterable[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _off(errors: list[float]) -> str:
+    return f"{_middle(errors)} off in the median, {_span(errors)}, {_within(errors, 0.25)} within 25%"
+
+
+def _middle(errors: list[float]) -> str:
+    return f"{_middle_of([abs(error) for error in errors]):.0%}"
+
+
+def _middle_of(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _within(errors: list[float], limit: float) -> int:
+    return sum(abs(error) <= limit for error in errors)
+
+
+def _span(errors: list[float], digits: int = 0) -> str:
+    least, most = (round(100 * end, digits) + 0.0 for end in (min(errors), max(errors)))  # no -0.0
+    return f"{least:+.{digits}f}% to {most:+.{digits}f}%"

@@ -1,0 +1,41 @@
+"""What a folder says of a run beside its result: where its races ran, and how long a run its plan was made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trimtab.core.errors import FormatError
+from trimtab.core.record import read_header, read_together
+
+# What a command writes into its folder first.
+BEGUN = "settings.json"
+_RACES = ("race-*/*.jsonl", "brief-*/*.jsonl")
+
+
+def environment_beside(folder: Path) -> dict[str, str]:
+    """Return where all races of a folder ran, by their own records; nothing where there are none.
+
+    Raises:
+        FormatError: a record is damaged.
+    """
+    paths = [path for races in _RACES for path in sorted(folder.glob(races))]
+    return read_together(read_header(path).environment for path in paths)
+
+
+def planned_beside(folder: Path) -> str:
+    """Say how much longer the run is that a plan was made for than the races it ran in; "" where it is as long.
+
+    Raises:
+        FormatError: the settings are damaged.
+    """
+    path = folder / BEGUN
+    if not path.is_file():
+        return ""
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        planned, raced = (found.get(name, "None") for name in ("planned_rows", "budget_rows"))
+        times = 1.0 if "None" in (planned, raced) else int(planned) / int(raced)
+    except (OSError, ValueError, TypeError, ArithmeticError) as error:
+        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a run's settings") from None
+    return "" if times == 1 else f"planned as a run of {times:g} times the rows"

@@ -1,0 +1,151 @@
+"""What `make figures` writes: figures of records, and of too few pairs the pairs themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def third(n: int, **more):
+    """Return a row of a third of training, of so many pairs."""
+    head = {"metric": "third_speed_ratio", "task": "t", "third": "early", "tier": "S", "arm": "plan_S"}
+    return head | {"mean": 1.2, "low": 1.1, "high": 1.3, "n": n, "pairs": [1.2] * n} | more
+
+
+def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
+    from phases_figures import phases
+
+    few, enough = ("\n".join(phases([third(n)])) for n in (3, 5))
+    assert "| 1.200x, 1.200x, 1.200x | 3 |" in few
+    assert "to" not in few.partition("---|\n")[2]
+    assert "| 1.200x (1.100x to 1.300x) | 5 |" in enough
+    share = third(3, metric="third_saved_share", mean=0.3, pairs=[0.2, 0.3, 0.4])
+    assert "| 20.0%, 30.0%, 40.0% | 3 |" in "\n".join(phases([share]))
+    saved = {"metric": "phase_saved_s", "task": "t", "phase": "data", "reference_s": 1.0, "plan_s": 0.5, "share": None}
+    saved |= {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
+    assert "| 500 ms | 3 | not clear |" in "\n".join(phases([saved]))
+
+
+def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():
+    import figures
+    from scaling_figures import scaling
+
+    row = {"metric": "in_step", "task": "t", "mbit": 1, "loop": "ddp", "mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
+    rows = [row | {"kept": kept} for kept in ("in step", "over the link", "of in step")]
+    assert "| 0.900 | 0.900 | 0.900 |" in "\n".join(scaling(rows))
+    assert "0.900 (0.800 to 1.000, n=24)" in "\n".join(scaling([each | {"n": 24} for each in rows]))
+    loss = {"easiest": 1.7, "target": 1.7, "policy": "goodput", "task": "t", "link": "local", "mean_k": 2.0}
+    loss |= {
+        "median_s": 1.0,
+        "median_samples": 10.0,
+        "regret": 0.1,
+        "best": "k=2",
+        "mean": 1.1,
+        "low": 1.0,
+        "high": 1.2,
+    }
+    (few,), (enough,) = (list(figures._regret([loss | {"n": n}]))[2:] for n in (3, 5))
+    assert "| 1.100 |" in few
+    assert "| 1.100 (1.000 to 1.200) |" in enough
+
+
+def test_months_to_double_have_the_interval_of_the_speed_up():
+    from phases_figures import phases
+
+    row = {
+        "metric": "doubling_months",
+        "task": "t",
+        "cycle_months": 5.0,
+        "mean": 33.4,
+        "low": 14.0,
+        "high": None,
+        "n": 8,
+    }
+    assert "33.4 months (95% 14.0 months to never, n = 8), if every cycle" in "\n".join(phases([row]))
+    assert "| 33.4 months, if every cycle" in "\n".join(phases([row | {"n": 4}]))
+    assert "| never (95% 14.0 months to never, n = 8), if" in "\n".join(phases([row | {"mean": None}]))
+
+
+def test_a_page_without_its_marks_is_refused():
+    import figures
+
+    begin, end = figures.BEGIN.format("x"), figures.END.format("x")
+    assert figures._between(f"a\n{begin}\nold\n{end}\nb", "x", "new") == f"a\n{begin}\nnew\n{end}\nb"
+    for text in ("a", f"{begin}", f"{begin}{end}{begin}{end}"):
+        with pytest.raises(ValueError, match="once each"):
+            figures._between(text, "x", "new")
+
+
+# What stands amid the text of pages.
+
+
+def recorded(root, name, rows):
+    path = root / "benchmarks" / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": rows}))
+
+
+def test_figures_amid_text_are_of_the_newest_record(tmp_path):
+    import docs_figures
+
+    recorded(tmp_path, "prediction-a-2026-11-24", [{"time_error": 0.1}, {"time_error": -0.2}, {}])
+    recorded(tmp_path, "prediction-z-2026-11-22", [])
+    assert docs_figures.newest(tmp_path, "prediction")[0] == {"time_error": 0.1}
+    said = list(docs_figures._missed(docs_figures.newest(tmp_path, "prediction")))
+    assert said == ["Of the 2 steps in [that table](memory.md) 1 missed by no more."]
+
+
+def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
+    import docs_figures
+
+    def schedule(name, peak, over):
+        head = {"model": "m", "precision": "fp32", "schedule": name, "n": 15}
+        return head | {"peak_bytes": peak, "over_none": over, "low": over - 0.1, "high": over + 0.1}
+
+    rows = [schedule("none", 1000, 1.0), schedule("sqrt", 700, 9.0)]
+    rows += [schedule("optimal", peak, over) for peak, over in ((1000, 1.0), (750, 1.2), (600, 1.3))]
+    (line,) = list(docs_figures._least(rows))[2:]
+    a_fourth, half = line.split(" | ")[1:3]
+    assert a_fourth == "1.20 times (1.10 to 1.30), at -25%"
+    assert half == "no schedule; the least is 1.30 times (1.20 to 1.40), at -40%"
+
+
+def test_goodput_is_within_its_bar_or_of_other_seeds_alone_or_not():
+    import docs_figures
+
+    def arm(policy, regret, again, n=10):
+        head = {"policy": policy, "task": "t", "link": "local", "easiest": 2.0, "target": 1.0, "best_k": 4, "n": n}
+        head |= {"fixed_s": 0.5, "micro_s": 1.0, "mean": 1.0, "low": 0.9, "high": 1.1, "seeds": 5}
+        return head | {"regret": regret, "over_again": again}
+
+    def line(ours, again, *paper):
+        single = arm("goodput", 0.123, 0.0) | {"easiest": 1.0}
+        rows = [arm("k=1", 2.0, 2.0), arm("goodput", ours, again), arm("paper", *paper), single]
+        *_, found, _, worst = docs_figures._goodput(rows)
+        assert "takes 12.3% more" in worst
+        return found
+
+    assert "| 0.50 of a micro-batch | 4 | +200.0% | +3.0% | 1.00 (0.90 to 1.10), n = 10 | +9.0% | yes |" in line(
+        0.03, 0.09, 0.1, 0.2
+    )
+    assert "| no, of other seeds | +10.0% | +20.0% |" in line(0.05, 0.01, 0.1, 0.2)
+    assert "| no | reached from 1 of 5 seeds |  |" in line(0.05, 0.05, None, None, 1)
+
+
+def test_a_drawing_is_the_same_bytes_whatever_matplotlib_is_told():
+    from frontier_figures import drawings
+
+    first = drawings(ROOT)
+    assert len(first) == 5
+    with matplotlib.rc_context({"axes.facecolor": "red", "lines.linewidth": 9.0, "svg.hashsalt": "other"}):
+        assert drawings(ROOT) == first
