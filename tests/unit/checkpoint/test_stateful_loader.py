@@ -28,24 +28,37 @@ class Rows(Dataset):
         return torch.full((4,), index / NUM_ROWS)
 
 
-class Stream(IterableDataset):
-    """Rows without a length, by a place of their own, as a stream from disk has one."""
+class Places:
+    """Where a pass over a stream is."""
 
-    def __init__(self) -> None:
-        self.read, self.at = [], 0
+    def __init__(self, read: list[int]) -> None:
+        self._read, self._at = read, 0
 
     def __iter__(self):
-        while self.at < NUM_ROWS:
-            self.at += 1
-            self.read.append(self.at)
-            yield torch.full((4,), self.at / NUM_ROWS)
-        self.at = 0
+        return self
+
+    def __next__(self):
+        if self._at == NUM_ROWS:
+            raise StopIteration
+        self._at += 1
+        self._read.append(self._at)
+        return torch.full((4,), self._at / NUM_ROWS)
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self._at}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self._at = state["at"]
+
+
+class Stream(IterableDataset):
+    """Rows without a length; what goes over them knows its place, as over files on disk."""
+
+    def __init__(self) -> None:
+        self.read = []
+
+    def __iter__(self):
+        return Places(self.read)
 
 
 def shuffled(workers=0):
