@@ -1,6 +1,6 @@
 """What our windows cost in the loops of others: one training by the host, one through us, a step of each in turn.
 
-`python benchmarks/hosts.py [--quick] [--json] [--rounds 400] [--only transformers lightning accelerate]` prints
+`python benchmarks/hosts.py [--quick] [--json] [--rounds 600] [--only transformers lightning accelerate]` prints
 `host_overhead_ratio` rows: ours over the host's in seconds a step, in pairs of neighbouring steps, with as many
 micro-batches of as many rows and nothing planned, so that the work is the same. All that a host does between two steps
 is in them. The control is the host once more. Each training has a thread of its own, of which one runs at a time.
@@ -22,6 +22,7 @@ from typing import Any
 import command
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import ratio_interval, resolution
@@ -29,7 +30,7 @@ from trimtab.tasks import load_task
 
 FIRST, LAST = 5, 1  # rounds that are not timed: they set up and warm up, and in the last one trainings end
 ROWS = 8  # of a step of the language model
-QUICK_ROUNDS = 60
+QUICK_ROUNDS = 40
 BAR = 1.01
 ARMS = ("host", "ours", "control")
 # An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
@@ -86,7 +87,7 @@ class Turns:
 
 def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
     """Train a small GPT-2 by a Trainer."""
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from trimtab.integrations.transformers import TrimtabTrainer
 
@@ -100,7 +101,9 @@ def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], 
         arguments = TrainingArguments(folder, use_cpu=True, disable_tqdm=True, **given)
         kind, own = (TrimtabTrainer, {"plan": Plan.fixed(ROWS, ROWS // k)}) if ours else (Trainer, {})
         model = GPT2LMHeadModel(config)
-        kind(model=model, args=arguments, train_dataset=data, callbacks=[seen()], **own).train()
+        trainer = kind(model=model, args=arguments, train_dataset=data, callbacks=[seen()], **own)
+        trainer.remove_callback(PrinterCallback)  # standard output is for the figures
+        trainer.train()
 
 
 def _digits(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
@@ -139,7 +142,9 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
     strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows, micro)) if ours else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "accumulate_grad_batches": k}
-    pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(Module(), parts)
+    pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(
+        Module(), DataLoader(parts, batch_size=None)
+    )
 
 
 def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
@@ -210,7 +215,7 @@ def main() -> None:
     """Measure every host, and print what our windows cost there."""
     parser = command.parser(__doc__)
     names = sorted({host for host, _, _ in CASES})
-    parser.add_argument("--rounds", type=int, default=400, help="of a step of each of three trainings")
+    parser.add_argument("--rounds", type=int, default=600, help="of a step of each of three trainings")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="hosts to measure")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # hosts' own, of few workers and the like

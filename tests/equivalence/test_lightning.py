@@ -210,6 +210,12 @@ def test_what_decides_as_a_plan_does_is_refused(tmp_path, make, changes, said):
         trained(module, TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, **changes)
 
 
+@pytest.mark.parametrize("changes", [{"devices": 2}, {"num_nodes": 2}])
+def test_several_devices_are_refused(tmp_path, changes):
+    with pytest.raises(ValueGivenError, match=r"Trainer\.devices.*On ranks, Fabric"):
+        trained(Module(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, **changes)
+
+
 def test_fabric_gives_the_device_and_the_loaders():
     fabric = Fabric(accelerator="cpu", devices=1)
     module = Module()

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.integrations.transformers import TrimtabTrainer, counts_nothing
+from trimtab.integrations.transformers import TrimtabTrainer, counts_nothing, refuse_conflicts
 
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
 _NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -224,6 +224,19 @@ def test_an_error_in_the_loop_closes_the_run(tmp_path):
 def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes, said):
     with pytest.raises(ValueGivenError, match=said):
         TrimtabTrainer(model=model(), args=arguments(tmp_path, **changes), train_dataset=rows(8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"average_tokens_across_devices": False}, r"args\.average_tokens_across_devices"),
+        ({"ddp_find_unused_parameters": True}, r"args\.ddp_find_unused_parameters.*freeze"),
+        ({"ddp_bucket_cap_mb": 1}, r"args\.ddp_bucket_cap_mb"),
+    ],
+)
+def test_of_ranks_what_a_plan_says_is_not_an_arguments(tmp_path, changes, said):
+    with pytest.raises(ValueGivenError, match=said):
+        refuse_conflicts(arguments(tmp_path, **changes), num_processes=2)
 
 
 def test_a_precision_that_the_environment_asks_for_is_refused(tmp_path, monkeypatch):

@@ -89,9 +89,10 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Refuse devices that this strategy does not train on."""
-        given = getattr(trainer._accelerator_connector, "_parallel_devices", None) or []
-        if trainer.num_nodes > 1 or len(given) > 1:
-            said = f"{trainer.num_nodes} nodes of {len(given)} devices"
+        asked = trainer._accelerator_connector
+        given, num_nodes = getattr(asked, "_parallel_devices", None) or [], getattr(asked, "_num_nodes_flag", 1)
+        if num_nodes > 1 or len(given) > 1:
+            said = f"{num_nodes} nodes of {len(given)} devices"
             raise ValueGivenError("Trainer.devices", given=said, expected="one", way_out=_RANKS)
         own = self.root_device.index or 0
         if given and isinstance(given[0], torch.device) and (given[0].index or 0) != own:
