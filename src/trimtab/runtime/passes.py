@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trimtab.core.stop import StopReason
+from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -24,6 +25,7 @@ from trimtab.runtime.window import Window
 class Passes(RunView):
     """How a run draws its windows."""
 
+    _backend: Backend
     _control: BatchControl | FixedBatch
     _device: torch.device
     _joining: Joining
@@ -79,6 +81,7 @@ class Passes(RunView):
             self._require_open()
             self._order.require_idle("run.windows")
             self._keeper.between()
+            self._backend.settle()
             with self._control.drawing():
                 drawn = [] if self.stop_reason else list(itertools.islice(batches, self.num_batches))
             self._trained_before(self._position.taken_first())
