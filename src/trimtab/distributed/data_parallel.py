@@ -56,7 +56,7 @@ class DataParallel(Torch):
     def settle(self) -> None:
         """Have buckets laid out anew; names a rank that is lost in it."""
         with self.exchange.explaining():
-            self._sync.settle()
+            self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
         """Have its backward reduce, or not."""

@@ -112,7 +112,7 @@ class Given(Torch):
 
     def settle(self) -> None:
         """Have buckets laid out anew."""
-        self._sync.settle()
+        self._sync.settle(self.optimizer)
 
     def begin(self, *, last: bool) -> None:
         """Keep it from being reduced, unless it is the last."""

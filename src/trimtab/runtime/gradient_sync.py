@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.runtime.optimizers import drop_gradients
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
@@ -36,7 +39,7 @@ class GradientSync:
         """The window was given up."""
         self._skipping.close()
 
-    def settle(self) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Between two windows: after the first, have DDP lay out its buckets anew, which every rank has to do at once.
 
         By itself it does so in its next forward, where a rank without data comes only once it knows that others go on.
@@ -44,6 +47,5 @@ class GradientSync:
         if self._model is None or self._is_settled or not self._has_begun:
             return
         self._is_settled = True
-        for parameter in self._model.parameters():  # which hold the old buckets
-            parameter.grad = None
+        drop_gradients(optimizer)  # which hold the old buckets
         self._model.reducer._rebuild_buckets()
