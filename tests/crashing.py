@@ -192,12 +192,11 @@ def seed(options: Mapping[str, Any]) -> None:
     np.random.seed(number)
 
 
-def line_of(run: Any, options: Mapping[str, Any]) -> str:
-    """Return what a run says of a window."""
-    said = float(run.loss).hex()
-    if options.get("says_noise"):
-        said += f" {float(run.noise.scale).hex() if run.noise is not None else None}"
-    return said
+def noise_of(run: Any, options: Mapping[str, Any]) -> str:
+    """Return what a run knows of its noise, where it is to say so."""
+    if not options.get("says_noise"):
+        return ""
+    return f" {None if run.noise is None else float(run.noise.scale).hex()}"
 
 
 def is_due_often(self: Account, sparse: int = 0) -> bool:
@@ -246,15 +245,15 @@ def _train(folder: Path, say: Callable[[str], Any], options: Mapping[str, Any]) 
             for window in run.windows(loader):
                 run.train_step(window, loss)
                 scheduler.step()
-                say(f"{done} {line_of(run, options)}")
+                say(f"{done} {float(run.loss).hex()}{noise_of(run, options)}")
                 done += 1
                 if done == options.get("dies_after"):
                     sys.exit(9)
                 if done == WINDOWS:
                     break
             torch.rand(1)  # an evaluation
-    weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
-    say(f"end {float(weights.double().sum()).hex()} {float(model.calls)}")
+        weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
+        say(f"end {float(weights.double().sum()).hex()} {float(model.calls)}{noise_of(run, options)}")
 
 
 def main(folder: Path, losses: Path, options: dict) -> None:

@@ -22,7 +22,7 @@ RUNS = {
             "the loader's random numbers",
         ),
     ),
-    "fp16": ({"precision": "fp16", "factor": 1024.0}, ("loss scale",)),
+    "fp16": ({"precision": "fp16", "factor": 64.0}, ("loss scale",)),
     "short of memory": ({"faults": {"out_of_memory_in": [5]}}, ("memory limit",)),
     "Muon": ({"plan": {"optimizer": "muon"}}, ("Muon's momentum",)),
     "planned": ({"micro_batch": 4}, ("plan",)),
