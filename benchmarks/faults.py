@@ -3,7 +3,8 @@
 `python benchmarks/faults.py [--quick] [--json] [--kills 6]` prints rows of `fault`: `kind`, `tried`, `survived`.
 
 - `SIGKILL, ...`: a run killed so often at random moments, saves among them; `tried` are losses that it and its ranks
-  said, before a kill and after it, `survived` those that are bit for bit what a run says that nobody killed.
+  said, before a kill and after it, `survived` those that are bit for bit what a run says that nobody killed. `kills`
+  are those that came after a window since the start, `in_saves` those of them that left a checkpoint half written.
 - `truncated`, `one bit`, `zeroed block`: a file of the newest checkpoint damaged; survived where it is refused by that
   file's name and the checkpoint before it is used.
 
@@ -23,26 +24,26 @@ from typing import Any
 import command
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "faults"), str(TESTS / "soak")]
+sys.path[:0] = [str(TESTS), str(TESTS / "faults")]
 
 DAMAGED, QUICK_DAMAGED = 400, 60
 
 
 def killed(kills: int, *, quick: bool) -> Iterator[dict[str, Any]]:
     """Yield a row of each cell of the matrix."""
-    from test_crash import crashed, whole
-    from test_killed_runs import WINDOWS
+    from test_crash import WINDOWS, cell_of, crashed, whole
 
     cells = list(itertools.product(("fp32", "bf16"), WINDOWS, (False, True), (1, 2)))
     for precision, windows, recompute, ranks in cells[::5] if quick else cells:
-        options = {"precision": precision, "recompute": recompute, "ranks": ranks} | WINDOWS[windows]
+        options = cell_of(precision, windows, recompute, ranks)
         with tempfile.TemporaryDirectory() as folder:
-            found, lived = crashed(Path(folder), options, kills, seed=len(windows) + ranks)
+            found, did = crashed(Path(folder), options, kills, seed=len(windows) + ranks)
             expected = whole(Path(folder), options)
         alike = [window for window, said in found.items() if said == expected.get(window)]
         recomputed = "recomputed" if recompute else "kept"
         kind = f"SIGKILL, {precision}, {windows}, {recomputed}, {ranks} rank{'s' if ranks > 1 else ''}"
-        yield {"metric": "fault", "kind": kind, "kills": lived, "tried": len(expected), "survived": len(alike)}
+        row = {"metric": "fault", "kind": kind, "kills": did.counted, "in_saves": did.in_saves}
+        yield row | {"tried": len(expected), "survived": len(alike)}
 
 
 def damaged(count: int) -> Iterator[dict[str, Any]]:
@@ -72,11 +73,11 @@ def damaged(count: int) -> Iterator[dict[str, Any]]:
                 survived += named == [True] and good.folder is not None and loaded(good.folder) == 1
                 tried += 1
                 (newest / name).write_bytes(content)
-        yield {"metric": "fault", "kind": kind, "kills": None, "tried": tried, "survived": survived}
+        yield {"metric": "fault", "kind": kind, "kills": None, "in_saves": None, "tried": tried, "survived": survived}
 
 
 def _line(row: dict[str, Any]) -> str:
-    kills = "" if row["kills"] is None else f", killed {row['kills']} times"
+    kills = "" if row["kills"] is None else f", killed {row['kills']} times, {row['in_saves']} of them inside a save"
     return f"{row['kind']:<48} {row['survived']} of {row['tried']}{kills}"
 
 

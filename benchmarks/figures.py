@@ -606,10 +606,13 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
 
 
 def _faults(rows: list[Row]) -> Iterator[str]:
-    yield "| fault | kills | tried | came through |"
-    yield "|---|---|---|---|"
+    tells_saves = any("in_saves" in row for row in rows)
+    yield f"| fault | kills |{' inside a save |' * tells_saves} tried | came through |"
+    yield f"|---|---|{'---|' * tells_saves}---|---|"
     for row in rows:
-        yield f"| {row['kind']} | {row['kills'] or ''} | {row['tried']} | {row['survived']} |"
+        in_saves = "" if row["kills"] is None else f"{row.get('in_saves')}"
+        kills = f"{row['kills'] or ''} |" + f" {in_saves} |" * tells_saves
+        yield f"| {row['kind']} | {kills} {row['tried']} | {row['survived']} |"
 
 
 def _checkpoint_cost(rows: list[Row]) -> Iterator[str]:

@@ -7,33 +7,46 @@ Losses are lines of `window loss-in-hex`; what a run says of a window it had bee
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import random
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import trimtab
+from trimtab.checkpoint import kept_run
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
+from trimtab.checkpoint.settings import Checkpoints
 from trimtab.decide.accounts import Account
+from trimtab.decide.batch_decider import BatchDecider
+from trimtab.decide.noise import NoiseAverage
+from trimtab.measure.random_state import loading_random_state, random_state
 from trimtab.runtime import data_position
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.muon import Momentum
+from trimtab.runtime.out_of_memory import MicroBatchLimit
+from trimtab.runtime.precision import MixedPrecision
+from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.recovery import Recovery
 
 ROWS, WINDOWS = 8, 60
 
 
 class Noisy(Dataset):
-    """Rows by index, with chance of their own: 10 batches an epoch, the last one short."""
+    """Rows by index, with chance from every global generator: 10 batches an epoch, the last one short."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -43,7 +56,7 @@ class Noisy(Dataset):
 
     def __getitem__(self, index):
         x = torch.sin(torch.arange(12) * (index + 1.0)) + 0.1 * torch.randn(12)
-        return x, x[:3].sum()[None] + 0.1 * torch.rand(1)
+        return x, x[:3].sum()[None] + 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
 
 
 class Net(nn.Module):
@@ -89,6 +102,15 @@ def from_the_start(self, state, loading=Consumed.loading):
     return loading(self, dict(state) | {"scheduled": 0.0})
 
 
+def without(kind):
+    """Load random numbers but for those of one kind."""
+
+    def loading(state, where):
+        return loading_random_state(dict(state) | {kind: random_state()[kind]}, where)
+
+    return loading
+
+
 # Parts of what defines a run, and what leaves each out of what is put back.
 FORGOTTEN = {
     "weights": [(ModelState, "loading", nothing)],
@@ -97,8 +119,27 @@ FORGOTTEN = {
     "scheduler": [(Given, "loading", nothing)],
     "progress": [(Consumed, "loading", from_the_start)],
     "place in the data": [(DataPosition, "_continued", lambda self, loader, saved: iter(loader))],
-    "random numbers": [(data_position, "loading_random_state", nothing)],
+    "torch's random numbers": [(data_position, "loading_random_state", without("cpu"))],
+    "Python's random numbers": [(data_position, "loading_random_state", without("python"))],
+    "NumPy's random numbers": [(data_position, "loading_random_state", without("numpy"))],
+    "the loader's random numbers": [(data_position, "loading_generators", nothing)],
+    "loss scale": [(MixedPrecision, "loading", nothing)],
+    "memory limit": [(MicroBatchLimit, "loading", nothing)],
+    "Muon's momentum": [(Momentum, "loading", nothing)],
+    "noise averages": [(NoiseAverage, "loading", nothing)],
+    "decided batch": [(BatchDecider, "_continue_with", nothing)],
+    "plan": [(Checkpoints, "saved_plan", lambda self: None), (kept_run, "require_accepted", nothing)],
+    "record": [(Recorder, "loading", nothing)],
 }
+
+
+@contextlib.contextmanager
+def forgetting(part: str | None) -> Iterator[None]:
+    """Have a part of what defines a run not put back inside the block."""
+    with contextlib.ExitStack() as patched:
+        for owner, name, instead in FORGOTTEN.get(part, ()):
+            patched.enter_context(mock.patch.object(owner, name, instead))
+        yield
 
 
 def killing(folder: Path, verb: str) -> None:
@@ -114,32 +155,23 @@ def killing(folder: Path, verb: str) -> None:
     setattr(Recovery, verb, and_die)
 
 
-def faulty(run: Any, faults: Mapping[str, Any]) -> Any:
-    """Return the loss, which is no number in some windows, and for which memory runs out from one window on."""
+def faulty(run: Any, faults: Mapping[str, Any], factor: float = 1.0) -> Any:
+    """Return the loss, which is no number in some windows, and for which memory runs out in some, or from one on."""
 
     def loss(model, batch):
-        if len(batch[0]) > 2 and run.num_windows >= faults.get("out_of_memory_from", math.inf):
+        is_short = run.num_windows >= faults.get("out_of_memory_from", math.inf)
+        if len(batch[0]) > 2 and (is_short or run.num_windows in faults.get("out_of_memory_in", ())):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        found = loss_fn(model, batch)
+        found = factor * loss_fn(model, batch)
         return found * math.nan if run.num_windows in faults.get("no_number", ()) else found
 
     return loss
 
 
-def train(folder: Path, losses: Path, options: dict) -> None:
-    """Train to the end, from wherever the folder says."""
-    torch.set_num_threads(1)
-    rank, ranks = options.get("rank", 0), options.get("ranks", 1)
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{options['meet']}", rank=rank, world_size=ranks)
-    torch.manual_seed(options.get("seed", 0) + rank)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
-    rule = options.get("rule")
-    for owner, name, instead in FORGOTTEN.get(options.get("forgets"), ()):
-        setattr(owner, name, instead)
-    plan = trimtab.Plan.fixed(
+def plan_of(options: Mapping[str, Any]) -> trimtab.Plan:
+    """Return the plan of a run's options."""
+    rule, ranks = options.get("rule"), options.get("ranks", 1)
+    return trimtab.Plan.fixed(
         ROWS,
         options.get("micro_batch", ROWS),
         precision=options.get("precision", "fp32"),
@@ -148,45 +180,92 @@ def train(folder: Path, losses: Path, options: dict) -> None:
         num_ranks=ranks,
         **({"recompute": "every_block"} if options.get("recompute") else {}),
         **({"zero_stage": options.get("stage", 0)} if ranks > 1 else {}),
+        **options.get("plan", {}),
     )
-    if rule:  # such short windows would be measured once in a hundred
-        Account.is_due = lambda self, sparse=0: not self.is_paused and self.windows % 3 == 0
+
+
+def seed(options: Mapping[str, Any]) -> None:
+    """Seed every global generator."""
+    number = options.get("seed", 0) + options.get("rank", 0)
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def noise_of(run: Any, options: Mapping[str, Any]) -> str:
+    """Return what a run knows of its noise, where it is to say so."""
+    if not options.get("says_noise"):
+        return ""
+    return f" {None if run.noise is None else float(run.noise.scale).hex()}"
+
+
+def is_due_often(self: Account, sparse: int = 0) -> bool:
+    """Return whether a window is measured: by itself one in a hundred of such short ones would be."""
+    return not self.is_paused and self.windows % 3 == 0
+
+
+def train(folder: Path, losses: Path, options: dict) -> None:
+    """Train to the end, from wherever the folder says."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(forgetting(options.get("forgets")))
+        if "rule" in options:
+            inside.enter_context(mock.patch.object(Account, "is_due", is_due_often))
+        if options.get("record"):
+            path = folder.with_name("record.jsonl")
+            writer = trimtab.RecordWriter(path, trimtab.Header("crashing"), continues=path.exists())
+            options = options | {"record": inside.enter_context(writer)}
+        out = inside.enter_context(losses.open("a", buffering=1))
+        _train(folder, lambda text: out.write(text + "\n"), options)
+
+
+def _train(folder: Path, say: Callable[[str], Any], options: Mapping[str, Any]) -> None:
+    seed(options)
+    model, ranks = Net(), options.get("ranks", 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
     keep = {"every_steps": 4, "every_s": None, "also": {"scheduler": scheduler}} | options.get("keep", {})
-    faults = options.get("faults", {})
+    checkpoints, faults = trimtab.Checkpoints(folder, **keep), options.get("faults", {})
     for verb in faults.get("killed_in", ()):
         killing(folder, verb)
     how = {"nonfinite": "skip", "out_of_memory": "split"} if faults else {}
-    order = torch.Generator().manual_seed(7) if ranks > 1 else None  # the same on all
+    order = torch.Generator().manual_seed(7)  # the same on all ranks
     loader = trimtab.shard(DataLoader(Noisy(ranks), batch_size=ROWS * ranks, shuffle=True, generator=order))
-    with (
-        losses.open("a", buffering=1) as out,
-        trimtab.start(
-            model,
-            optimizer,
-            plan,
-            total_samples=WINDOWS * ROWS * ranks,
-            clip_norm=1.0,
-            checkpoints=trimtab.Checkpoints(folder, **keep),
-            **how,
-        ) as run,
-    ):
-        done, loss = run.num_windows, faulty(run, faults)
+    with trimtab.start(
+        model,
+        optimizer,
+        checkpoints.saved_plan() or plan_of(options),
+        total_samples=WINDOWS * ROWS * ranks,
+        clip_norm=1.0,
+        checkpoints=checkpoints,
+        record=options.get("record"),
+        **how,
+    ) as run:
+        done, loss = run.num_windows, faulty(run, faults, options.get("factor", 1.0))
         while done < WINDOWS:
             for window in run.windows(loader):
                 run.train_step(window, loss)
                 scheduler.step()
-                out.write(f"{done} {float(run.loss).hex()}\n")
+                say(f"{done} {float(run.loss).hex()}{noise_of(run, options)}")
                 done += 1
                 if done == options.get("dies_after"):
-                    os._exit(9)
+                    sys.exit(9)
                 if done == WINDOWS:
                     break
             torch.rand(1)  # an evaluation
         weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
-        out.write(f"end {float(weights.double().sum()).hex()} {float(model.calls)}\n")
+        say(f"end {float(weights.double().sum()).hex()} {float(model.calls)}{noise_of(run, options)}")
+
+
+def main(folder: Path, losses: Path, options: dict) -> None:
+    """Train, as a process of its own."""
+    torch.set_num_threads(1)
+    if (ranks := options.get("ranks", 1)) > 1:
+        meet = f"file://{options['meet']}"
+        dist.init_process_group("gloo", init_method=meet, rank=options["rank"], world_size=ranks)
+    train(folder, losses, options)
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
     sys.stdout.flush()
     os._exit(0)

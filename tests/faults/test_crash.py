@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from ranks import started
 
+from trimtab.checkpoint.envelope import TEMPORARY
+
 PROGRAM = Path(__file__).parents[1] / "crashing.py"
-CELLS = {
-    "fp32": {},
-    "bf16, four micro-batches, recomputed": {"precision": "bf16", "micro_batch": 2, "recompute": True},
+WINDOWS = {
+    "k = 1": {},
+    "k = 4": {"micro_batch": 2},
     "adaptive": {"rule": {"policy": "goodput", "k_max": 8, "min_windows": 3}, "micro_batch": 4},
-    "in the background": {"keep": {"background": True, "every_steps": 1}},
 }
+# Every value beside every other one of each pair of settings; all of them together are in tests/soak.
+PAIRWISE = [
+    ("fp32", "k = 1", False, 1),
+    ("bf16", "k = 1", True, 2),
+    ("fp32", "k = 4", True, 2),
+    ("bf16", "k = 4", False, 1),
+    ("fp32", "adaptive", False, 2),
+    ("bf16", "adaptive", True, 1),
+]
+
+
+class Kills(NamedTuple):
+    """Kills of a run that had said something since it was started: `counted`; those of them inside a save."""
+
+    counted: int
+    in_saves: int
+
+
+def cell_of(precision: str, windows: str, recompute: bool, ranks: int) -> dict:
+    """Return the options of a cell of the matrix."""
+    return {"precision": precision, "recompute": recompute, "ranks": ranks} | WINDOWS[windows]
 
 
 def started_once(folder: Path, losses: Path, options: dict, kill: tuple[int, float] | None = None) -> int:
@@ -65,16 +89,25 @@ def said(losses: Path) -> dict[str, set[str]]:
     return found
 
 
-def crashed(folder: Path, options: dict, kills: int, seed: int = 0) -> tuple[dict[str, set[str]], int]:
+def crashed(folder: Path, options: dict, kills: int, seed: int = 0) -> tuple[dict[str, set[str]], Kills]:
     """Kill a run as often, at random moments of its life, and let it come to its end; returns what it said."""
     chance, losses = random.Random(seed), folder / "crashed.txt"
     losses.touch()
-    lived = 0
+    counted = in_saves = 0
     for _ in range(kills):
-        kill = num_lines(losses) + chance.randrange(14), chance.uniform(0, 0.02)
-        lived += started_once(folder / "run", losses, options, kill) != 0
+        before = num_lines(losses)
+        kill = before + chance.randrange(14), chance.uniform(0, 0.02)
+        if started_once(folder / "run", losses, options, kill) != 0 and num_lines(losses) > before:
+            counted += 1
+            in_saves += any(TEMPORARY in each.name for each in (folder / "run").iterdir())
     assert started_once(folder / "run", losses, options) == 0
-    return said(losses), lived
+    return said(losses), Kills(counted, in_saves)
+
+
+def ks_of(folder: Path) -> set[int]:
+    """Return the k that windows were decided to have."""
+    lines = (folder / "run" / "decisions.jsonl").read_text().splitlines()[1:]
+    return {json.loads(line)["k"] for line in lines}
 
 
 def whole(folder: Path, options: dict) -> dict[str, set[str]]:
@@ -84,12 +117,30 @@ def whole(folder: Path, options: dict) -> dict[str, set[str]]:
     return said(folder / "whole.txt")
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_no_loss_differs_after_kills(tmp_path, cell):
-    found, lived = crashed(tmp_path, CELLS[cell], kills=4, seed=len(cell))
-    assert lived >= 2, "too few of the kills came before the end"
-    assert found == whole(tmp_path, CELLS[cell])
+def test_a_few_cells_have_every_pair_of_settings():
+    whole_matrix = itertools.product(("fp32", "bf16"), WINDOWS, (False, True), (1, 2))
+
+    def pairs(cells):
+        return {((i, cell[i]), (j, cell[j])) for cell in cells for i, j in itertools.combinations(range(4), 2)}
+
+    assert pairs(PAIRWISE) == pairs(whole_matrix)
+
+
+@pytest.mark.parametrize(("precision", "windows", "recompute", "ranks"), PAIRWISE)
+def test_no_loss_differs_after_kills(tmp_path, precision, windows, recompute, ranks):
+    options = cell_of(precision, windows, recompute, ranks)
+    found, kills = crashed(tmp_path, options, kills=2, seed=len(windows) + ranks)
+    assert kills.counted >= 1, "too few of the kills came between its start and its end"
+    assert found == whole(tmp_path, options)
+    assert windows != "adaptive" or len(ks_of(tmp_path)) > 1
     shutil.rmtree(tmp_path / "run")
+
+
+def test_no_loss_differs_after_kills_while_it_is_saved_in_the_background(tmp_path):
+    options = {"keep": {"background": True, "every_steps": 1}}
+    found, kills = crashed(tmp_path, options, kills=3, seed=17)
+    assert kills.counted >= 2, "too few of the kills came between its start and its end"
+    assert found == whole(tmp_path, options)
 
 
 FAULTS = {"no_number": [5, 21, 22, 40], "out_of_memory_from": 13}
@@ -108,6 +159,6 @@ def test_no_loss_differs_where_a_run_is_killed_while_it_recovers(tmp_path, verb)
 
 def test_no_loss_of_ranks_in_shards_differs_after_kills(tmp_path):
     options = {"ranks": 2, "stage": 2}
-    found, lived = crashed(tmp_path, options, kills=3, seed=3)
-    assert lived >= 2, "too few of the kills came before the end"
+    found, kills = crashed(tmp_path, options, kills=3, seed=3)
+    assert kills.counted >= 2, "too few of the kills came between its start and its end"
     assert found == whole(tmp_path, options)

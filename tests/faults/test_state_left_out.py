@@ -1,44 +1,114 @@
-"""What defines a run is all kept: where one part of it is not put back, the losses that follow are others."""
+"""What defines a run is all kept: where one part of it is not put back, what follows is another run."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import warnings
+from pathlib import Path
 
 import pytest
-from crashing import FORGOTTEN
-from test_crash import said, started_once, whole
+from crashing import FORGOTTEN, WINDOWS, train
+from test_crash import said
 
 DIED, SAVED = 10, 8
+# Runs in which the parts matter, and these parts.
+RUNS = {
+    "plain": (
+        {},
+        (
+            *("weights", "hidden buffers", "optimizer", "scheduler", "progress", "place in the data"),
+            *("torch's random numbers", "Python's random numbers", "NumPy's random numbers"),
+            "the loader's random numbers",
+        ),
+    ),
+    "fp16": ({"precision": "fp16", "factor": 64.0}, ("loss scale",)),
+    "short of memory": ({"faults": {"out_of_memory_in": [5]}}, ("memory limit",)),
+    "Muon": ({"plan": {"optimizer": "muon"}}, ("Muon's momentum",)),
+    "planned": ({"micro_batch": 4}, ("plan",)),
+    "adaptive": (
+        {
+            "rule": {"policy": "norm_test", "theta": 0.2, "k_max": 8, "min_windows": 3, "learning_rate": "sqrt"},
+            "micro_batch": 4,
+            "says_noise": True,
+        },
+        ("noise averages", "decided batch"),
+    ),
+    "recorded": ({"record": True}, ("record",)),
+}
+CASES = [(kind, part) for kind, (_, parts) in RUNS.items() for part in parts if part != "record"]
+
+
+def trained(folder: Path, losses: str, options: dict) -> dict[str, set[str]]:
+    """Return what a run says of each window, in this process: it leaves as one does that dies, if it is to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "dies_after" in options:
+            with pytest.raises(SystemExit):
+                train(folder / "run", folder / losses, options)
+        else:
+            train(folder / "run", folder / losses, options)
+    return said(folder / losses)
 
 
 @pytest.fixture(scope="module")
 def dead(tmp_path_factory):
-    """Return a folder with a run that died, saved some windows before, and what it would have said."""
-    folder = tmp_path_factory.mktemp("left-out")
-    losses = folder / "dead.txt"
-    assert started_once(folder / "run", losses, {"dies_after": DIED}) == 9
-    assert sorted(each.name for each in (folder / "run").glob("step-*")) == ["step-4", f"step-{SAVED}"]
-    return folder, whole(folder, {})
+    """Return what makes a folder with a run of a kind that died, saved some windows before; once of each."""
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = folder = tmp_path_factory.mktemp("left-out")
+            trained(folder, "dead.txt", RUNS[kind][0] | {"dies_after": DIED})
+            assert (folder / "run" / f"step-{SAVED}").exists()
+            (folder / "run" / "decisions.jsonl").unlink()  # which would tell what the state does, for windows it has
+        return made[kind]
+
+    return of
 
 
-def went_on(dead, tmp_path, **options):
-    """Return the windows that a run says otherwise than one that never died, and all it says."""
-    folder, expected = dead
-    shutil.copytree(folder / "run", tmp_path / "run")
-    assert started_once(tmp_path / "run", tmp_path / "losses.txt", options) == 0
-    found = said(tmp_path / "losses.txt")
-    return sorted(window for window in found if found[window] != expected[window]), found
+@pytest.fixture(scope="module")
+def whole(dead, tmp_path_factory):
+    """Return what gives all that a run of a kind says which lacks nothing; once of each."""
+    found: dict[str, dict[str, set[str]]] = {}
+
+    def of(kind: str) -> dict[str, set[str]]:
+        if kind not in found:
+            found[kind] = went_on(dead, tmp_path_factory.mktemp("whole"), kind)
+        return found[kind]
+
+    return of
 
 
-def test_with_all_of_it_no_loss_differs(dead, tmp_path):
-    differing, found = went_on(dead, tmp_path)
-    assert differing == []
-    assert str(SAVED) in found
+def went_on(dead, folder: Path, kind: str, **options) -> dict[str, set[str]]:
+    shutil.copytree(dead(kind), folder, dirs_exist_ok=True)
+    given = {name: value for name, value in RUNS[kind][0].items() if kind != "planned"}  # its plan is in its checkpoint
+    return trained(folder, "again.txt", given | options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RUNS if kind != "adaptive"])
+def test_with_all_of_it_no_loss_differs(whole, tmp_path, kind):
+    found, expected = whole(kind), trained(tmp_path, "never.txt", RUNS[kind][0])
+    assert {str(SAVED), "end"} <= found.keys()
     assert str(SAVED - 1) not in found
+    assert found == {window: loss for window, loss in expected.items() if window in found}
 
 
-@pytest.mark.parametrize("part", FORGOTTEN)
-def test_without_one_part_they_do(dead, tmp_path, part):
-    differing, _ = went_on(dead, tmp_path, forgets=part)
+@pytest.mark.parametrize(("kind", "part"), CASES)
+def test_without_one_part_they_do(dead, whole, tmp_path, kind, part):
+    found, expected = went_on(dead, tmp_path, kind, forgets=part), whole(kind)
+    differing = [window for window in expected if found.get(window) != expected[window]]
     assert "end" in differing
     assert len(differing) > 40
+
+
+def test_every_part_is_left_out_once():
+    assert sorted(part for _, parts in RUNS.values() for part in parts) == sorted(FORGOTTEN)
+
+
+@pytest.mark.parametrize("forgets", [None, "record"])
+def test_without_its_place_a_record_has_windows_twice(dead, tmp_path, forgets):
+    went_on(dead, tmp_path, "recorded", forgets=forgets)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    rows = [line["rows"] for line in lines if line["kind"] == "step"]
+    assert (len(rows) == WINDOWS) is (forgets is None)

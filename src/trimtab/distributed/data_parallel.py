@@ -15,7 +15,6 @@ from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
 from trimtab.runtime.backend import Torch
 from trimtab.runtime.gradient_sync import GradientSync
-from trimtab.runtime.precision import MixedPrecision
 
 _MIB = 2**20
 # Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
@@ -54,6 +53,11 @@ class DataParallel(Torch):
         elif plan.reduce_dtype.value == "bf16":
             self.model.register_comm_hook(None, reduce_in_bf16)
 
+    def settle(self) -> None:
+        """Have buckets laid out anew; names a rank that is lost in it."""
+        with self.exchange.explaining():
+            self._sync.settle(self.optimizer)
+
     def begin(self, *, last: bool) -> None:
         """Have its backward reduce, or not."""
         self._sync.begin(last=last)
@@ -62,13 +66,6 @@ class DataParallel(Torch):
         """Have a micro-batch's backward; names a rank that is lost in it."""
         with self.exchange.explaining():
             super().backward(loss)
-
-    def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; names a rank that is lost in it."""
-        with self.exchange.explaining():
-            applied = super().step(precision)
-            self._sync.stepped()
-        return applied
 
     def end(self) -> None:
         """Reduce again."""

@@ -62,6 +62,9 @@ class DeepSpeedZero:
         if had:
             put_state(self._zero, had)
 
+    def settle(self) -> None:
+        """Do nothing."""
+
     def begin(self, *, last: bool) -> None:
         """Say, before its forward, whether the micro-batch is its window's last."""
         self._zero.clear_backward_seen_flag()  # as the engine's own forward does

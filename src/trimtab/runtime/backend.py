@@ -33,6 +33,9 @@ class Backend(Protocol):
     def spread(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Spread a model and its optimizer's state, in place. Raises before anything is changed, or undoes it."""
 
+    def settle(self) -> None:
+        """A window is about to be drawn, on every rank: what all of them have to do at once is done here."""
+
     def begin(self, *, last: bool) -> None:
         """A micro-batch is about to be handed out."""
 
@@ -71,6 +74,9 @@ class Torch:
 
     optimizer: torch.optim.Optimizer
 
+    def settle(self) -> None:
+        """Do nothing."""
+
     def backward(self, loss: Tensor) -> None:
         """Have a micro-batch's backward."""
         loss.backward()
@@ -104,15 +110,13 @@ class Given(Torch):
         """Change nothing."""
         self.model, self.optimizer, self._sync = model, optimizer, GradientSync(model)
 
+    def settle(self) -> None:
+        """Have buckets laid out anew."""
+        self._sync.settle(self.optimizer)
+
     def begin(self, *, last: bool) -> None:
         """Keep it from being reduced, unless it is the last."""
         self._sync.begin(last=last)
-
-    def step(self, precision: MixedPrecision) -> bool:
-        """Step the optimizer; returns whether it stepped."""
-        applied = super().step(precision)
-        self._sync.stepped()
-        return applied
 
     def end(self) -> None:
         """Reduce again."""

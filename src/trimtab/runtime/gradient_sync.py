@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trimtab.runtime.optimizers import drop_gradients
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
@@ -21,11 +24,13 @@ class GradientSync:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = data_parallel(model)
-        self._skipping, self._is_settled = contextlib.ExitStack(), False
+        self._skipping = contextlib.ExitStack()
+        self._has_begun = self._is_settled = False
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch is about to be handed out."""
         if self._model is not None:
+            self._has_begun = True
             self._skipping.close()
             if not last:
                 self._skipping.enter_context(self._model.no_sync())
@@ -34,11 +39,13 @@ class GradientSync:
         """The window was given up."""
         self._skipping.close()
 
-    def stepped(self) -> None:
-        """A window was stepped: after the first, have DDP lay out its buckets anew now, with the other ranks.
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Between two windows: after the first, have DDP lay out its buckets anew, which every rank has to do at once.
 
-        It would in its next forward, where a rank without data does not come before it knows that others go on.
+        By itself it does so in its next forward, where a rank without data comes only once it knows that others go on.
         """
-        if self._model is not None and not self._is_settled:
-            self._model.reducer._rebuild_buckets()
-            self._is_settled = True
+        if self._model is None or self._is_settled or not self._has_begun:
+            return
+        self._is_settled = True
+        drop_gradients(optimizer)  # which hold the old buckets
+        self._model.reducer._rebuild_buckets()

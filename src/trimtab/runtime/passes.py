@@ -12,6 +12,7 @@ from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
 from trimtab.measure.loader_state import require_state_kept
+from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.batches import count_rows
 from trimtab.runtime.data_position import DataPosition
@@ -29,6 +30,7 @@ from trimtab.runtime.window import Window
 class Passes(RunView):
     """How a run draws its windows."""
 
+    _backend: Backend
     _control: BatchControl | FixedBatch
     _device: torch.device
     _joining: Joining
@@ -93,6 +95,7 @@ class Passes(RunView):
             self._require_open()
             self._order.require_idle("run.windows")
             self._keeper.between()
+            self._backend.settle()
             with self._control.drawing():
                 drawn = [] if self.stop_reason else self._drawn(batches)
             if drawn is None:

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.dealing import shard
 from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.joining import NoRows
 
 
 class Noisy(Dataset):
@@ -182,3 +183,36 @@ def test_what_is_not_kept_is_not_told():
     assert list(position.batches([1, 2])) == [1, 2]
     with pytest.raises(ValueGivenError, match=r"start\(\.\.\., checkpoints="):
         position.state_dict()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "endless"])
+def test_the_first_batch_of_a_pass_that_is_drawn_is_drawn_anew_without_a_trace(kind):
+    seeded()
+    loader, position = LOADERS[kind](), DataPosition(is_kept=True)
+    whole = [repr(batch) for batch in position.batches(loader)]
+    before = position.state_dict()
+    assert repr(position.drawn_anew()) == whole[0]
+    assert repr(position.state_dict()) == repr(before)
+    position.over()
+    assert len(list(position.batches(loader))) == len(whole)
+
+
+def test_nothing_is_drawn_anew_in_the_midst_of_a_pass_or_of_none():
+    position = DataPosition(is_kept=True)
+    assert position.drawn_anew() is None
+    next(position.batches([1, 2]))
+    assert position.drawn_anew() is None
+
+
+def test_the_first_batch_with_rows_of_what_was_trained_on_is_told_once():
+    batches = [NoRows(), torch.ones(1), torch.ones(2), torch.ones(3)]
+    position = DataPosition(is_kept=True)
+    drawn = position.batches(batches)
+    for _ in range(3):
+        next(drawn)
+    assert position.taken_first() is None
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    assert len(next(other.batches(batches))) == 3
+    assert len(other.taken_first()) == 1
+    assert other.taken_first() is None

@@ -1,0 +1,58 @@
+"""Words between ranks of what takes long: waited for while a heart beats, and removed once they were heard."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from trimtab.core.errors import RankError
+from trimtab.distributed import at_work, heartbeat
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def heard_by(store, key, limit_s=5.0):
+    """Return a rank's thread that awaits a word, begun."""
+    rank = threading.Thread(target=heartbeat.awaited, args=(store, key, limit_s))
+    rank.start()
+    return rank
+
+
+def test_a_word_that_all_have_heard_is_removed_with_the_next(store):
+    heartbeat.say(store, "one", "1", readers=2)
+    for rank in [heard_by(store, "one"), heard_by(store, "one")]:
+        rank.join()
+    heartbeat.say(store, "two", "2", readers=2)
+    assert not store.check(["one"])
+    assert store.get("two") == b"2"
+
+
+def test_a_word_that_one_has_not_heard_stays(store):
+    heartbeat.say(store, "one", "1", readers=2)
+    heard_by(store, "one").join()
+    heartbeat.say(store, "two", "2", readers=2)
+    assert store.get("one") == b"1"
+    heard_by(store, "one").join()
+    heartbeat.say(store, "three", "3", readers=2)
+    assert not store.check(["one"])
+
+
+def test_a_word_may_take_longer_than_silence_does(store):
+    with heartbeat.beating(store, "slow", 0.4):
+        late = threading.Timer(1.0, heartbeat.say, (store, "slow", "done", 1))
+        late.start()
+        assert at_work._word_of(store, 1, "slow", 0.4) == "done"
+        late.join()
+
+
+def test_a_rank_that_is_silent_is_named(store):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 3: given no sign of life for 0\.3 s"):
+        at_work._word_of(store, 3, "never", 0.3)
+    assert time.monotonic() - start < 5
