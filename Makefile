@@ -1,4 +1,4 @@
-# Everything runs from the virtual environment in .venv. Making it needs the network; nothing after that does.
+# Everything runs from the virtual environment in .venv. Making it needs the network; after that hosts-oldest alone does.
 #
 #   PYTHON       the Python that makes .venv (3.11 or newer); found when not given
 #   PYTEST_ARGS  more arguments for pytest:       make test PYTEST_ARGS="tests/unit -x"
@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format figures gpu-check evaluation clean
+.PHONY: help install demo test soak hosts-oldest check format figures docs gpu-check evaluation clean
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -20,10 +20,13 @@ GPU_PYTHON ?= $(BIN)/python
 SIZE ?= cpu
 # A file's tests run in one process: what a file sets up once, as a job of ranks, is set up once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+OLDEST := build/oldest-hosts
+HOSTS := tests/equivalence/test_accelerate.py tests/equivalence/test_lightning.py tests/equivalence/test_transformers.py \
+	tests/distributed/test_host_ranks.py tests/unit/test_examples.py
 
 help: ## Show this list
 	@echo "make <target>:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP) ## Make .venv, or bring it up to date with pyproject.toml and constraints.txt
 
@@ -57,6 +60,13 @@ test: $(STAMP) ## Run the tests
 soak: $(STAMP) ## Run the long matrices
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -n $(or $(filter-out 0,$(WORKERS)),1) $(PYTEST_ARGS)
 
+hosts-oldest: $(STAMP) ## Run the tests of hosts on the oldest of their versions; fetches these
+	@rm -rf $(OLDEST)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
+		-r constraints-oldest.txt
+	@PYTHONPATH=$(OLDEST):src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(filter-out 0,$(WORKERS)),1) $(BY_FILE) \
+		$(HOSTS) -k "host or accelerate or lightning or transformers" $(PYTEST_ARGS)
+
 check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
@@ -64,6 +74,11 @@ check: $(STAMP) ## Check format, lint and types; changes nothing
 
 figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/results
 	@$(BIN)/python benchmarks/figures.py
+
+docs: $(STAMP) ## Build the documentation's site; warnings are errors
+	@$(BIN)/python docs/reference.py
+	@$(BIN)/python -m sphinx -c docs -W --keep-going -q -d build/doctrees . build/site
+	@echo "Site: build/site/index.html"
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair
 	@$(BIN)/ruff format

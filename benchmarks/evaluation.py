@@ -7,14 +7,16 @@ stand; neither runs anything. `--json` prints the summary as one object.
 Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice, written
 whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice that is done
 is not run again; where sources or its command have changed since, it is called stale: to measure it again, remove its
-file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended, and
-goes on from the last race that it finished when it is run again. On a GPU a race to a target is as long as a slice may
-be, so that `--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60.
+file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended. Where
+that left something new it is run again and goes on from it; else it would only be ended again, and is run when
+`--slice-minutes` allows more than it was ended at. On a GPU a race to a target is as long as a slice may be, so that
+`--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -41,21 +43,54 @@ HERE = Path(__file__).resolve().parent
 STALE, CANNOT = "stale", "cannot run here"
 END_S = 10  # that a slice that is ended has to leave
 RUN, CUT, FAILED = "run", "cut off", "failed"
+CLAIM = "settings.json"  # whose a folder is: nothing that a run could go on from
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is written down of a slice that was ended, and left nothing to go on from."""
+
+    slice: str
+    command: str
+    limit_s: float
+    schema: int = 1
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where slices run: their folder, and what this machine is and has."""
+    """Where slices run: their folder, what this machine is and has, and the seconds that one of them may take."""
 
     folder: Path
     environment: dict[str, str]
     num_gpus: int = 0
     has_meter: bool = False
     commands: tuple[str, ...] = ()
+    limit_s: float = 60 * MINUTES
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a slice that has ended."""
         return ran_of(each, self.folder)
+
+    def was_cut(self, each: Slice) -> Path:
+        """Return the file of a slice that was ended in vain."""
+        return self.folder / "cut" / f"{each.name}.json"
+
+    def minutes(self, each: Slice) -> float:
+        """Return about how long a slice takes: as it took here, or the last like it did, else as it is declared."""
+        path = self._measured(each)
+        return each.minutes if path is None else round(read_json(Ran, path).seconds / 60, 1)
+
+    def _measured(self, each: Slice) -> Path | None:
+        """Return the file that holds a slice's seconds: its own, or of the last in its folder that ran a race more."""
+        own, stem = self.ran(each), each.name.rstrip("0123456789")
+        ended = {path.stem.removeprefix(stem): path for path in own.parent.glob(f"{stem}*.json")}
+        races = {int(number): path for number, path in ended.items() if number.isdigit()}
+        return own if own.is_file() else races[max(races)] if races else None
+
+    def left(self, each: Slice) -> set[Path]:
+        """Return what a slice's runs have left to go on from."""
+        files = (self.folder / each.folder).rglob("*")
+        return {path for path in files if path.is_file() and path.name != CLAIM and ".partial" not in str(path)}
 
     def missing(self, each: Slice) -> str:
         """Say what a slice needs that is not here, or ""."""
@@ -73,13 +108,25 @@ class Place:
         """Return how a slice stands, and why."""
         path = self.ran(each)
         if not path.is_file():
-            missing = self.missing(each)
-            return (CANNOT, f"needs {missing}") if missing else (TO_DO, f"about {each.minutes:g} minutes")
+            missing, cut = self.missing(each), self._cut_at(each)
+            if cut and not missing:
+                way_out = f"--slice-minutes {math.floor(cut) + 1} or more begins it again"
+                return (
+                    CUT,
+                    f"at {cut:g} minutes with nothing to go on from: {way_out}, and what waits for it in its folder",
+                )
+            return (CANNOT, f"needs {missing}") if missing else (TO_DO, f"about {self.minutes(each):g} minutes")
         ran = read_json(Ran, path)
         changed = [] if ran.command == shlex.join(each.command) else ["its command has changed"]
         if ran.sources != self.environment.get("sources"):
             changed.append(f"measured with sources {ran.sources}, now {self.environment.get('sources')}")
         return (STALE, "; ".join(changed)) if changed else (DONE, f"{ran.seconds:.0f} s")
+
+    def _cut_at(self, each: Slice) -> float:
+        """Return the minutes at which a slice was ended in vain that may take no more now; else 0."""
+        path = self.was_cut(each)
+        limit_s = read_json(Cut, path).limit_s if path.is_file() else 0.0
+        return limit_s / 60 if limit_s >= self.limit_s else 0.0
 
 
 def main() -> None:
@@ -97,12 +144,12 @@ def main() -> None:
         number("--slice-minutes", options.slice_minutes, low=0, open_low=True)
         size = "tiny" if options.quick else options.size
         every = slices(size, options.slice_minutes)
-        wanted, place = chosen(every, options.only), here(size, options.folder)
+        wanted, place = chosen(every, options.only), here(size, options.folder, 60 * options.slice_minutes)
         if options.dry_run:
             print("\n".join(listed(wanted, place)))
             return
         if not options.summary:
-            for line in run_slices(wanted, place, 60 * options.slice_minutes, options.most):
+            for line in run_slices(wanted, place, options.most):
                 print(line, file=sys.stderr, flush=True)
         found = summary(size, every, place)  # whatever was asked for now, pages are of all that is there
         print(json.dumps(found) if options.json else "\n".join(text(found)))
@@ -123,7 +170,7 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
-def here(size: str, folder: Path | None = None) -> Place:
+def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES) -> Place:
     """Return this machine, with a folder that is its own; a trial's is not among the results.
 
     Raises:
@@ -141,7 +188,7 @@ def here(size: str, folder: Path | None = None) -> Place:
     folder = folder or results / f"evaluation-{slug(found, gpus)}"
     claim(folder, found)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
-    return Place(folder, found, gpus, not meter.facts.is_absent, names)
+    return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s)
 
 
 def refuse_gpu(size: str, num_gpus: int) -> None:
@@ -181,35 +228,37 @@ def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:
     for each in found:
         state, why = place.state(each)
         yield f"{state:<16} {each.name:<22} {each.says} ({why})\n{'':17}{shlex.join(each.command)}"
-    left = sum(each.minutes for each in found if place.state(each)[0] == TO_DO)
+    left = sum(place.minutes(each) for each in found if place.state(each)[0] == TO_DO)
     yield f"{len(found)} slices in {place.folder.name}; about {left:.0f} minutes are left to do here"
 
 
-def run_slices(found: Sequence[Slice], place: Place, limit_s: float, most: int | None = None) -> Iterator[str]:
+def run_slices(found: Sequence[Slice], place: Place, most: int | None = None) -> Iterator[str]:
     """Run what is to do, and yield what became of each; a folder whose slice did not end is left for another time."""
     left, broken = len(found) if most is None else most, set()
     for each in found:
         if left <= 0:
             return
-        if place.state(each)[0] != TO_DO or each.folder in broken:
+        state, why = place.state(each)
+        broken |= {each.folder} if state == CUT else set()
+        if state != TO_DO or each.folder in broken:
             continue
         left -= 1
-        yield f"{each.name}: {each.says}, about {each.minutes:g} minutes"
-        outcome, said = run_slice(each, place, limit_s)
+        yield f"{each.name}: {each.says}, {why}"
+        outcome, said = run_slice(each, place)
         yield f"{each.name}: {outcome}, {said}"
         if outcome != RUN:
             broken.add(each.folder)
 
 
-def run_slice(each: Slice, place: Place, limit_s: float) -> tuple[str, str]:
-    """Run one within so many seconds; return what became of it, and what is to be said of that."""
-    result, begun = place.folder / each.result, time.perf_counter()
+def run_slice(each: Slice, place: Place) -> tuple[str, str]:
+    """Run one within the seconds that it may take; return what became of it, and what is to be said of that."""
+    result, begun, before = place.folder / each.result, time.perf_counter(), place.left(each)
     if each.begins_anew:
         result.unlink(missing_ok=True)
-    code, out, err = _run(_argv(each, place.folder), place.folder, limit_s)
+    code, out, err = _run(_argv(each, place.folder), place.folder, place.limit_s)
     seconds = time.perf_counter() - begun
     if code is None:
-        return CUT, f"at {limit_s / 60:g} minutes: started again it goes on from its last whole race"
+        return _cut(each, place, has_more=bool(place.left(each) - before))
     if code:
         return FAILED, err.strip()[-2000:] or f"exit status {code}"
     if each.prints:
@@ -218,10 +267,25 @@ def run_slice(each: Slice, place: Place, limit_s: float) -> tuple[str, str]:
         return FAILED, f"it left no {each.result}"
     path = place.ran(each)
     path.parent.mkdir(exist_ok=True)
+    place.was_cut(each).unlink(missing_ok=True)
     sources = place.environment.get("sources", "unknown")
     ran = Ran(each.name, shlex.join(each.command), sources, place.environment, round(seconds, 1), each.result)
     write_whole(path, to_json(ran, indent=1))
     return RUN, f"{seconds:.0f} s"
+
+
+def _cut(each: Slice, place: Place, *, has_more: bool) -> tuple[str, str]:
+    """Return what became of a slice that was ended; one that left nothing new is written down.
+
+    Args:
+        has_more: whether it left something to go on from that was not there.
+    """
+    if has_more:
+        return CUT, f"at {place.limit_s / 60:g} minutes: run again it goes on from what it left"
+    path = place.was_cut(each)
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, to_json(Cut(each.name, shlex.join(each.command), place.limit_s), indent=1))
+    return place.state(each)
 
 
 def _argv(each: Slice, folder: Path) -> list[str]:
@@ -293,11 +357,13 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
     states = [row["state"] for row in found["rows"] if row["metric"] == "slice"]
     for row in goals:
         yield f"{row['status']:<13} {row['says']}{': ' if row['figure'] else ''}{row['figure']}"
-    counted = ", ".join(f"{states.count(state)} {state}" for state in (DONE, STALE, TO_DO, CANNOT) if state in states)
+    counted = ", ".join(
+        f"{states.count(state)} {state}" for state in (DONE, STALE, TO_DO, CUT, CANNOT) if state in states
+    )
     yield f"slices: {counted}"
     for row in found["rows"]:
-        if row["metric"] == "slice" and row["state"] == STALE:
-            yield f"stale: {row['slice']}, {row['why']}"
+        if row["metric"] == "slice" and row["state"] in (STALE, CUT):
+            yield f"{row['state']}: {row['slice']}, {row['why']}"
 
 
 if __name__ == "__main__":

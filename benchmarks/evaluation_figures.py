@@ -144,6 +144,8 @@ def ablation(found: Ablation) -> Iterator[str]:
         if "other" in row:
             change += f" and {row['other'].replace('_', ' ')}"
         figure = row["metric"].removesuffix("_ratio").replace("_", " ")
+        if "target" in row:
+            figure = f"time to {row['target']:g}{', search counted' if row['charged'] else ''}"
         setting = _SETTINGS.get(row["setting"], row["setting"])
         if "refused" in row:
             yield f"| {change} | {setting} | | not run: {row['refused']} | | |"
@@ -152,6 +154,8 @@ def ablation(found: Ablation) -> Iterator[str]:
 
 
 def _value(row: Row) -> str:
+    if "bound" in row:
+        return row["bound"] or "not known"
     form = "{:+.2f}" if row["metric"] == "final_metric_difference" else "{:.3f}x"
     if row["mean"] is None:
         return "not known"

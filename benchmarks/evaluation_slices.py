@@ -14,6 +14,7 @@ TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluatio
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
 MINUTES = 9.0  # that a slice may take
 CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
+CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
 SIZES = ("cpu", "gpu", "tiny")
 DONE, TO_DO = "done", "to do"
@@ -73,17 +74,25 @@ def slices(size: str, minutes: float = MINUTES) -> tuple[Slice, ...]:
 
 
 def _races(
-    folder: str, says: str, command: tuple[str, ...], pairs: tuple[int, ...], minutes: float, *needs: str, whole: bool
+    folder: str,
+    says: str,
+    command: tuple[str, ...],
+    pairs: tuple[int, ...],
+    minutes: float,
+    *needs: str,
+    whole: bool,
+    plans_minutes: float | None = None,
 ) -> Iterator[Slice]:
     """Yield a comparison as plans first, then as so many races more at a time.
 
     Args:
-        whole: whether they run to their end, or time a few steps. minutes: of plans, or of what a further slice runs.
+        whole: whether they run to their end, or time a few steps. minutes: of what a further slice runs.
+        plans_minutes: of plans; None: as many.
     """
     report = f"{folder}/report.json"
     start = ("compare", *command, "--out", folder)
-    plans = (*start, "--pairs", "1", "--whole", "0")
-    yield Slice(f"{folder}-plans", f"{says}: plans, memory and phases", plans, report, minutes, needs)
+    plans, first = (*start, "--pairs", "1", "--whole", "0"), minutes if plans_minutes is None else plans_minutes
+    yield Slice(f"{folder}-plans", f"{says}: plans, memory and phases", plans, report, first, needs)
     for number in pairs:
         ran = (*start, "--pairs", str(number), "--whole", str(number) if whole else "0")
         yield Slice(f"{folder}-{number}", f"{says}: to race {number}", ran, report, minutes, needs)
@@ -100,25 +109,41 @@ def _growing(
 _FIVE = (1, 2, 3, 4, 5)
 
 
+# On two cores, as measured: a race of all recipes and the plans before it, the same of S and F, a race of changes.
+_TOOK = {"cifar": (8.8, 5.1, 9, 2.6, 2.1), "wikitext": (7.6, 10.2, 7.2, 7.1, 4.2)}
+
+
+def _ablations(
+    name: str, says: str, of: tuple[str, ...], *how: str, minutes: float, needs: tuple[str, ...] = ()
+) -> Iterator[Slice]:
+    """Yield an ablation of so many races more at a time.
+
+    Args:
+        of: the task, and what of it is ablated. how: options beside the number of races.
+    """
+
+    def make(seeds: int) -> tuple[str, ...]:
+        return "ablate", *of, "--seeds", str(seeds), *how
+
+    rest = {"result": f"{name}/report.json", "minutes": minutes, "needs": (*needs, "command ablate")}
+    yield from _growing(name, says, _FIVE, make, **rest)
+
+
 def _cpu() -> Iterator[Slice]:
     for kind, short, half, ablated, peers in (
         ("cifar", "cifar10_short", "cifar10_half", "cifar10_short", "paper,strong"),
         ("wikitext", "wikitext2_short", "wikitext2_half", "wikitext2_ablate", "paper,strong,muon"),
     ):
+        race, plans, longer, its_plans, changes = _TOOK[kind]
         raced = (f"{TASKS}:{short}", "--adapt", "none", "--against", peers)
-        yield from _races(f"{kind}-recipes", f"{short}, S, P1 to P3", raced, _FIVE, 7.5, whole=True)
+        how = {"whole": True, "plans_minutes": plans}
+        yield from _races(f"{kind}-recipes", f"{short}, S, P1 to P3", raced, _FIVE, race, **how)
         freed = (f"{TASKS}:{half}", "--no-peers", "--adapt", "learning-rate")
-        yield from _races(f"{kind}-freed", f"{half}, S and F", freed, _FIVE, 8, whole=True)
-        task = f"{TASKS}:{ablated}"
-        yield from _growing(
-            f"{kind}-ablate",
-            f"{ablated}, races of each change",
-            _FIVE,
-            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),
-            result=f"{kind}-ablate/report.json",
-            minutes=7,
-            needs=("command ablate",),
-        )
+        how = {"whole": True, "plans_minutes": its_plans}
+        yield from _races(f"{kind}-freed", f"{half}, S and F", freed, _FIVE, longer, **how)
+        task, brief = f"{TASKS}:{ablated}", ("--whole", "0")
+        says = f"{ablated}, races of each change"
+        yield from _ablations(f"{kind}-ablate", says, (task,), *brief, minutes=changes)
     yield from _by_hand()
     yield from _growing(
         "cifar-scale",
@@ -126,10 +151,10 @@ def _cpu() -> Iterator[Slice]:
         (1, 3, 5),
         lambda rounds: ("scale", "cifar10_resnet", "--ranks", "1,2", "--rounds", str(rounds), "--scaling", "weak"),
         result="cifar-scale/scaling.json",
-        minutes=6,
+        minutes=4.7,
     )
     yield from _predictions()
-    yield _monitor("digits_resnet", 4)
+    yield _monitor("digits_resnet", 4.4)
     record = ("train", "cifar10_resnet", "--steps", "100", "--record", "energy.jsonl", "--json")
     yield Slice("energy", "cifar10_resnet, joules of a run", record, "energy.jsonl", 2, ("meter",))
 
@@ -140,22 +165,13 @@ def _by_hand() -> Iterator[Slice]:
     Of the paper's components those that a processor has and batch statistics allow; of images to the end of training,
     as they and what is freed show in quality and in time to a target.
     """
-    for folder, task, plan, whole, minutes in (
+    for folder, task, plan, how, minutes in (
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 7),
         ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 7),
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
     ):
-        yield from _growing(
-            folder,
-            f"{task}, races of each change of {plan}",
-            _FIVE,
-            lambda seeds, task=task, plan=plan, whole=whole: (
-                *("ablate", f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json", "--seeds", str(seeds), *whole),
-            ),
-            result=f"{folder}/report.json",
-            minutes=minutes,
-            needs=("command ablate",),
-        )
+        says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
+        yield from _ablations(folder, says, of, *how, minutes=minutes)
 
 
 def _gpu(minutes: float) -> Iterator[Slice]:
@@ -173,16 +189,10 @@ def _gpu(minutes: float) -> Iterator[Slice]:
         caps = ("--cap", str(CAP_S), "--reference-cap", f"{reference_s:g}")
         freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", "learning-rate,schedule", *caps)
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
+        yield from _whole(kind, task, minutes)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
-        yield from _growing(
-            f"{kind}-ablate",
-            f"{task}, races of each change",
-            _FIVE,
-            lambda seeds, task=task: ("ablate", task, "--seeds", str(seeds), "--whole", "0"),
-            result=f"{kind}-ablate/report.json",
-            minutes=4,
-            needs=("gpu", "command ablate"),
-        )
+        says = f"{task}, races of each change"
+        yield from _ablations(f"{kind}-ablate", says, (task,), "--whole", "0", minutes=4, needs=("gpu",))
         yield from _growing(
             f"{kind}-scale",
             f"{task} on 1, 2 and 4 ranks, rounds",
@@ -202,6 +212,25 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     yield _monitor("wikitext2_gpt2", 6, "gpu")
     record = ("train", "wikitext2_gpt2", "--steps", "200", "--record", "energy.jsonl", "--json")
     yield Slice("energy", "wikitext2_gpt2, joules of a run", record, "energy.jsonl", 4, ("gpu", "meter"))
+
+
+def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
+    """Yield what tables I to III are made of: the paper's recipe, and each of its components, raced to a target.
+
+    All arms but the controls train for as long, so that a slice ends in its minutes. On the first race of components
+    what each arm holds is counted too.
+    """
+    peers, plan = ("paper,strong,muon", "paper-gpt2") if kind == "gpt2" else ("paper,strong", "paper-resnet50")
+    arms = 2 + peers.count(",") + 1  # the reference and S beside them
+    cap_s = (60 * minutes - AROUND_S - 2 * CONTROL_S) // arms
+    raced = (f"{GPU_TASKS}:{task}", "--adapt", "none", "--against", peers, "--cap", f"{cap_s:g}")
+    says = f"{task}, S, P0 to P3 to targets"
+    yield from _races(f"{kind}-whole", says, raced, _FIVE, minutes, "gpu", whole=True)
+    changes = 4 if kind == "gpt2" else 3
+    cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
+    of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
+    says = f"{task}, the paper's components to targets"
+    yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))
 
 
 def _predictions() -> Iterator[Slice]:

@@ -90,6 +90,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "planning.md": {
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
+        root / "docs" / "install.md": {"figures": of("import_time")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
         root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
@@ -600,7 +601,8 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
     yield "| host | its step, ms | our windows over its own loop (95%) | n | 1% and the A/A half-width | within |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
-        yield f"| {row['host']} | {1000 * row['step_s']:.1f} | {_over_its_own(row, 'not shown')}"
+        host = row["host"] if (k := row.get("num_micro_batches", 1)) == 1 else f"{row['host']}, k={k}"
+        yield f"| {host} | {1000 * row['step_s']:.1f} | {_over_its_own(row, 'not shown')}"
 
 
 def _faults(rows: list[Row]) -> Iterator[str]:
@@ -617,6 +619,13 @@ def _checkpoint_cost(rows: list[Row]) -> Iterator[str]:
         ratio = f"{row['mean']:.2f} ({row['low']:.2f} to {row['high']:.2f}, n={row['n']})"
         what = row["metric"].removesuffix("_ratio").replace("_", ", ")
         yield f"| {what} | {row['way']} | {row['median_s']:.2f} | {ratio} | {row['resolution']:.0%} |"
+
+
+def _imports(rows: list[Row]) -> Iterator[str]:
+    yield "| what is imported, in this order | seconds, median (quartiles) | n |"
+    yield "|---|---|---|"
+    for row in rows:
+        yield f"| {row['part']} | {row['median_s']:.3f} ({row['low_s']:.3f} to {row['high_s']:.3f}) | {row['n']} |"
 
 
 KINDS = {
@@ -639,6 +648,7 @@ KINDS = {
     "sending": sending,
     "faults": _faults,
     "hosts": _hosts,
+    "import_time": _imports,
     "checkpoint_cost": _checkpoint_cost,
     "probing": _probing,
     "frontier": _frontier,

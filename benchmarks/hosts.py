@@ -1,8 +1,9 @@
-"""What our windows cost in the loops of others: short trainings by the host alone and through us, in turns, in pairs.
+"""What our windows cost in the loops of others: one training by the host, one through us, a step of each in turn.
 
-`python benchmarks/hosts.py [--quick] [--json] [--rounds 30] [--only transformers lightning accelerate]` prints
-`host_overhead_ratio` rows: ours over the host's in seconds a step (the median of a training's steps but the first), a
-batch as one micro-batch and nothing planned, so that the work is the same. The control is the host once more.
+`python benchmarks/hosts.py [--quick] [--json] [--rounds 400] [--only transformers lightning accelerate]` prints
+`host_overhead_ratio` rows: ours over the host's in seconds a step, in pairs of neighbouring steps, with as many
+micro-batches of as many rows and nothing planned, so that the work is the same. All that a host does between two steps
+is in them. The control is the host once more. Each training has a thread of its own, of which one runs at a time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import logging
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import command
@@ -25,59 +27,99 @@ from trimtab.core.plan import Plan
 from trimtab.decide.statistics import ratio_interval, resolution
 from trimtab.tasks import load_task
 
-STEPS, FIRST = 12, 3  # of a training; those that are not timed
+FIRST, LAST = 5, 1  # rounds that are not timed: they set up and warm up, and in the last one trainings end
+ROWS = 8  # of a step of the language model
+QUICK_ROUNDS = 60
 BAR = 1.01
-ORDERS = tuple(itertools.permutations(("host", "ours", "control")))
-Training = Callable[[bool], list[float]]  # through us, or by the host alone -> the moments its steps ended
+ARMS = ("host", "ours", "control")
+# An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
+ORDERS = tuple(itertools.permutations(ARMS))
+Training = Callable[[bool, int, int, Callable[[], None]], None]
 
 
-class Moments:
-    """When steps ended."""
+class Turns:
+    """Lets trainings have a step each in turn, in as many rounds.
 
-    def __init__(self) -> None:
-        self.at: list[float] = []
+    Attributes:
+        seconds: of each arm's steps: from the end of its last turn's step, the time of other arms left out, to the end
+            of this one's.
+    """
 
-    def note(self, *_: Any, **__: Any) -> None:
-        """A step has ended."""
-        self.at.append(time.perf_counter())
+    def __init__(self, rounds: int) -> None:
+        self._order = [arm for index in range(rounds) for arm in ORDERS[index % len(ORDERS)]]
+        self._changed, self._done = threading.Condition(), 0
+        self._error: BaseException | None = None
+        self._began = 0.0
+        self.seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+
+    def train(self, arm: str, training: Callable[[Callable[[], None]], None]) -> None:
+        """Train in this thread; what is raised in it ends the others."""
+        try:
+            self._await(arm)
+            training(lambda: self._stepped(arm))
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def finished(self) -> dict[str, list[float]]:
+        """Return the seconds, once all trainings are over; raises what ended one of them."""
+        if self._error is not None:
+            raise self._error
+        return self.seconds
+
+    def _stepped(self, arm: str) -> None:
+        self.seconds[arm].append(time.perf_counter() - self._began)
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+        self._await(arm)
+
+    def _await(self, arm: str) -> None:
+        with self._changed:
+            if arm in self._order[self._done :]:
+                self._changed.wait_for(lambda: self._error is not None or self._order[self._done] == arm)
+            if self._error is not None:
+                raise RuntimeError("another training ended")
+        self._began = time.perf_counter()
 
 
-def transformers_training(ours: bool) -> list[float]:
+def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
     """Train a small GPT-2 by a Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from trimtab.integrations.transformers import TrimtabTrainer
 
-    moments = Moments()
-    seen = type("Seen", (TrainerCallback,), {"on_step_end": lambda self, *_, **__: moments.note()})
+    seen = type("Seen", (TrainerCallback,), {"on_step_end": lambda *_, **__: stepped()})
     torch.manual_seed(0)
     config = GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0)
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (8 * STEPS, 64))]
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 512, (ROWS * steps, 64))]
     with tempfile.TemporaryDirectory() as folder:
-        given = {"per_device_train_batch_size": 8, "max_steps": STEPS, "report_to": "none", "save_strategy": "no"}
-        arguments = TrainingArguments(folder, use_cpu=True, disable_tqdm=True, logging_strategy="no", **given)
-        kind, own = (TrimtabTrainer, {"plan": Plan.fixed(8)}) if ours else (Trainer, {})
+        given = {"per_device_train_batch_size": ROWS // k, "gradient_accumulation_steps": k, "max_steps": steps}
+        given |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no"}
+        arguments = TrainingArguments(folder, use_cpu=True, disable_tqdm=True, **given)
+        kind, own = (TrimtabTrainer, {"plan": Plan.fixed(ROWS, ROWS // k)}) if ours else (Trainer, {})
         model = GPT2LMHeadModel(config)
         kind(model=model, args=arguments, train_dataset=data, callbacks=[seen()], **own).train()
-    return moments.at
 
 
-def _digits() -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
+def _digits(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
     task = load_task("digits_resnet")
     torch.manual_seed(0)
     model = task.make_model().train()
-    batches = list(itertools.islice(task.load_data().batches(0, task.batch_rows), STEPS))
+    batches = list(itertools.islice(task.load_data().batches(0, task.batch_rows), steps))
     return task, model, task.make_optimizer(model), batches
 
 
-def lightning_training(ours: bool) -> list[float]:
+def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
     """Train a small network on digits by Lightning's Trainer."""
     import lightning.pytorch as pl
 
     from trimtab.integrations.lightning import TrimtabStrategy
 
-    task, model, optimizer, batches = _digits()
-    moments = Moments()
+    task, model, optimizer, batches = _digits(steps)
+    micro = task.batch_rows // k
+    parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -90,62 +132,76 @@ def lightning_training(ours: bool) -> list[float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            moments.note()
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            if (index + 1) % k == 0:
+                stepped()
 
-    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows)) if ours else "auto"
+    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows, micro)) if ours else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, enable_model_summary=False, **quiet
-    )
-    trainer.fit(Module(), batches)
-    return moments.at
+    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "accumulate_grad_batches": k}
+    pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(Module(), parts)
 
 
-def accelerate_training(ours: bool) -> list[float]:
+def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
     """Train a small network on digits by an Accelerator."""
     from accelerate import Accelerator
 
     from trimtab.integrations.accelerate import start
 
-    task, model, optimizer, batches = _digits()
-    accelerator, moments = Accelerator(cpu=True), Moments()
+    task, model, optimizer, batches = _digits(steps)
+    accelerator = Accelerator(cpu=True)
     if ours:
         with start(accelerator, model, optimizer, Plan.fixed(task.batch_rows)) as run:
             for window in run.windows(batches):
                 run.train_step(window, task.loss_fn)
-                moments.note()
-        return moments.at
+                stepped()
+        return
     model, optimizer = accelerator.prepare(model, optimizer)
     for batch in batches:
         optimizer.zero_grad()
         accelerator.backward(task.loss_fn(model, batch))
         optimizer.step()
-        moments.note()
-    return moments.at
+        stepped()
 
 
-HOSTS: Mapping[str, Training] = {
-    "transformers": transformers_training,
-    "lightning": lightning_training,
-    "accelerate": accelerate_training,
-}
+# (host, its training, micro-batches of a step): an Accelerator's windows are of one batch.
+CASES: tuple[tuple[str, Training, int], ...] = (
+    ("transformers", transformers_training, 1),
+    ("transformers", transformers_training, 4),
+    ("lightning", lightning_training, 1),
+    ("lightning", lightning_training, 4),
+    ("accelerate", accelerate_training, 1),
+)
+
+
+def seconds_of(training: Training, k: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of the timed steps of each arm."""
+    steps = FIRST + rounds + LAST
+    turns, threads = Turns(steps), list[threading.Thread]()
+    for arm in ARMS:
+
+        def train(stepped: Callable[[], None], ours: bool = arm == "ours") -> None:
+            training(ours, k, steps, stepped)
+
+        threads.append(threading.Thread(target=turns.train, args=(arm, train), name=arm))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {arm: each[FIRST : FIRST + rounds] for arm, each in turns.finished().items()}
 
 
 def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row of each host."""
-    for host in hosts:
-        seconds: dict[str, list[float]] = {"host": [], "ours": [], "control": []}
-        for index in range(rounds + 1):
-            for arm in ORDERS[index % len(ORDERS)]:
-                at = HOSTS[host](arm == "ours")
-                each = [after - before for before, after in itertools.pairwise(at[FIRST:])]
-                if index:  # the first round imports, and brings up the machine
-                    seconds[arm].append(statistics.median(each))
+    """Yield a row of each case of these hosts."""
+    for host, training, k in CASES:
+        if host not in hosts:
+            continue
+        seconds = seconds_of(training, k, rounds)
         plain = seconds["host"]
         pairs = {arm: [a / b for a, b in zip(seconds[arm], plain, strict=True)] for arm in ("ours", "control")}
         ours, control = ratio_interval(pairs["ours"]), ratio_interval(pairs["control"])
-        row = {"metric": "host_overhead_ratio", "host": host, "step_s": statistics.median(plain)}
+        row = {"metric": "host_overhead_ratio", "host": host, "num_micro_batches": k}
+        row |= {"step_s": statistics.median(plain)}
         row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
         yield row | {"resolution": resolution(control), "control_half_width": control.half_width}
 
@@ -153,13 +209,14 @@ def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure every host, and print what our windows cost there."""
     parser = command.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="of three short trainings each")
-    parser.add_argument("--only", nargs="+", choices=HOSTS, default=tuple(HOSTS), help="hosts to measure")
+    names = sorted({host for host, _, _ in CASES})
+    parser.add_argument("--rounds", type=int, default=400, help="of a step of each of three trainings")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="hosts to measure")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # hosts' own, of few workers and the like
     logging.disable(logging.WARNING)
     found = []
-    for row in rows(options.only, 6 if options.quick else options.rounds):
+    for row in rows(options.only, QUICK_ROUNDS if options.quick else options.rounds):
         found.append(row)
         print(_line(row), file=sys.stderr, flush=True)
     command.show("hosts", found, _line, as_json=options.json)
@@ -170,7 +227,8 @@ def _line(row: dict[str, Any]) -> str:
     verdict = "within" if row["high"] <= bar else "over"
     interval = f"(95% {row['low']:.4f} to {row['high']:.4f}, n={row['n']})"
     step = f"of {1000 * row['step_s']:.1f} ms a step"
-    return f"{row['host']:<14} {row['mean']:.4f} {interval} {step}; {verdict} 1% + A/A half-width {bar:.4f}"
+    host = f"{row['host']} k={row['num_micro_batches']}"
+    return f"{host:<18} {row['mean']:.4f} {interval} {step}; {verdict} 1% + A/A half-width {bar:.4f}"
 
 
 if __name__ == "__main__":

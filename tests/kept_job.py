@@ -7,7 +7,7 @@ import json
 from ranks import started
 
 RANK = """
-    import json, os, signal, sys
+    import json, os, signal, sys, time
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -17,6 +17,7 @@ RANK = """
     import trimtab
     from trimtab.checkpoint import ranks as kept_ranks
     from trimtab.core.errors import TrimtabError
+    from trimtab.distributed import process_group
 
     torch.set_num_threads(1)
     rank, folder, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
@@ -31,7 +32,8 @@ RANK = """
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.norm, self.drop, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+            norm = nn.Identity() if "rows" in options else nn.BatchNorm1d(8)  # of one row there are no statistics
+            self.a, self.norm, self.drop, self.b = nn.Linear(6, 8), norm, nn.Dropout(0.2), nn.Linear(8, 1)
 
         def forward(self, x):
             return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
@@ -55,9 +57,14 @@ RANK = """
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "momentum": 0.0, "lr": 0.05}]
         return torch.optim.SGD(groups[::-1] if options.get("swaps") else groups, lr=0.02, momentum=0.9)
 
-    x = torch.sin(torch.arange(64 * 6.0).reshape(64, 6))
-    order = torch.Generator().manual_seed(5)
-    loader = trimtab.shard(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True, generator=order))
+    rows = options.get("rows", 64)  # of the job, or of each rank's own loader
+    x = torch.sin(torch.arange(max(rows) if isinstance(rows, list) else rows)[:, None] * 6.0 + torch.arange(6))
+    data, order = TensorDataset(x, x.sum(1, keepdim=True)), torch.Generator().manual_seed(5)
+    if isinstance(rows, list):
+        data = torch.utils.data.Subset(data, range(rows[rank]))
+        loader = DataLoader(data, 4, shuffle=True, generator=order)
+    else:
+        loader = trimtab.shard(DataLoader(data, 8, shuffle=True, generator=order))
     make = sgd if options.get("mixed") else lambda model: torch.optim.AdamW(model.parameters(), lr=0.02)
     model = (Mixed() if options.get("mixed") else Net()).to(device)
     optimizer = make(model)
@@ -73,6 +80,22 @@ RANK = """
         def full(*_, **__):
             raise OSError(28, "No space left on device")
         kept_ranks.write_state = full
+    if "slow" in options:
+        slow_rank, seconds, process_group.TIMEOUT_S = options["slow"]
+        writes = kept_ranks.write_state
+        def slowly(*given):
+            time.sleep(seconds * (rank == slow_rank))
+            writes(*given)
+        kept_ranks.write_state = slowly
+    if options.get("killed_in_reading") is not None:
+        process_group.TIMEOUT_S = 2.0
+        reads = kept_ranks.read_state
+        def and_die(*given):
+            found = reads(*given)
+            if rank == options["killed_in_reading"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+        kept_ranks.read_state = and_die
     if options.get("cannot_write_shards") == rank:
         import safetensors.torch
         def full(*_, **__):
@@ -82,7 +105,7 @@ RANK = """
         def damaged(*_, **__):
             raise ValueError("another disk")
         kept_ranks.read_state = damaged
-    said, consumed, state = {}, [], {}
+    said, consumed, state, keys = {}, [], {}, []
 
     def whole(value):
         return (value.full_tensor() if hasattr(value, "full_tensor") else value).double()
@@ -96,17 +119,32 @@ RANK = """
             for p in steps for key, value in optimizer.state.get(p, {}).items() if isinstance(value, torch.Tensor)
         }
 
+    fault, at = options.get("fault", ("", 0)) if rank == 1 else ("", 0)
+
+    def loss(model, batch):
+        if fault == "raises" and run.num_windows == at:
+            raise ValueError("a bad batch")
+        if fault == "dies" and run.num_windows == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (model(batch[0]) - batch[1]).square().mean()
+
     checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **options.get("keep", {}))
     try:
         with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints) as run:
             noted(run.num_windows)
             while run.passes < 4:
                 for window in run.windows(loader):
-                    consumed.append([run.num_windows, [round(v, 4) for v in window._batches[0][0][:, 0].tolist()]])
+                    batches = window._batches  # none where others are joined
+                    consumed.append([run.num_windows, [round(v, 4) for b in batches for v in b[0][:, 0].tolist()]])
                     if options.get("signal") == [rank, run.num_windows]:
                         signal.raise_signal(signal.SIGTERM)
-                    run.train_step(window, lambda model, b: (model(b[0]) - b[1]).square().mean())
+                    if fault == "discards" and run.num_windows == at:
+                        run.accumulate(window, loss)
+                        run.discard()
+                        continue
+                    run.train_step(window, loss)
                     said[run.num_windows] = float(run.loss).hex()
+                    keys.append(process_group.job_store().num_keys() if ranks > 1 else 0)
                     if run.num_windows % 5 == 0:
                         noted(run.num_windows)
                     if options.get("evaluates"):
@@ -123,7 +161,7 @@ RANK = """
         said["error"] = f"{type(error).__name__}: {error}"
         said["cut"] = any(hasattr(p, "placements") for p in model.parameters())
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
-        json.dump({"said": said, "consumed": consumed, "state": state}, file)
+        json.dump({"said": said, "consumed": consumed, "state": state, "keys": keys}, file)
 """
 
 
@@ -135,10 +173,16 @@ def trained(folder, name, **options):
 
 def job(folder, name, **options):
     """Return what each rank found, of ranks that all end as they should."""
+    expected = 9 if "dies_after" in options else 0
+    found = statuses(folder, name, **options)
+    said = [(folder / f"said-{rank}").read_text()[-3000:] for rank in range(len(found))]
+    assert set(found) == {expected}, said
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(len(found))]
+
+
+def statuses(folder, name, **options):
+    """Return what each rank ends with."""
     ranks = options.get("ranks", 2)
     arguments = [(rank, folder, json.dumps({"name": name} | options)) for rank in range(ranks)]
     with started(RANK, folder, arguments) as running:
-        for each in running:
-            status = each.wait(120)
-            assert status == (9 if "dies_after" in options else 0), each.said()[-3000:]
-    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+        return [each.wait(120) for each in running]

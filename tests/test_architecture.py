@@ -45,6 +45,13 @@ ONLY = {
     "trimtab.decide": {"trimtab.core", "trimtab.decide"},
     "trimtab.integrations": {"trimtab.core", "trimtab.runtime", "trimtab.api", "trimtab.integrations"},
     "trimtab.tasks": {"trimtab.core", "trimtab.tasks", "trimtab.nn"},
+    "trimtab.integrations.hosted": {
+        "trimtab.core",
+        "trimtab.runtime",
+        "trimtab.api",
+        "trimtab.distributed.process_group",
+        "trimtab.integrations",
+    },
     "trimtab.integrations.tracked_values": {"trimtab.core"},
     "trimtab.integrations.trackers": {"trimtab.core", "trimtab.integrations.tracked_values"},
     "trimtab.integrations.tracked_record": {
@@ -126,6 +133,7 @@ OPTIONAL = {
     "typer": {
         "trimtab.cli",
         "trimtab.cli.checkpoint",
+        "trimtab.cli.clean_hours",
         "trimtab.cli.entry",
         "trimtab.cli.observe",
         "trimtab.cli.options",
@@ -403,7 +411,71 @@ def test_front_door_loads_torch_on_first_use():
 
 
 def test_every_public_name_exists():
-    assert run_fresh("import trimtab\nprint([n for n in trimtab.__all__ if not hasattr(trimtab, n)])") == "[]"
+    """And no other is public: what the root imports for itself has an underscore, or is a module below it."""
+    public = (
+        "import types, trimtab\n"
+        "star = {}; exec('from trimtab import *', star)\n"
+        "names = {n for n in dir(trimtab) if not n.startswith('_')}\n"
+        "own = {n for n in names if not isinstance(getattr(trimtab, n), types.ModuleType)} | {'errors'}\n"
+        "listed = list(trimtab.__all__)\n"
+        "print(listed == sorted(set(listed)), sorted(own - set(listed)), set(listed) - own, set(listed) - set(star))"
+    )
+    assert run_fresh(public) == "True ['Any', 'TYPE_CHECKING', 'annotations'] set() set()"
+
+
+def test_types_are_told_of_the_same_names_that_are_loaded_late():
+    text = house()["trimtab/__init__.py"]
+    told = [node for node in ast.parse(text).body if isinstance(node, ast.If)]
+    names = {alias.name: node.module for block in told for node in block.body for alias in node.names}
+    assert run_fresh("import trimtab\nprint(sorted(trimtab._LAZY.items()))") == str(sorted(names.items()))
+
+
+def listing_modules() -> list[str]:
+    return [module_name(path) for path, text in house().items() if "\n__all__ = [" in text]
+
+
+def test_every_listed_name_exists():
+    modules = listing_modules()
+    assert {"trimtab", "trimtab.tasks", "trimtab.cli"} <= set(modules)
+    absent = (
+        f"import importlib\nmodules = map(importlib.import_module, {modules!r})\n"
+        "print([(m.__name__, n) for m in modules for n in m.__all__ if not hasattr(m, n)])"
+    )
+    assert run_fresh(absent) == "[]"
+
+
+# What `import trimtab` loads: values, and nothing that has work to do or takes a while.
+LOADED = {
+    "trimtab",
+    "trimtab.core",
+    "trimtab.core.batch_rule",
+    "trimtab.core.checks",
+    "trimtab.core.choice",
+    "trimtab.core.codec",
+    "trimtab.core.energy",
+    "trimtab.core.errors",
+    "trimtab.core.objective",
+    "trimtab.core.plan",
+    "trimtab.core.rank_stage",
+    "trimtab.core.record",
+    "trimtab.core.recompute",
+    "trimtab.core.sharing",
+    "trimtab.core.stop",
+    "trimtab.core.units",
+}
+MAX_MODULES = 130  # with those of the standard library, and what the interpreter itself begins with
+
+
+def test_importing_loads_values_alone():
+    code = (
+        "import sys\nbare = set(sys.modules)\nimport trimtab\n"
+        "print([sorted(n for n in sys.modules if n.partition('.')[0] == 'trimtab'), len(sys.modules),"
+        " sorted({n.partition('.')[0] for n in set(sys.modules) - bare} - sys.stdlib_module_names)])"
+    )
+    ours, num_modules, packages = ast.literal_eval(run_fresh(code))
+    assert set(ours) == LOADED
+    assert packages == ["trimtab"]
+    assert num_modules <= MAX_MODULES, "is one of them needed before it is used?"
 
 
 PROBE = """

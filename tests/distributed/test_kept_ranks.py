@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
-from kept_job import trained
+from kept_job import job, statuses, trained
+
+from trimtab.checkpoint.envelope import newest_good, seal, verify
+from trimtab.core.errors import DamagedError
 
 STEPS = {"every_steps": 5}
 
@@ -89,3 +93,73 @@ def test_a_model_that_the_loop_wrapped_itself_is_kept_too(tmp_path):
     for ours, theirs in zip(said, whole, strict=True):
         assert ours == {window: loss for window, loss in theirs.items() if window in ours}
         assert "6" in ours
+
+
+UNEVEN = {
+    "a row too few": (65, 8),
+    "one ends": ([32, 18], 4),
+    "one has ended": ([32, 18], 6),
+    "one has a single batch": ([32, 4], 5),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_ranks_go_on_where_one_has_no_rows(tmp_path, stage, kind):
+    """It joins the others by what weighs nothing, and its dropout draws as it would have."""
+    rows, saved = UNEVEN[kind]
+    options = {"rows": rows, "stage": stage, "keep": {"every_steps": saved}}
+    trained(tmp_path, "dead", dies_after=saved + 1, **options)
+    said, _ = trained(tmp_path, "again", **options)
+    (tmp_path / "other").mkdir()
+    whole, consumed = trained(tmp_path / "other", "whole", **options | {"keep": {}})
+    assert [] in [rows for _, rows in consumed[1][saved:]]
+    for ours, theirs, seen in zip(said, whole, consumed, strict=True):
+        joined = {str(window + 1) for window, rows in seen if not rows}  # of which a rank has no loss of its own
+        assert str(saved + 1) in ours
+        ours, theirs = (
+            {window: loss for window, loss in each.items() if window not in joined} for each in (ours, theirs)
+        )
+        assert ours == {window: loss for window, loss in theirs.items() if window in ours}
+        assert "end" in ours
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", "discards"])
+def test_a_ranks_fault_and_a_kill_while_they_go_on_lose_nothing(dead, tmp_path, fault):
+    """Ended by one rank in window 12, killed as one of them goes on, and gone on with."""
+    folder = copied(dead, tmp_path)
+    assert statuses(folder, "fault", fault=[fault, 12]) == [0, -9 if fault == "dies" else 0]
+    assert statuses(folder, "killed", killed_in_reading=1) == [0, -9]
+    assert "no sign of life" in json.loads((folder / "killed-0.json").read_text())["said"]["error"]
+    said, _ = trained(folder, "again", keep=STEPS)
+    for ours, theirs in zip(said, dead[1][0], strict=True):
+        assert ours == {window: loss for window, loss in theirs.items() if window in ours}
+        assert {"11", "end"} <= ours.keys()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_may_take_longer_than_a_rank_may_be_silent(tmp_path, monkeypatch, rank):
+    monkeypatch.chdir(tmp_path)
+    options = {"keep": {"every_steps": 10, "on_failure": "warn"}, "slow": [rank, 2.5, 1.0]}
+    said, _ = trained(tmp_path, "slow", **options)
+    assert all("end" in each for each in said)
+    assert [each.name for each in tmp_path.glob("rank-*")] == []
+    assert newest_good(tmp_path / "run").manifest.step == 30
+
+
+def test_no_word_of_a_save_stays_in_the_jobs_store(tmp_path):
+    for each in job(tmp_path, "many", keep={"every_steps": 1}):
+        after_some, at_last = each["keys"][5], each["keys"][-1]
+        assert at_last == after_some
+
+
+def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
+    """Though its manifest knows of none: it was sealed without them."""
+    newest = copied(dead, tmp_path) / "run" / "step-10"
+    about = verify(newest).about
+    for each in (newest / "manifest.json", *newest.glob("rank-1-*")):
+        each.unlink()
+    seal(newest, about)
+    with pytest.raises(DamagedError, match=r"rank-1-tensors.safetensors: given nothing; expected a file of each rank"):
+        verify(newest)
+    assert newest_good(tmp_path / "run").manifest.step == 5

@@ -1,9 +1,11 @@
-"""Batches of any nesting train alike: dicts, tuples, named tuples, mappings, and what belongs to every row."""
+"""Batches of any nesting train alike: dicts, tuples, mappings, dataclasses, and what belongs to every row."""
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,21 @@ from training_cases import ROWS, class_case
 from trimtab.core.plan import Plan
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Rows as fields, one of which no constructor takes."""
+
+    inputs: Any
+    labels: Any
+    source: str = "a file"
+    weight: float = field(default=1.0, init=False)
+
+    def __getitem__(self, index):
+        return (self.inputs, self.labels)[index]
+
+
 NAMES = [f"row {i}" for i in range(ROWS)]
 
 
@@ -39,6 +56,7 @@ STRUCTURES = {
     "ordered dict": lambda x, y: OrderedDict(inputs=x, labels=y),
     "user dict": lambda x, y: UserDict(inputs=x, labels=y),
     "default dict": by_default,
+    "dataclass": Example,
     "mapping proxy": lambda x, y: types.MappingProxyType({"inputs": x, "labels": y}),
 }
 
@@ -80,6 +98,21 @@ def test_lists_of_strings_follow_their_rows_and_constants_go_to_each(micro_batch
     ours = train_ours(case, Plan.fixed(ROWS, micro_batch))
     assert seen == NAMES * len(case.batches)
     assert_same_training(ours, train_plain(case), 1e-12)
+
+
+def test_a_dataclass_keeps_what_is_not_per_row():
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append((batch.source, batch.weight, len(batch.inputs)))
+        return structured_mean(model, batch)
+
+    case = class_case(loss_fn=loss_fn)
+    batch = Example(*case.batches[0])
+    object.__setattr__(batch, "weight", 2.0)
+    train_ours(case.having(batches=[batch]), Plan.fixed(ROWS, 5))
+    assert seen == [("a file", 2.0, 5), ("a file", 2.0, 5), ("a file", 2.0, 2)]
+    assert len(batch.inputs) == ROWS
 
 
 def test_a_single_tensor_is_a_batch():

@@ -337,6 +337,25 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     explained(trimtab(*kept, "--resume", "never"), "step-9 in kept", "a folder without any")
 
 
+@pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
+def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
+    done = trimtab("train", "tiny:task", "--steps", 2, *option)
+    explained(done, f"{option[0]}: given {option[1]} of a run that is not kept", "--resume auto keeps it in runs/TASK")
+
+
+def test_a_run_is_kept_by_its_tasks_name_and_gone_on_with_as_it_was_begun(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    begun = ("train", "tiny:task", "--resume", "auto", "--json")
+    trimtab(*begun, "--plan", "plan.json", "--steps", 2)
+    assert (tmp_path / "runs" / "tiny" / "step-2").is_dir()
+    assert trimtab(*begun, "--steps", 3).json["resumed_at_rows"] == 2 * 32
+    done = trimtab(*begun, "--steps", 3).json
+    assert "loss" not in done  # no step was left
+    for option in (("--adapt", "batch"), ("--memory", "1GiB")):
+        explained(trimtab(*begun, "--steps", 4, *option), f"{option[0]}: given what a plan is made by", "by its own")
+    explained(trimtab(*begun, "--steps", 4, "--seed", 1), "resume: seed: given 1; expected 0")
+
+
 def test_training_through_a_plan_file_with_a_record(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     arguments = ("train", "tiny:task", "--plan", "plan.json", "--steps", 12, "--record", "run.jsonl")
@@ -386,6 +405,12 @@ def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
     found = trimtab("train", "mine.py:task", "--plan", "plan.json", "--steps", 40, "--json").json
     assert (found["task"], found["data"]) == ("mine", "four classes, made up (TensorDataset and TensorDataset)")
     assert found["accuracy"] > 0.5  # of four classes
+
+
+def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
+    assert "pip install" not in trimtab("init", "with_it.py").out
+    monkeypatch.setattr("trimtab.cli.init.find_spec", lambda name: None)
+    assert "pip install 'trimtab[report]'" in trimtab("init", "without_it.py").out
 
 
 def test_training_makes_its_own_plan(trimtab):
@@ -677,6 +702,7 @@ ERRORS = [
     ),
     (("plan", "profile.json", "--adapt", "learning-rate"), ("--adapt", "a range test or a race trains")),
     (("compare", "tiny:task", "--adapt", "x"), ("--adapt: given 'x'",)),
+    (("compare", "tiny:task", "--adapt", "batch", "--memory", "1GiB"), ("--adapt: given batch with --memory",)),
     (("compare", "tiny:task", "--cap", "-1"), ("cap: given -1", "seconds above zero")),
     (("profile", "tiny:task", "-o", "absent/profile.json"), ("--out", "whose folder does not exist")),
     (("plan", "tiny:task", "-o", "absent/plan.json"), ("--out", "whose folder does not exist")),

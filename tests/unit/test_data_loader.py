@@ -8,6 +8,7 @@ import pytest
 import torch
 from refusals import mean_loss, new_loop
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SubsetRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import TrimtabError
 
@@ -59,6 +60,37 @@ class OwnLoader:
         return ({"x": rows.float()[:, None].repeat(1, 4), "y": rows % 3} for rows in indices.reshape(-1, BATCH_ROWS))
 
 
+class OwnPlace:
+    """A loader of the user's own that goes on where it was."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def __iter__(self):
+        while self.at < NUM_ROWS:
+            rows = torch.arange(self.at, self.at + BATCH_ROWS)
+            self.at += BATCH_ROWS
+            yield {"x": rows.float()[:, None].repeat(1, 4), "y": rows % 3}
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def stateful(**options):
+    return StatefulDataLoader(Rows(), BATCH_ROWS, shuffle=True, generator=seeded(), **options)
+
+
+def told_where_to_go_on():
+    before, loader = stateful(), stateful()
+    next(iter(before))
+    loader.load_state_dict(before.state_dict())
+    return loader
+
+
 def of_whole_batches():
     made = list(DataLoader(Rows(), BATCH_ROWS))
     return DataLoader(made, batch_size=None, sampler=RandomSampler(made, generator=seeded()))
@@ -72,6 +104,9 @@ LOADERS = {
     "one below a batch sampler": lambda: of_batches(SubsetRandomSampler(range(NUM_ROWS), generator=seeded())),
     "a sampler's of whole batches": of_whole_batches,
     "a loader of one's own": OwnLoader,
+    "one of one's own with a place": lambda: OwnPlace(2 * BATCH_ROWS),
+    "torchdata's": stateful,
+    "torchdata's, told where to go on": told_where_to_go_on,
     "no randomness": lambda: DataLoader(Rows(), BATCH_ROWS),
 }
 

@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from torch.nn import functional as F
 
+from trimtab.api import start
 from trimtab.cli.entry import app
 from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Measured, Plan
+from trimtab.core.recompute import schedule_of
 from trimtab.decide.ablation import changes_of
 from trimtab.experiments.evaluation.findings import of_comparison
+from trimtab.experiments.planning import require_fits
+from trimtab.measure.blocks import find_blocks
+from trimtab.runtime.splitting import has_batch_statistics
 from trimtab.tasks import load_task
+from trimtab.tasks.models.gpt import GPT, GPTShape
+from trimtab.tasks.models.resnet import Bottleneck, ResNet
 
 ROOT = Path(__file__).parents[2]
 HERE = {"cpu": "AMD EPYC Processor avx2", "cpu_cores": "2", "os": "Linux", "sources": "abc"}
@@ -57,7 +67,7 @@ def goals():
 def test_slices_are_named_once_and_fit_nine_minutes(listed, size):
     found = listed.slices(size)
     assert len({each.name for each in found}) == len(found) > 3
-    assert all(each.minutes <= 9 for each in found)
+    assert all(each.minutes <= 9 for each in found if not each.name.endswith("-plans"))  # which go on where cut off
     assert size != "gpu" or all("gpu" in each.needs or each.name.startswith("prediction") for each in found)
 
 
@@ -123,7 +133,11 @@ def program(tmp_path):
         "import sys, time, pathlib\n"
         "end, result = sys.argv[1:3]\n"
         "with open('ran', 'a') as file: file.write(result + '\\n')\n"
-        "if end == 'slow': time.sleep(60)\n"
+        "if end == 'grow':\n"
+        "    left = pathlib.Path(result).parent\n"
+        "    (left / 'settings.json').write_text('')\n"
+        "    (left / f'race-{min(1, len(list(left.glob(\"race-*\"))))}').write_text('')\n"
+        "if end in ('slow', 'grow'): time.sleep(60)\n"
         "if end == 'print': print('{\"rows\": []}')\n"
         "if end == 'write': pathlib.Path(result).write_text('{}')\n"
         "sys.exit('no luck' if end == 'fail' else 0)\n"
@@ -148,7 +162,7 @@ def made(listed, program):
 
 
 def outcomes(evaluation, found, place, limit_s=30.0, most=None):
-    lines = list(evaluation.run_slices(found, place, limit_s, most))
+    lines = list(evaluation.run_slices(found, replace(place, limit_s=limit_s), most))
     return [line.partition(": ")[2].partition(",")[0] for line in lines[1::2]]
 
 
@@ -187,16 +201,67 @@ def test_what_was_measured_with_other_sources_is_stale_and_not_run_again(evaluat
     assert said == ["slices: 1 stale", "stale: one, measured with sources abc, now def"]
 
 
-def test_a_slice_that_takes_too_long_is_ended_and_stays_to_do(evaluation, place, made):
+def test_a_slice_that_is_ended_in_vain_is_not_begun_again_before_it_may_take_longer(evaluation, place, made):
     found = [made("slow", "slow", result="same/a"), made("after", result="same/b"), made("other")]
-    assert outcomes(evaluation, found[:2], place, limit_s=0.3) == ["cut off"]  # what shares its folder waits too
-    assert "same/b" not in ran(place)
-    assert outcomes(evaluation, found[2:], place) == ["run"]
-    assert [place.state(each)[0] for each in found] == ["to do", "to do", "done"]
+    (place.folder / "same").mkdir()
+    tight = replace(place, limit_s=1.5)
+    assert outcomes(evaluation, found[:2], place, limit_s=1.5) == ["cut off"]  # what shares its folder waits too
+    assert outcomes(evaluation, found, place, limit_s=1.5) == ["run"]  # as it does in a later run
+    assert ran(place) == ["same/a", "other.json"]
+    assert [tight.state(each)[0] for each in found] == ["cut off", "to do", "done"]
+    said = list(evaluation.text(evaluation.summary("tiny", found, tight)))
+    assert said[0] == "slices: 1 done, 1 to do, 1 cut off"
+    assert said[1].startswith("cut off: slow, at 0.025 minutes with nothing to go on from: --slice-minutes 1 or more")
+    longer = replace(place, limit_s=60.0)
+    assert longer.state(found[0])[0] == "to do"
+    fast = replace(found[0], command=(found[0].command[0], "write", "same/a"))
+    assert outcomes(evaluation, [fast, found[1]], place, limit_s=60.0) == ["run", "run"]
+    assert not list(place.folder.glob("cut/*"))
+
+
+def test_a_slice_that_leaves_something_to_go_on_from_stays_to_do_while_it_does(evaluation, place, made):
+    """Started again, what finds a race more each time gets to its end; a file that says whose it is is no race."""
+    each = made("slow", "grow", result="same/a")
+    (place.folder / "same").mkdir()
+    lines = [line for _ in range(4) for line in evaluation.run_slices([each], replace(place, limit_s=1.5))]
+    assert [line.partition(": ")[2] for line in lines[1::2]][:2] == [
+        "cut off, at 0.025 minutes: run again it goes on from what it left"
+    ] * 2
+    assert lines[-1].startswith("slow: cut off, at 0.025 minutes with nothing to go on from")
+    assert ran(place) == ["same/a"] * 3  # the third left what was there before
+
+
+def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
+    declared, twelfth = made("races-3", result="races/report.json"), made("races-12", result="races/report.json")
+    plans = made("races-plans", result="races/report.json")
+    assert place.minutes(declared) == declared.minutes == 1
+    for name, seconds in (("races-plans", 600.0), ("races-2", 120.0), ("races-10", 301.0)):
+        each = made(name, result="races/report.json")
+        place.ran(each).parent.mkdir(exist_ok=True)
+        ended = evaluation.Ran(name, "", "abc", HERE, seconds, each.result)
+        place.ran(each).write_text(to_json(ended))
+    assert [place.minutes(each) for each in (plans, declared, twelfth)] == [
+        10.0,
+        5.0,
+        5.0,
+    ]  # its own, or the last race's
+    assert place.state(declared) == ("to do", "about 5 minutes")
+    assert list(evaluation.listed([declared, twelfth], place))[-1].endswith("about 10 minutes are left to do here")
+
+
+def test_what_was_measured_here_is_what_a_slice_is_said_to_take(evaluation, listed):
+    """Of every slice of which a record is kept."""
+    every = {each.name: each for each in listed.slices("cpu")}
+    for folder in (ROOT / "benchmarks" / "results").glob("evaluation-*core"):
+        kept = evaluation.Place(folder, HERE)
+        took = {path.stem: json.loads(path.read_text())["seconds"] for path in (folder / "done").glob("*.json")}
+        assert {name: kept.minutes(every[name]) for name in took} == {
+            name: round(s / 60, 1) for name, s in took.items()
+        }
 
 
 def test_a_slice_that_fails_says_why(evaluation, place, made):
-    lines = list(evaluation.run_slices([made("bad", "fail"), made("empty", "nothing")], place, 30.0))
+    lines = list(evaluation.run_slices([made("bad", "fail"), made("empty", "nothing")], place))
     assert lines[1] == "bad: failed, no luck"
     assert lines[3] == "empty: failed, it left no empty.json"
     assert not (place.folder / "done").exists()
@@ -246,32 +311,80 @@ def test_a_command_is_made_where_it_runs(evaluation, place, listed):
 
 
 BY_HAND = {
-    "paper-images": {"recompute", "schedule"},
-    "freed-images": {"schedule", "learning_rate_scale"},
-    "paper-text": {"micro_batch", "recompute"},
+    "cpu": {"cifar-ablate-paper", "cifar-ablate-freed", "wikitext-ablate-paper"},
+    "gpu": {"resnet-ablate-paper", "gpt2-ablate-paper"},
 }
 
 
-def sqrt_segments(num_blocks: int) -> str:
-    """Return the paper's schedule (eqs. 18 to 20) as its own recipe here cuts it, the last segment recomputed too."""
-    width = math.ceil(math.sqrt(num_blocks)) or 1
-    cuts = range(0, num_blocks, width)
-    return " ".join(f"({begin}-{min(begin + width, num_blocks) - 1})" for begin in cuts)
-
-
-def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation, listed, place):
-    found = [each for each in listed.slices("cpu") if "--plan" in each.command]
-    assert len(found) == 15
-    for each in found:
+@pytest.mark.parametrize("size", BY_HAND)
+def test_plans_that_are_written_by_hand_are_there_and_fit_their_tasks(evaluation, listed, place, size):
+    found = [each for each in listed.slices(size) if "--plan" in each.command]
+    assert {each.folder for each in found} == BY_HAND[size]
+    assert len(found) == 5 * len(BY_HAND[size])
+    for each in found[::5]:
         argv = evaluation._argv(each, place.folder)
         path, task = place.folder / argv[argv.index("--plan") + 1], argv[argv.index("ablate") + 1]
         plan = read_json(Plan, path)
-        assert (
-            plan.batch_rows
-            == load_task(f"{(place.folder / task.partition(':')[0]).resolve()}:{task.partition(':')[2]}").batch_rows
-        )
-        assert set(changes_of(plan, plan.reference)) == BY_HAND[path.stem]
-        assert (plan.recompute.value or "") == sqrt_segments(len(plan.recompute_blocks))
+        of = load_task(f"{(place.folder / task.partition(':')[0]).resolve()}:{task.partition(':')[2]}")
+        require_fits(of, plan)
+        with torch.device("meta"):
+            model = of.make_model()
+        chain = find_blocks(model)
+        assert plan.recompute_blocks in ((), chain)
+        changes = set(changes_of(plan, of.reference))
+        if each.folder == "cifar-ablate-freed":
+            assert changes == {"schedule", "learning_rate_scale"}
+            continue
+        assert ("micro_batch" in changes) == (not has_batch_statistics(model))
+        size_of = math.ceil(math.sqrt(len(chain)))
+        *segments, last = (len(part.stages) for part in schedule_of(plan.recompute.value, len(chain)))
+        assert set(segments) == {size_of}
+        assert 0 < last <= size_of
+        if size == "gpu":
+            assert changes >= {"precision", "schedule"}
+            assert plan.precision.value == "fp16"
+            assert plan.reference == of.reference
+
+
+@pytest.mark.parametrize("kind", ["resnet50", "gpt2"])
+def test_each_block_of_a_plan_at_the_papers_size_is_run_twice(kind):
+    """On a model of as many blocks, whose segments reach over stages; in fp32, which a processor has."""
+    plan = read_json(Plan, ROOT / "benchmarks" / "plans" / f"paper-{kind}.json")
+    rows = plan.batch_rows // plan.micro_batch.value * 2
+    kept = {"batch_rows": rows, "micro_batch": replace(plan.micro_batch, value=2), "precision": Plan.fixed(1).precision}
+    images, tokens = torch.randn(rows, 3, 8, 8), torch.randint(16, (rows, 8))
+    if kind == "gpt2":
+        model = GPT(GPTShape(vocab_size=16, context=8, num_layers=12, num_heads=2, width=8))
+        loss_fn, batch = (lambda model, batch: model(*batch)), (tokens, tokens)
+    else:
+        model = ResNet(width=4, depths=(3, 4, 6, 3), num_classes=4, block=Bottleneck)
+        loss_fn, batch = (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])), (images, tokens[:, 0] % 4)
+    calls = Counter()
+    for name in plan.recompute_blocks:  # what is in a segment has no hooks of its own
+        first = next(model.get_submodule(name).children())
+        first.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    with start(model, torch.optim.AdamW(model.parameters()), replace(plan, **kept), total_samples=10 * rows) as run:
+        run.train_step(run.window(batch), loss_fn)
+    assert calls == dict.fromkeys(plan.recompute_blocks, 2 * rows // 2)
+
+
+def test_tables_one_to_three_are_raced_to_the_papers_targets_within_their_slices(listed):
+    """The paper's recipe and its components, each as long as the loop that they are held against."""
+    for minutes in (9, 60):
+        found = {each.folder: each.command for each in listed.slices("gpu", minutes)}
+        for kind, target, peers, changes in (("resnet", 0.85, 3, 3), ("gpt2", 45.0, 4, 4)):
+            for folder, arms in ((f"{kind}-whole", peers + 1), (f"{kind}-ablate-paper", 3 + 2 * changes)):
+                command = found[folder]
+                cap_s = float(command[command.index("--cap") + 1])
+                assert 20 <= cap_s <= 60 * minutes / arms
+                assert arms * cap_s + 2 * min(60, cap_s) < 60 * minutes - 60
+                assert "--reference-cap" not in command
+                assert command[-1] != "0"  # a race that is whole, however many there are
+            against = found[f"{kind}-whole"][found[f"{kind}-whole"].index("--against") + 1].split(",")
+            assert {"paper", "strong"} <= set(against)
+            assert len(against) == peers - 1
+            task = command[1].replace(listed.GPU_TASKS, str(ROOT / "benchmarks" / "evaluation_gpu_tasks.py"))
+            assert target in load_task(task).targets
 
 
 def test_slices_are_chosen_by_name_or_folder(evaluation, listed):

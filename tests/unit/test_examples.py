@@ -1,4 +1,4 @@
-"""The examples and the README's code run, and the two examples compute the same thing."""
+"""The examples and all Python blocks of pages run, and the two examples compute the same thing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from markdown_pages import NAMES, blocks, read
 
 import trimtab
 from trimtab.core.progress import silent
@@ -70,27 +71,18 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     assert found["accuracy"] > task.targets[0]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/ablation.md",
-        "docs/accumulation.md",
-        "docs/carbon.md",
-        "docs/checkpoints.md",
-        "docs/energy.md",
-        "docs/optimizer.md",
-        "docs/phases.md",
-        "docs/ranks.md",
-        "docs/trackers.md",
-    ],
-)
+WITH_PYTHON = [page for page in NAMES if any(block.language == "python" for block in blocks(read(page)))]
+
+
+def test_python_blocks_are_found() -> None:
+    assert {"README.md", "docs/start.md", "docs/memory.md"} <= set(WITH_PYTHON)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks_run(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, page, "exec"), {"__name__": "page"})
+    for block in blocks(read(page)):
+        if block.language == "python":
+            exec(compile(block.text, page, "exec", dont_inherit=True), {"__name__": "page"})
 
 
 def test_the_readme_is_short() -> None:

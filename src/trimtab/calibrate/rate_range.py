@@ -9,6 +9,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
+from trimtab.measure.bystanders import Bystanders
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.batches import iterate
@@ -41,6 +42,7 @@ def range_test(
     with (
         borrowed(batches) as lent,
         Snapshot(model, optimizer),
+        Bystanders(subject.loss_fn, model),
         Run(model, optimizer, plan, out_of_memory="stop", on_trial=True) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):

@@ -15,6 +15,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
+from trimtab.measure.bystanders import Bystanders
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import synchronize
@@ -52,7 +53,11 @@ def short_race(
         ValueGivenError: there are too few batches. BatchError: there is nothing to iterate over.
     """
     pairs: list[ShortPair] = []
-    with borrowed(batches) as lent, Snapshot(subject.model, subject.optimizer) as snapshot:
+    with (
+        borrowed(batches) as lent,
+        Snapshot(subject.model, subject.optimizer) as snapshot,
+        Bystanders(subject.loss_fn, subject.model),
+    ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
         for index in range(num_pairs):
             data = list(itertools.islice(drawn, num_steps))

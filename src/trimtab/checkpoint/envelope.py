@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, crc32_of_chunks
 from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
+from trimtab.checkpoint.state_files import TENSORS, TREE, prefix_of
 from trimtab.core import checks
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
@@ -151,6 +152,9 @@ def verify(folder: Path) -> Manifest:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
         raise damaged(folder, "", f"nothing that can be read ({error})", "a folder") from None
+    for name in _of_ranks(manifest):
+        if name not in manifest.files:
+            raise damaged(folder, name, "nothing", "a file of each rank")
     if extra := sorted(there - manifest.files.keys()):
         raise damaged(folder, extra[0], "a file that the manifest does not know")
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
@@ -159,6 +163,12 @@ def verify(folder: Path) -> Manifest:
                 raise damaged(folder, name, "nothing", "a file")
             _compare(folder, name, said, pool)
     return manifest
+
+
+def _of_ranks(manifest: Manifest) -> Iterator[str]:
+    """Yield the files that ranks beyond the first have to have written, by what the manifest says of them."""
+    for rank in range(1, manifest.num_ranks):
+        yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
 
 def _compare(folder: Path, name: str, said: File, pool: ThreadPoolExecutor) -> None:
@@ -238,18 +248,25 @@ def _place(folder: Path) -> tuple[float, str]:
     return (step if step is not None else int(named[1]) if named else math.inf), folder.name
 
 
-def retain(parent: Path, keep_last: int) -> list[Path]:
-    """Delete all but the newest folders, once the newest is found whole; returns what was deleted.
+def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
+    """Delete all but the newest `step-N`, once the newest is found whole; returns what was deleted.
+
+    Folders of other names and links are the user's, who laid them there.
+
+    Args:
+        written: the name of one that was committed just now, and needs no second reading.
 
     Raises:
         FormatError: the newest is not whole; nothing was deleted. SaveError: what is older cannot be deleted.
     """
     checks.integer("keep_last", keep_last)
-    newest, *others = found(parent) or [None]
+    own = (folder for folder in found(parent) if NAMED.fullmatch(folder.name) and not folder.is_symlink())
+    newest, *others = [*own] or [None]
     old = others[keep_last - 1 :]
     if newest is None or not old:
         return []
-    verify(newest)
+    if newest.name != written:
+        verify(newest)
     for folder in old:
         try:
             remove(folder)

@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint import envelope, journal, shard_files
 from trimtab.checkpoint.background import Background
-from trimtab.checkpoint.envelope import Found, Refused, committed, name_of, newest_good, put_aside, retain
+from trimtab.checkpoint.envelope import Found, Refused, name_of, newest_good, put_aside, retain
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
@@ -27,14 +27,12 @@ from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
+from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
 from trimtab.core.stop import StopReason
 from trimtab.runtime.engine import Run
 from trimtab.runtime.keeping import Decided
-
-T = TypeVar("T")
 
 
 class KeptRun:
@@ -74,10 +72,10 @@ class KeptRun:
         self._lock: Lock | None = None
         self._refused: Sequence[Refused] = ()
         try:
-            said = json.loads(ranks.first(lambda: found_of(self._looked_for())))
+            said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found: Mapping[str, Any] | None = said
             self._world = world_of(model, plan, ranks.num)
-            ranks.agree(_tried(self._require_world)[1])  # before a model is put in shards, from which there is no way
+            ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
                 self._journal.follow(Path(settings.follows) / journal.NAME)
@@ -89,15 +87,13 @@ class KeptRun:
         settings = self._settings
         self._lock = _opened(settings.path)
         envelope.clean(settings.path)
+        settings.require_as_asked()
         if settings.resume == "never":
-            if there := committed(settings.path):
-                given, way_out = f"{there[0].name} in {settings.path}", 'resume="auto" goes on from it.'
-                raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
             (settings.path / journal.NAME).unlink(missing_ok=True)
             return None
         found = newest_good(settings.path)
-        if found.folder is None and (found.refused or settings.resume == "always"):
-            damaged = "; ".join(str(error) for error in found.refused) or "no checkpoint"
+        if found.folder is None and found.refused:
+            damaged = "; ".join(str(error) for error in found.refused)
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")
         self._refused = found.refused
         return found
@@ -126,22 +122,25 @@ class KeptRun:
         """
         self._run = run
         run.position.may_differ = "data" in self._settings.accepts
+        if run.recorder is not None:
+            run.recorder.on_failure = partial(self._require_room, "The record")
+        windows = 0 if self._found is None else int(self._found["about"]["step"])
+        self._ranks.together(partial(self._journal.prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
-        self._journal.go_on(run.num_windows)
+        self._journal.begin()
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
         apart = changes(about["world"], self._world)
-        load, error = _tried(lambda: self._read(folder, about))
-        self._ranks.agree(error)
-        assert load is not None
+        load = self._ranks.together(lambda: self._read(folder, about), "read")
         for refused in self._refused:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
-        self._ranks.agree(_tried(load)[1])
+        self._ranks.together(load, "loaded")
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
+        detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
 
     def _read(self, folder: Path, about: Mapping[str, Any]) -> Load:
@@ -186,8 +185,13 @@ class KeptRun:
         if leaves or self._pace.is_due(self._run.num_windows):
             self.save()
         if leaves:
-            self._background.wait()
+            with self._told(self._last_begun):
+                self._background.wait()
             self._signals.leave()
+
+    def is_leaving(self) -> bool:
+        """Return whether a signal came."""
+        return self._signals.came is not None
 
     def save(self) -> None:
         """Save the run as it is, unless that was done already.
@@ -203,9 +207,7 @@ class KeptRun:
             self._background.wait()
         self._pace.begun(windows, is_saved=False)
         with self._told(windows):
-            taken, error = _tried(lambda: (self._state(), self._shards.tensors() if self._in_shards else None))
-            self._ranks.agree(error)
-            assert taken is not None
+            taken = self._ranks.together(self._taken, f"taken/{windows}")
             write = self._writing(*taken, windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()
@@ -216,12 +218,24 @@ class KeptRun:
         """Let a failure end the run, or be told."""
         try:
             yield
+        except RankError:  # no save that failed: a rank of the job is lost
+            raise
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
                 raise
             if self._run is not None:
                 self._run.note("checkpoint", {"windows": windows, "failed": str(error)})
             warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=5)
+
+    def _require_room(self, what: str, error: SaveError) -> None:
+        """Raise for lines that could not be written, or tell of them: they are held in memory then."""
+        if self._settings.on_failure == "stop":
+            raise error
+        warnings.warn(f"{what} waits for room on disk: {error}", RuntimeWarning, stacklevel=7)
+
+    def _taken(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Return this rank's state, and its tensors in shards."""
+        return self._state(), self._shards.tensors() if self._in_shards else None
 
     def _state(self) -> dict[str, Any]:
         run = self._run
@@ -230,6 +244,7 @@ class KeptRun:
         state = {name: part.state_dict() for name, part in parts.items()}
         state |= {"run": run.state_dict(), "data": run.position.state_dict(), "also": self._also.state_dict()}
         state |= {"record": None if run.recorder is None else run.recorder.state_dict()}
+        self._journal.sync()
         return self._ranks.own(state, self._whole.buffers)
 
     def _writing(self, state: Mapping[str, Any], tensors: dict[str, Tensor] | None, windows: int) -> Callable[[], None]:
@@ -245,26 +260,46 @@ class KeptRun:
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
+        def retained() -> None:
+            if self._ranks.is_first:
+                retain(settings.path, settings.keep_last, name_of(windows))
+
         def write() -> None:
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)
-            self._ranks.first(lambda: f"{len(retain(settings.path, settings.keep_last))} deleted")
+            self._ranks.together(retained, f"{name_of(windows)}/retained")
 
         return write
 
     def decided(self, index: int, window: Decided) -> None:
-        """Write what a window is made by."""
-        self._journal.add(index, window)
+        """Write what a window is made by.
+
+        Raises:
+            SaveError: the disk is full, and the run is to stop at that.
+        """
+        self._written(lambda: self._journal.add(index, window))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except SaveError as error:
+            self._require_room("What windows are made by", error)
 
     def decided_before(self, index: int) -> Decided | None:
         """Return what a window was made by."""
         return self._journal.before(index)
 
-    def close(self) -> None:
-        """Save nothing more: what is under way is waited for, and its failure raised."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Save nothing more: what is under way is waited for, and its failure raised.
+
+        Raises:
+            OSError, TrimtabError: as of `between`. KeyboardInterrupt, SystemExit: a signal came after the last window.
+        """
         with contextlib.ExitStack() as last:
+            if error is None:
+                last.callback(self._signals.leave_late)
             last.callback(self._release)
             last.callback(self._signals.restore)
-            last.callback(self._journal.close)
+            last.callback(self._written, self._journal.close)
             last.callback(self._background.end)
             with self._told(self._last_begun):
                 self._background.wait()
@@ -291,8 +326,8 @@ def kept(
     keeper = KeptRun(settings, model, optimizer, plan, KeptRanks(exchange), in_shards=in_shards)
     try:
         run = Run(model, optimizer, plan, keeper=keeper, **options)
-    except BaseException:
-        keeper.close()
+    except BaseException as error:
+        keeper.close(error)
         raise
     try:
         keeper.attach(run)
@@ -300,14 +335,6 @@ def kept(
         run.close(error)
         raise
     return run
-
-
-def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what is made, or why it was not: all ranks have to know before one of them changes anything."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
 
 
 def _opened(folder: Path) -> Lock:

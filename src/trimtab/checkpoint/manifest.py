@@ -54,6 +54,13 @@ class Manifest:
         """How far the folder is: of two, the one with more is newer, whatever clocks say."""
         return int(self.about[STEP])
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that wrote into the folder; 1 where it does not say."""
+        world = self.about.get("world")
+        said = world.get("ranks") if isinstance(world, Mapping) else None
+        return int(said) if isinstance(said, str) and said.isdigit() else 1
+
     def encoded(self) -> bytes:
         """Return its text, checksum included.
 

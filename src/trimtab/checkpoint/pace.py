@@ -42,7 +42,8 @@ class Pace:
         if self._ranks.num == 1:
             return time.monotonic() - self._since_s >= settings.every_s
         if since == _SEEN:
-            self._agreed = int(self._ranks.first(lambda: str(self._wanted(since, settings.every_s or 0.0))))
+            wanted = self._ranks.first(lambda: str(self._wanted(since, settings.every_s or 0.0)), f"pace/{windows}")
+            self._agreed = int(wanted)
         return self._agreed is not None and since >= self._agreed
 
     def _wanted(self, since: int, every_s: float) -> int:

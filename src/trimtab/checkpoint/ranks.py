@@ -5,21 +5,25 @@ All of them reach the folder: it lies on a disk that they share.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trimtab.checkpoint import envelope
 from trimtab.checkpoint.shards import merged
-from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.core.errors import FormatError, SaveError, TrimtabError, ValueGivenError
+from trimtab.checkpoint.state_files import prefix_of, read_state, write_state
+from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
+from trimtab.distributed.at_work import words_at_work
+from trimtab.distributed.process_group import from_first
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.exchange import Exchange
+
+T = TypeVar("T")
 
 _WRITES, _FAILED = "at ", "no "
 
@@ -31,7 +35,7 @@ class KeptRanks:
         rank: this one. num: of them.
     """
 
-    _topics = 0
+    _asked = itertools.count()  # the same on every rank, of all runs of the job
 
     def __init__(self, exchange: Exchange) -> None:
         self.num = exchange.num_ranks
@@ -42,23 +46,42 @@ class KeptRanks:
         """Whether this is the one that looks and commits."""
         return self.rank == 0
 
-    def first(self, make: Callable[[], str]) -> str:
-        """Return what rank 0 makes; raises on all where it fails there."""
-        return make() if self.num == 1 else from_first(make)
+    def first(self, make: Callable[[], str], about: str) -> str:
+        """Return what rank 0 makes; raises on all where it fails there.
 
-    def agree(self, own: BaseException | None) -> None:
-        """Raise where any rank has an error: its own, or that of another."""
+        Args:
+            about: what it is: ranks that ask of another thing get no answer, and no wrong one.
+        """
+        return make() if self.num == 1 else from_first(make, self._topic(about))
+
+    def together(self, make: Callable[[], T], about: str) -> T:
+        """Return what this rank makes once every rank has made its own, however long the slowest takes.
+
+        Raises:
+            RankError: a rank gives no sign of life. FormatError: another rank failed. Whatever `make` raises.
+        """
         if self.num == 1:
-            said = [""]
-        else:
-            KeptRanks._topics += 1
-            word = "" if own is None else f"{type(own).__name__}: {own}"
-            said = words_of_all(f"kept/{KeptRanks._topics}", word, time_limit_s())
-        if own is not None:
-            raise own
+            return make()
+        made, failure = list[T](), list[Exception]()
+
+        def tried() -> str:
+            try:
+                made.append(make())
+            except Exception as error:
+                failure.append(error)
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        said = words_at_work(tried, self._topic(about))
+        if failure:
+            raise failure[0]
         for rank, word in enumerate(said):
             if word:
                 raise FormatError(f"rank {rank}", given=word, expected="every rank to go on with the run")
+        return made[0]
+
+    def _topic(self, about: str) -> str:
+        return f"kept/{next(KeptRanks._asked)}/{about}"
 
     def write(
         self,
@@ -74,43 +97,51 @@ class KeptRanks:
             shards: writes, called by all ranks at once, what they hold in shards.
 
         Raises:
-            SaveError, FormatError: on all ranks, where one of them could not write.
+            SaveError, FormatError: on all ranks, where one of them could not write. RankError: a rank is lost.
         """
 
         def fill(folder: Path) -> None:
             """Write this rank's part, once with the others; raises on all where one fails."""
-            self.agree(_failure_of(lambda: write_state(folder, state, _prefix(self.rank))))
+            self.together(lambda: _saved(lambda: write_state(folder, state, prefix_of(self.rank))), f"{name}/state")
             if shards is not None:
-                self.agree(_failure_of(lambda: shards(folder)))
+                self.together(lambda: _saved(lambda: shards(folder)), f"{name}/shards")
 
         if self.num == 1:
             envelope.write(parent, name, fill, about)
             return
-        self.agree(self._committed(parent, name, fill, about) if self.is_first else self._added(fill))
+        failure: Exception | None = None
+        try:
+            self._commit(parent, name, fill, about) if self.is_first else self._add(name, fill)
+        except RankError:  # there is nobody to agree with
+            raise
+        except Exception as error:
+            failure = error
+        self.together(lambda: _raise(failure), f"{name}/over")
 
-    def _committed(
-        self, parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]
-    ) -> Exception | None:
+    def _commit(self, parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> None:
         said: list[str] = []
 
         def told(folder: Path) -> None:
-            said.append(self.first(lambda: _WRITES + str(folder)))
+            said.append(self.first(lambda: _WRITES + str(folder), f"{name}/where"))
             fill(folder)
 
         def last(commits: Callable[[], None]) -> None:
-            self.first(lambda: commits() or "")  # the others wait for as long as it lives
+            self.together(commits, f"{name}/commit")
 
-        error = _failure_of(lambda: envelope.write(parent, name, told, about, last))
-        if not said:  # the others still wait to be told where
-            self.first(lambda: _FAILED)
-        return error
+        try:
+            _saved(lambda: envelope.write(parent, name, told, about, last))
+        finally:
+            if not said:  # the others still wait to be told where
+                self.first(lambda: _FAILED, f"{name}/where")
 
-    def _added(self, fill: Callable[[Path], None]) -> Exception | None:
-        where = self.first(str)
+    def _add(self, name: str, fill: Callable[[Path], None]) -> None:
+        where = self.first(str, f"{name}/where")
         if where == _FAILED:
-            return None  # rank 0 says why
-        error = _failure_of(lambda: fill(Path(where.removeprefix(_WRITES))))
-        return error or _failure_of(lambda: self.first(str))
+            return  # rank 0 says why
+        if not where.startswith(_WRITES):
+            raise RankError("rank 0", given=repr(where), expected="the folder that all write into")
+        fill(Path(where.removeprefix(_WRITES)))
+        self.together(lambda: None, f"{name}/commit")
 
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
         """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
@@ -120,13 +151,13 @@ class KeptRanks:
         state: dict[str, Any] = read_state(folder)
         of = self.rank % saved
         if of:
-            own = read_state(folder, _prefix(of))
+            own = read_state(folder, prefix_of(of))
             state |= {"data": own["data"], "record": None}
             for kind, values in own["buffers"].items():
                 state["model"][kind] |= values
         if "shards" in state:
             state["shards"] = merged(
-                read_state(folder, _prefix(each))["shards"] if each else state["shards"] for each in range(saved)
+                read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
             )
         if self.rank >= saved:
             state["data"]["here"]["random"]["cpu"] = torch.Generator().manual_seed(self.rank).get_state()
@@ -183,20 +214,19 @@ def is_in_shards(model: torch.nn.Module, plan: Plan, exchange: Exchange) -> bool
     return is_sharded(model) or (exchange.num_ranks > 1 and bool(plan.zero_stage.value))
 
 
-def _prefix(rank: int) -> str:
-    return f"rank-{rank}-" if rank else ""
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
-def _failure_of(does: Callable[[], object]) -> Exception | None:
-    """Return what failed, whatever it is: the others wait for a word of it."""
+def _saved(does: Callable[[], object]) -> None:
+    """Do it; raises `SaveError` for what is none of the house's errors, whatever it is: the others wait for a word."""
     try:
         does()
-    except TrimtabError as error:
-        return error
+    except TrimtabError:
+        raise
     except OSError as error:
-        return SaveError("checkpoint", given=str(error), expected="a disk that takes it")
+        raise SaveError("checkpoint", given=str(error), expected="a disk that takes it") from error
     except Exception as error:
-        failed = SaveError("checkpoint", given=f"{type(error).__name__}: {error}", expected="what can be written")
-        failed.__cause__ = error
-        return failed
-    return None
+        given = f"{type(error).__name__}: {error}"
+        raise SaveError("checkpoint", given=given, expected="what can be written") from error

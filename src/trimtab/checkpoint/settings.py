@@ -14,7 +14,7 @@ from trimtab.checkpoint.run_state import Given
 from trimtab.checkpoint.world import accepted
 from trimtab.core import checks
 from trimtab.core.codec import from_jsonable
-from trimtab.core.errors import DamagedError, ValueGivenError
+from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 
 RESUMES = ("auto", "never", "always")
@@ -35,7 +35,8 @@ class Checkpoints:
         accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, data. Recorded.
         also: the user's own things that are part of the run (a scheduler, an average of weights), each with
             `state_dict()` and `load_state_dict()`.
-        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due.
+        on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due. So too
+            of the record and of decisions, whose lines wait in memory.
         background: whether it is written beside the training, from a copy in memory.
         follows: the folder of a run that is to be repeated: windows are made as they were there.
 
@@ -74,11 +75,33 @@ class Checkpoints:
         Raises:
             FormatError: it is of another version of trimtab.
         """
+        about = self._saved()
+        return None if about is None else from_jsonable(Plan, about["plan"])
+
+    def saved_rows(self) -> int:
+        """Return the rows that the run was last saved after; 0 where it was not saved yet."""
+        about = self._saved()
+        return 0 if about is None else int(about["rows"])
+
+    def require_as_asked(self) -> None:
+        """Raise where `resume` wants a checkpoint and there is none, or none and there is one; `start` looks closer.
+
+        Raises:
+            FormatError: as said.
+        """
+        there = committed(self.path)
+        if self.resume == "always" and not there:
+            raise FormatError(str(self.path), given="no checkpoint", expected="a checkpoint that is whole")
+        if self.resume == "never" and there:
+            given, way_out = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
+            raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
+
+    def _saved(self) -> Mapping[str, Any] | None:
         if self.resume == "never":
             return None
         for folder in committed(self.path):
             with contextlib.suppress(DamagedError):
-                return from_jsonable(Plan, manifest_of(folder).about["plan"])
+                return manifest_of(folder).about
         return None
 
     @property

@@ -1,14 +1,23 @@
-"""SIGTERM and SIGINT while a run is kept: the run is saved and left where the window is over; a second one ends it."""
+"""SIGTERM and SIGINT while a run is kept: the run is saved and left where the window is over; a second one ends it.
+
+Who signals a whole group signals the loader's workers too, and torch raises in the middle of a window where one of them
+has died. From the first signal on it is not told of that, until the run is left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_S = 0.1  # `timeout` signals its child, and then the group that it is in
 
 
 class Signals:
@@ -22,8 +31,11 @@ class Signals:
 
     def __init__(self) -> None:
         self.came: signal.Signals | None = None
+        self._at_s = 0.0
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
+        self._of_children: Any = None
+        self._has_child_died = self._has_left = False
 
     def install(self) -> None:
         """Handle the signals, but those that the process was told to ignore."""
@@ -36,14 +48,36 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.came is not None or os.getpid() != self._pid:  # at once, whatever runs; a forked child keeps nothing
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self.came = signal.Signals(number)
+        if os.getpid() != self._pid:
+            self._handle_in_child(number, frame)
+        elif self.came is None:
+            self.came, self._at_s = signal.Signals(number), time.monotonic()
+            self._quieten()
+            before = self._before[number]
+            if callable(before) and before is not signal.default_int_handler:
+                before(number, frame)
+        elif time.monotonic() - self._at_s > _SAME_S:
+            _end_by(number)  # whatever runs
+
+    def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
+        """Do in a forked process as it would without this; but a loader's worker draws on, for the window under way."""
         before = self._before[number]
-        if callable(before) and before is not signal.default_int_handler:
+        if before is signal.default_int_handler and get_worker_info() is not None:
+            return  # its loader ends it, and it sees for itself when there is none
+        if callable(before):
             before(number, frame)
+        else:
+            _end_by(number)
+
+    def _quieten(self) -> None:
+        """Keep the deaths of children from who would raise at them."""
+        before = signal.getsignal(signal.SIGCHLD)
+        if callable(before):
+            self._of_children = before
+            signal.signal(signal.SIGCHLD, self._child_died)
+
+    def _child_died(self, number: int, frame: FrameType | None) -> None:
+        self._has_child_died = True
 
     def restore(self) -> None:
         """Put the handlers back that were there, where they are still these."""
@@ -51,6 +85,12 @@ class Signals:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
         self._before.clear()
+        before, self._of_children = self._of_children, None
+        if before is not None and signal.getsignal(signal.SIGCHLD) == self._child_died:
+            signal.signal(signal.SIGCHLD, before)
+            if self._has_child_died:
+                with contextlib.suppress(RuntimeError):  # of a worker's end, which the run has outlived
+                    before(signal.SIGCHLD, None)
 
     def leave(self) -> None:
         """End the process's run as the signal would have: by KeyboardInterrupt, or an exit of 128 and its number.
@@ -60,6 +100,18 @@ class Signals:
         Raises:
             KeyboardInterrupt, SystemExit: as said.
         """
+        self._has_left = True
         if self.came is signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.came or signal.SIGTERM))
+
+    def leave_late(self) -> None:
+        """Leave, where a signal came after the last window and nothing has been left for it."""
+        if self.came is not None and not self._has_left:
+            self.leave()
+
+
+def _end_by(number: int) -> None:
+    """End the process by a signal."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -15,6 +15,11 @@ from trimtab.core.errors import FormatError
 TENSORS, TREE = "tensors.safetensors", "state.json"
 
 
+def prefix_of(rank: int) -> str:
+    """Return what the names of a rank's files begin with."""
+    return f"rank-{rank}-" if rank else ""
+
+
 def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> None:
     """Write a state as two files; its tensors must not change meanwhile.
 

@@ -22,7 +22,16 @@ WAYS_OUT = {
     "plan": "Start it with the plan that is in its checkpoint",
 }
 ACCEPTED = (*WAYS_OUT, "data")  # which is looked at once there is a loader (`runtime.data_position`)
-_SAID_ALONE = ("cpu", "gpu", "numpy", "trimtab", "sources")  # changes that are noted, and refused for nothing
+_SAID_ALONE = (
+    "cpu",
+    "gpu",
+    "cuda",
+    "numpy",
+    "python",
+    "os",
+    "trimtab",
+    "sources",
+)  # changes that are noted, and refused for nothing
 
 
 def world_of(model: nn.Module, plan: Plan, num_ranks: int) -> dict[str, str]:

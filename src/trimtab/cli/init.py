@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -29,4 +30,6 @@ def init(
     except FileExistsError:
         raise FormatError("init", given=f"{file}, which exists", expected="a new file") from None
     typer.echo(f"{file}: edit its parts 1 to 3, then")
+    if find_spec("matplotlib") is None:
+        typer.echo("  pip install 'trimtab[report]'   # draws the report's figures")
     typer.echo(f"  trimtab compare {file.as_posix()}:task --quick")

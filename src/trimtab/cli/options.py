@@ -10,6 +10,7 @@ import typer
 from trimtab.core.errors import FormatError, ValueGivenError
 
 if TYPE_CHECKING:
+    from trimtab.checkpoint.settings import Checkpoints
     from trimtab.core.carbon import Intensity
 
 TaskName = Annotated[str, typer.Argument(help="a built-in task, my_module:task or path/to/file.py:task")]
@@ -28,7 +29,30 @@ Carbon = Annotated[
     str | None,
     typer.Option(help="grams of CO2e per kWh, or a CSV file of them (time, g_per_kwh): tells the run's carbon"),
 ]
-CarbonKind = Annotated[str | None, typer.Option(help="of --carbon: average or marginal, which do not add up")]
+CarbonKind = Annotated[
+    str | None, typer.Option(help="of --carbon and --when-clean: average or marginal, which do not add up")
+]
+Record = Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(help="what shows that record: tensorboard=FOLDER, mlflow=EXPERIMENT, wandb=PROJECT, trackio=PROJECT"),
+]
+KeptIn = Annotated[
+    Path | None, typer.Option("--checkpoints", help="folder that the run is kept in, and gone on from (see --resume)")
+]
+Every = Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; without it, ten minutes")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        help="auto (by default where the run is kept): from the newest checkpoint that is whole; always: there must be "
+        "one; never. Without --checkpoints, the run is kept in runs/TASK"
+    ),
+]
+Accept = Annotated[
+    str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,ranks,plan,data")
+]
+TrialRows = Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")]
+Judged = Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a plan's JSON; without it, one is made")]
 Ranks = Annotated[int, typer.Option(min=1, help="processes on this machine; a launcher's are joined")]
 Rehearse = Annotated[
@@ -82,6 +106,33 @@ def intensity(carbon: str | None, kind: str | None) -> Intensity | None:
             raise ValueGivenError("--carbon-kind", given=f"{kind} alone", expected="--carbon beside it")
         return None
     return named(carbon, kind).forecast(time.time())
+
+
+def kept_in(
+    task: str, folder: Path | None, every: int | None, resume: str | None, accept: str | None
+) -> Checkpoints | None:
+    """Return how `--checkpoints` and what goes with it keep a run; None where it is not kept.
+
+    Args:
+        task: by whose name the folder is called where `--resume` alone was given.
+
+    Raises:
+        ValueGivenError: something is said of checkpoints that there are none of.
+    """
+    from trimtab.checkpoint.settings import Checkpoints
+
+    if folder is None and resume is None:
+        for option, value in (("--every", every), ("--accept", accept)):
+            if value is not None:
+                way_out = "--resume auto keeps it in runs/TASK."
+                given, expected = f"{value} of a run that is not kept", "--checkpoints FOLDER beside it"
+                raise ValueGivenError(option, given=given, expected=expected, way_out=way_out)
+        return None
+    if folder is None:
+        folder = Path("runs") / task
+        folder.parent.mkdir(exist_ok=True)
+    accepts = () if accept is None else tuple(name.strip() for name in accept.split(","))
+    return Checkpoints(folder, every, None if every else 600.0, resume=resume or "auto", accepts=accepts)
 
 
 def refuse_memory(memory: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ def print_json(value: Any) -> None:
     from trimtab.core.codec import to_jsonable
 
     typer.echo(json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """Tell what goes on, on standard error."""
+    typer.echo(text, err=True)
+
+
+def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print figures by their names: a line each, or one JSON object."""
+    print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:

@@ -39,7 +39,7 @@ def compare(
     adapt: Annotated[
         str | None,
         typer.Option(
-            help=f"tier F beside tier S: {', '.join(TRAINED)}; learning-rate by default; a,b for several, or none"
+            help=f"tier F beside tier S: {', '.join(TRAINED)}, batch (default: learning-rate); a,b for several, or none"
         ),
     ] = None,
     peers: Annotated[
@@ -66,7 +66,10 @@ def compare(
 
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
-    freed = None if adapt is None else adaptation(adapt, TRAINED)
+    freed = None if adapt is None else adaptation(adapt)
+    if memory is not None and "batch" in (freed or ()):
+        given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
+        raise ValueGivenError("--adapt", given=given, expected=expected)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
     budget = (cap, memory, plan_file, out, ranks, energy_watts, named, reference_cap)
     asked = Asked(task, pairs, whole, quick, freed, peers, *budget)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
 
+from trimtab.cli.clean_hours import By, DryRun, IdleWatts, Pauses, Takes, WhenClean, clean_hours
 from trimtab.cli.options import (
+    Accept,
     Adapt,
     Carbon,
     CarbonKind,
     EnergyWatts,
+    Every,
     Json,
+    Judged,
+    KeptIn,
     Memory,
     PlanFile,
     Ranks,
+    Record,
     Rehearse,
+    Resume,
     TaskName,
+    Track,
+    TrialRows,
     adaptation,
     intensity,
+    kept_in,
     refuse_adapt,
     refuse_memory,
     require_new,
 )
-from trimtab.cli.printing import print_json
-from trimtab.experiments.progress_bar import ProgressBar
+from trimtab.cli.printing import print_figures, say
 
 
 def train(
@@ -35,48 +43,48 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 100,
     plan_file: PlanFile = None,
     seed: Annotated[int, typer.Option(help="weights and data order")] = 0,
-    record: Annotated[Path | None, typer.Option(help="write a line per step (JSON lines, a new file)")] = None,
+    record: Record = None,
+    track: Track = None,
     memory: Memory = None,
     adapt: Adapt = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")] = None,
-    judged: Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")] = None,
+    rows: TrialRows = None,
+    judged: Judged = None,
     ranks: Ranks = 1,
     rehearse: Rehearse = True,
     energy_watts: EnergyWatts = None,
     carbon: Carbon = None,
     carbon_kind: CarbonKind = None,
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="folder that the run is kept in, and gone on from (see --resume)")
-    ] = None,
-    every: Annotated[int | None, typer.Option(min=1, help="steps between checkpoints; without it, ten minutes")] = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: from the newest checkpoint that is whole; always: there must be one; never")
-    ] = "auto",
-    accept: Annotated[
-        str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,plan,data")
-    ] = None,
+    checkpoints: KeptIn = None,
+    every: Every = None,
+    resume: Resume = None,
+    accept: Accept = None,
+    when_clean: WhenClean = None,
+    by: By = None,
+    pauses: Pauses = None,
+    takes: Takes = None,
+    idle_watts: IdleWatts = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Train a task through a plan, and evaluate it."""
+    """Train a task through a plan, and evaluate it; now, or when a forecast says that energy is clean."""
     from trimtab.api import Metering
-    from trimtab.checkpoint.settings import Checkpoints
-    from trimtab.core.codec import read_json
     from trimtab.core.objective import Budget
-    from trimtab.core.plan import Plan
-    from trimtab.decide.ranks import replicated
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import joined, place
-    from trimtab.experiments.ranks import plan_on_ranks, task_of_rank
-    from trimtab.experiments.train import train_task
+    from trimtab.experiments.ranks import task_of_rank
+    from trimtab.experiments.train_command import plan_of_run, train_or_tell
+    from trimtab.experiments.train_record import require_trackers
     from trimtab.tasks import load_task
 
-    here, limits, grid = place(), Budget(memory), intensity(carbon, carbon_kind)
+    here, limits = place(), Budget(memory)
+    grid = intensity(carbon, carbon_kind) if carbon or not when_clean else None
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
-    kept = None
-    if checkpoints is not None:
-        accepts = () if accept is None else tuple(name.strip() for name in accept.split(","))
-        kept = Checkpoints(checkpoints, every, None if every else 600.0, resume=resume, accepts=accepts)
+    kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
+    beside = {"pauses": pauses, "takes": takes, "watts": energy_watts, "idle_watts": idle_watts, "is_dry": dry_run}
+    process = {"is_kept": kept is not None, "num_ranks": max(ranks, here.num_ranks)}
+    hours = clean_hours(when_clean, carbon_kind, by, **beside, **process)
     require_new(None if here.rank or kept else record)
+    require_trackers(tracks, record)
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")
         refuse_memory(memory)
@@ -85,17 +93,9 @@ def train(
         launch(sys.argv[1:], ranks)
         return
     with joined():
-        saved = None if kept is None or plan_file is not None else kept.saved_plan()
-        if saved is not None:
-            chosen = saved
-        elif plan_file is None:
-            with ProgressBar() as progress:
-                asked = replace(loaded, planned_rows=steps * loaded.batch_rows)
-                chosen = plan_on_ranks(asked, limits, adaptation(adapt), progress, rehearse=rehearse)
-        else:
-            chosen = replicated(read_json(Plan, plan_file), here.num_ranks)
-        with ProgressBar() as progress:
-            how = {"metering": Metering(energy_watts), "checkpoints": kept, "progress": progress, "grid": grid}
-            found = train_task(loaded, chosen, steps=steps, seed=seed, record=record, **how)
+        plan = {"file": plan_file, "kept": kept, "budget": limits, "adapt": adaptation(adapt), "rehearse": rehearse}
+        how = {"seed": seed, "record": record, "metering": Metering(energy_watts), "grid": grid, "tracks": tracks}
+        made = partial(plan_of_run, loaded, steps, **plan)
+        found = train_or_tell(loaded, steps, made, hours, say, checkpoints=kept, **how)
     if here.rank == 0:
-        print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
+        print_figures(found, as_json=as_json)

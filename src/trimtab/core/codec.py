@@ -12,13 +12,13 @@ import enum
 import functools
 import json
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trimtab.core.appended import written_beside
 from trimtab.core.errors import FormatError
 
 T = TypeVar("T")
@@ -51,15 +51,25 @@ def from_json(cls: type[T], text: str) -> T:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(cls.__name__, given=f"text that is not JSON ({error})", expected="a JSON object") from None
-    return from_jsonable(cls, data)
+    try:
+        return from_jsonable(cls, data)
+    except RecursionError:  # to be read it was not too deep, and to be looked at it is
+        raise FormatError(cls.__name__, given="levels without end", expected="a JSON object") from None
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file so that it holds all of `text` or what it held before, even if the process is killed."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(beside, path)
+    """Write a text file so that it holds all of `text` or what it held before, even if the machine is switched off.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+    """
+    file = written_beside(Path(path), text.encode())
+    try:
+        file.rename(Path(path))
+    except BaseException:
+        file.abandon()
+        raise
+    file.close()
 
 
 def read_json(cls: type[T], path: str | Path) -> T:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
+from trimtab.core.appended import Appended, sync_folder
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError
 
@@ -107,7 +108,7 @@ class RunRecord:
 
 
 class RecordWriter:
-    """Appends lines to a file; each line is whole before the next begins.
+    """Appends lines to a file; each line is whole before the next begins, on a full disk too.
 
     Args:
         path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
@@ -115,16 +116,23 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
-        self._file: TextIO = Path(path).open("a" if continues else "x", encoding="utf-8")  # noqa: SIM115 - see close()
-        self._header, self._is_open_ended = header, continues
+        self._file = Appended(Path(path), is_new=not continues)
+        self._header, self._is_open_ended, self._is_named = header, continues, False
         if not continues:
             self.write(header)
 
     def end(self) -> int:
-        """Return how many bytes were written, all of which are with the operating system then."""
+        """Return how many bytes were written, all of which are on disk then.
+
+        Raises:
+            SaveError: as of `flush`.
+        """
         self._begin()
-        self._file.flush()
-        return os.fstat(self._file.fileno()).st_size
+        size = self._file.sync()
+        if not self._is_named:
+            sync_folder(self._file.path.parent)
+            self._is_named = True
+        return size
 
     def keep(self, end: int) -> None:
         """Drop what stands after so many bytes: it will be written once more.
@@ -132,33 +140,43 @@ class RecordWriter:
         Raises:
             FormatError: there are fewer, or no line ends there.
         """
-        with open(self._file.name, "rb") as file:
-            head = file.read(end)
-        if len(head) != end or not head.endswith(b"\n"):
-            given, expected = f"{len(head)} bytes of it", f"{end}, as a run wrote that is gone on with"
-            raise FormatError(self._file.name, given=given, expected=expected)
-        os.truncate(self._file.name, end)
+        path = self._file.path
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(end - 1, 0))
+            last = file.read(1)
+        if size < end or last != b"\n":
+            given = f"{size} bytes" if size < end else "a line that goes on there"
+            way_out = "Give it the record that the run wrote, or go on without one."
+            raise FormatError(
+                str(path), given=given, expected=f"the {end} that stood at the checkpoint", way_out=way_out
+            )
+        self._file.cut(end)
         self._is_open_ended = False
 
     def _begin(self) -> None:
         """Write the header of a run that begins, over what another one wrote."""
         if self._is_open_ended:
-            os.truncate(self._file.name, 0)
+            self._file.cut(0)
             self._is_open_ended = False
             self.write(self._header)
 
     def write(self, line: Line) -> None:
-        """Append one line."""
+        """Append one line; it is held in memory until the next `flush`, and longer where the disk is full."""
         self._begin()
         data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
-        self._file.write(json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.write((json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Hand what was written to the operating system.
+
+        Raises:
+            SaveError: it did not take all of it. What it took before is whole, and the rest is tried again.
+        """
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; may be called twice."""
+        """Flush and close; may be called twice. Raises `SaveError`, as of `flush`: what was not written is lost."""
         self._file.close()
 
     def __enter__(self) -> RecordWriter:

@@ -5,12 +5,12 @@ Starting now is what everything is held against, and what happens wherever the f
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.carbon import Intensity
 from trimtab.core.checks import number
+from trimtab.core.moments import format_moment
 from trimtab.core.units import format_grams, format_seconds
 from trimtab.decide.carbon_doubt import Downside, downsides
 from trimtab.decide.carbon_hours import Hours, hours_of, microseconds
@@ -110,7 +110,7 @@ def when_to_train(
     if forecast is None:
         return replace(plain, reason=unknown)
     if start_now_g is None:
-        known = f"{_moment(forecast.steps[0][0])} to {_moment(forecast.until_s)}"
+        known = f"{format_moment(forecast.steps[0][0])} to {format_moment(forecast.until_s)}"
         return replace(plain, reason=f"the forecast, of {known}, does not know all the hours that starting now takes")
     return _least(plain, forecast, job, min(deadline_s, forecast.until_s), deadline_s, least)
 
@@ -129,7 +129,9 @@ def _least(
         most_g = min(most_g, found_g)
         if found_g < best_g and best_g - found_g >= least * start_now_g:
             best, best_g = stretches, found_g
-    unknown = f"; nothing is known after {_moment(end_s)}, and the deadline is later" if end_s < deadline_s else ""
+    unknown = (
+        f"; nothing is known after {format_moment(end_s)}, and the deadline is later" if end_s < deadline_s else ""
+    )
     if best is plain.stretches:
         saves = 100 * (1 - most_g / start_now_g) if start_now_g else 0.0
         most = f" (the most found is {saves:.2g}%)" if saves > 100 * TIE else ""
@@ -167,11 +169,4 @@ def _what(stretches: Sequence[Stretch], now_s: float) -> str:
     first, last = stretches[0], stretches[-1]
     waits = f"start {format_seconds(first.begin_s - now_s)} from now" if first.begin_s > now_s else "start now"
     pieces = "in one piece" if len(stretches) == 1 else f"in {len(stretches)} stretches"
-    return f"{waits}, {pieces}, to be done by {_moment(last.end_s)}"
-
-
-def _moment(time_s: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="minutes")
-    except (OverflowError, ValueError, OSError):  # infinite, or beyond a calendar
-        return f"{time_s:g} s"
+    return f"{waits}, {pieces}, to be done by {format_moment(last.end_s)}"

@@ -15,6 +15,7 @@ from trimtab.core.plan import Plan
 from trimtab.distributed.exchange import RankExchange
 from trimtab.runtime.backend import Torch
 from trimtab.runtime.gradient_sync import GradientSync
+from trimtab.runtime.precision import MixedPrecision
 
 _MIB = 2**20
 # Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
@@ -61,6 +62,13 @@ class DataParallel(Torch):
         """Have a micro-batch's backward; names a rank that is lost in it."""
         with self.exchange.explaining():
             super().backward(loss)
+
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; names a rank that is lost in it."""
+        with self.exchange.explaining():
+            applied = super().step(precision)
+            self._sync.stepped()
+        return applied
 
     def end(self) -> None:
         """Reduce again."""

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ import torch.distributed as dist
 _BEAT_S = 2.0
 _SOONEST_S, _LATEST_S = 0.001, 0.25  # between two looks, which are made less often the longer it takes
 _HEAR_S = 4 * _LATEST_S
+# What this rank has written, and how many read it; of each job, whose store must be free to end.
+_written: weakref.WeakKeyDictionary[dist.Store, list[tuple[str, int]]] = weakref.WeakKeyDictionary()
 
 
 class Silence(Exception):
@@ -87,6 +90,22 @@ def _look(
             wait_s = min(2 * wait_s, _LATEST_S)
     except RuntimeError as error:
         news.put(error)
+
+
+def say(store: dist.Store, key: str, text: str, readers: int) -> None:
+    """Write under a key what so many ranks await, and remove what was written before and all of them have heard."""
+    store.set(key, text)
+    before = _written.get(store, [])
+    _written[store] = [each for each in before if not _is_removed(store, *each)] + [(key, readers)]
+
+
+def _is_removed(store: dist.Store, key: str, readers: int) -> bool:
+    """Return whether a key is no longer there: nobody who has heard it looks again."""
+    if store.add(_heard(key), 0) < readers:
+        return False
+    for each in (key, _beats(key), _heard(key)):
+        store.delete_key(each)
+    return True
 
 
 def last_words(store: dist.Store, key: str, text: str, others: int) -> None:

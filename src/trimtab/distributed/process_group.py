@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trimtab.core import checks
 from trimtab.core.errors import RankError, ValueGivenError
-from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words
+from trimtab.distributed.heartbeat import Silence, awaited, beating, last_words, say
 
 # A rank that is waited for longer than this is taken for dead. torch's own limits are 10 and 30 minutes.
 TIMEOUT_S = 60.0
@@ -85,7 +85,7 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     try:
         if "nccl" in names:
             limit_host(limit_s)
-        with _limited_to(timeout_s):
+        with limited_to(timeout_s):
             yield found
     except BaseException:
         _give_up()
@@ -131,13 +131,14 @@ def _require_meeting_point() -> None:
 
 
 @contextlib.contextmanager
-def _limited_to(seconds: float) -> Iterator[None]:
+def limited_to(seconds: float) -> Iterator[None]:
+    """Take a rank that is waited for in what begins inside the block for dead after so many seconds."""
     global _joined_s
-    _joined_s = seconds
+    before, _joined_s = _joined_s, seconds
     try:
         yield
     finally:
-        _joined_s = None
+        _joined_s = before
 
 
 def time_limit_s() -> float:
@@ -212,15 +213,18 @@ def is_apart() -> bool:
     return _is_apart
 
 
-def from_first(make: Callable[[], str]) -> str:
+def from_first(make: Callable[[], str], topic: str = "") -> str:
     """Return what rank 0 makes, on all ranks; the others wait for as long as it takes, which planning does.
+
+    Args:
+        topic: asked of once in a job; else the ranks have to ask for all that has none in the same order.
 
     Raises:
         RankError: on the others; rank 0 failed, or gives no sign of life for longer than the time limit.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return make()
-    store, key = job_store(), f"trimtab/from_first/{next(_numbers)}"
+    store, key = job_store(), f"trimtab/from_first/{topic or next(_numbers)}"
     if dist.get_rank() == 0:
         try:
             with _apart(), beating(store, key, time_limit_s()):
@@ -228,7 +232,7 @@ def from_first(make: Callable[[], str]) -> str:
         except BaseException as error:
             last_words(store, key, f"!{type(error).__name__}: {error}", dist.get_world_size() - 1)
             raise
-        store.set(key, "=" + made)
+        say(store, key, "=" + made, dist.get_world_size() - 1)
         return made
     try:
         found = awaited(store, key, time_limit_s())

@@ -14,7 +14,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.distributed.data_parallel import DataParallel
-from trimtab.runtime.precision import MixedPrecision
 
 
 class ShardedState(DataParallel):
@@ -58,11 +57,6 @@ class ShardedState(DataParallel):
         finally:
             for user, rate in zip(self._user.param_groups, rates, strict=True):
                 user["lr"] = rate
-
-    def step(self, precision: MixedPrecision) -> bool:
-        """Step this rank's share and have the others'; names a rank that is lost in it."""
-        with self.exchange.explaining():
-            return super().step(precision)
 
     def gather(self, error: BaseException | None) -> None:
         """Give the user's optimizer all parameters back, and the state of all: each rank sends that of its share."""

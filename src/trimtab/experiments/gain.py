@@ -34,7 +34,7 @@ from trimtab.recipes.replica import ReplicaLoop
 from trimtab.runtime.activation_checkpoint import use_plan
 from trimtab.runtime.batches import slices
 from trimtab.runtime.compiled import is_compiled
-from trimtab.tasks.placement import placed
+from trimtab.tasks.placement import ahead, placed
 from trimtab.tasks.task import Task, TaskData
 
 ROUNDS = 8
@@ -86,7 +86,7 @@ class _Arm:
         with together.entering():
             self._loop = make(self._watch.watched_task(), device)
         together.draw_apart(0)
-        self._batches = self._watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
+        self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # as a race has them
         self._is_compiled = is_compiled(self._loop.model)
         self._laps: list[Lap] = []
         self._step(_WARM_STEPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from trimtab.api import FREED, Metering, default_rule, profile
 from trimtab.calibrate.adapting import TRAINED, adapted, require_rate
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
@@ -96,57 +96,102 @@ def make_plans(
     """Profile and decide, as a user of the task would; returns the plans with their profiles.
 
     Args:
-        adapt: what tier F may change, of `ADAPTATIONS`; nothing: there is no tier F. traces,
+        adapt: what tier F may change, of `ADAPTATIONS`; nothing: there is no tier F. strong: whether a plan is made
+            for the strong recipe too, where the task has one. budget, objective: of every plan that is made. traces,
             metering: as in `profile`.
+
+    Raises:
+        InfeasibleError: the budget is met by no settings of the task's loop, or of the strong recipe.
     """
-    budget, objective = budget or Budget(), objective or Objective()
+    require_rate(adapt)
+    limits = _Limits(budget or Budget(), objective or Objective(), metering, progress)
+    subject, batches = _subject(task, data, device, adapt)
+    base, found = _same_maths(task, data, subject, limits, frees_batch="batch" in adapt, traces=traces)
+    plans, profiles = {"S": base}, {"S": found}
+    if adapt:
+        passes = task.planned_steps * task.batch_rows / data.num_rows
+        plans["F"] = _freed(subject, base, adapt, batches, progress, passes)
+    if strong and task.strong is not None:
+        plans["strong"], profiles["strong"] = _for_strong(task, device, subject.batch, limits)
+    return Plans(plans, profiles)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What every plan of a comparison is made under, whichever loop it is for."""
+
+    budget: Budget
+    objective: Objective
+    metering: Metering | None
+    progress: Callable[[str], None]
+
+    def profile(self, subject: Subject, reference: Reference, **how: Any) -> Profile:
+        """Return the profile of a loop."""
+        loop = (subject.model, subject.optimizer, subject.loss_fn, subject.batch)
+        under = {"budget": self.budget, "objective": self.objective, "metering": self.metering}
+        return profile(*loop, reference=reference, progress=self.progress, **under, **how)
+
+    def chosen(self, found: Profile) -> Plan:
+        """Return the plan of a profile; weights are as the profile could measure them."""
+        return choose(found, found.objective, self.budget)
+
+
+def _subject(task: Task, data: TaskData, device: torch.device, adapt: Collection[str]) -> tuple[Subject, Iterator[Any]]:
+    """Return the task's loop as it is planned for, on a first batch, and the batches after it.
+
+    Raises:
+        UsageError: the model has nothing that Muon could step, before anything is measured.
+    """
     torch.manual_seed(PLANNING_SEED)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    require_rate(adapt)
     if "optimizer" in adapt:
-        hidden_matrices(model, optimizer)  # or raises, before anything is measured
+        hidden_matrices(model, optimizer)
     batches = data.batches(PLANNING_SEED, task.batch_rows)
-    batch = move(next(batches), device)
-    found = profile(
-        model,
-        optimizer,
-        task.loss_fn,
-        batch,
-        budget=budget,
-        objective=objective,
-        reference=task.reference,
-        data=data.batches(PLANNING_SEED, task.batch_rows),
-        total_steps=task.planned_steps,
-        frees_batch="batch" in adapt,
-        traces=traces,
-        metering=metering,
-        progress=progress,
-    )
-    plans = {"S": choose(found, found.objective, budget)}
-    profiles = {"S": found}
-    if TRAINED & set(adapt):
-        subject = Subject(model, optimizer, task.loss_fn, batch)
-        passes = task.planned_steps * task.batch_rows / data.num_rows
-        plans["F"] = adapted(subject, plans["S"], adapt, batches, progress, passes)
-    if "batch" in adapt:
-        base = plans.get("F", plans["S"])
-        plans["F"] = base.freed(default_rule(base), FREED)
-    if strong and task.strong is not None:
-        reference = Reference(task.strong.precision, task.strong.clip_norm)
-        with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after
-            profiles["strong"] = profile(
-                peer.model,
-                peer.optimizer,
-                peer.loss_fn,
-                batch,
-                reference=reference,
-                total_steps=-(-(task.planned_rows or task.strong.budget_rows) // task.batch_rows),
-                metering=metering,
-                progress=progress,
-            )
-        plans["strong"] = choose(profiles["strong"], Objective(), Budget())
-    return Plans(plans, profiles)
+    return Subject(model, optimizer, task.loss_fn, move(next(batches), device)), batches
+
+
+def _same_maths(
+    task: Task, data: TaskData, subject: Subject, limits: _Limits, *, frees_batch: bool, traces: bool
+) -> tuple[Plan, Profile]:
+    """Return the plan of tier S and the profile behind it."""
+    drawn = data.batches(PLANNING_SEED, task.batch_rows)
+    how = {"data": drawn, "total_steps": task.planned_steps, "frees_batch": frees_batch, "traces": traces}
+    found = limits.profile(subject, task.reference, **how)
+    return limits.chosen(found), found
+
+
+def _freed(
+    subject: Subject,
+    base: Plan,
+    adapt: Collection[str],
+    batches: Iterator[Any],
+    progress: Callable[[str], None],
+    passes: float,
+) -> Plan:
+    """Return the plan of tier F: what is found by training first, then the batch."""
+    plan = adapted(subject, base, adapt, batches, progress, passes) if TRAINED & set(adapt) else base
+    return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
+
+
+def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -> tuple[Plan, Profile]:
+    """Return the plan for the strong recipe, under the limits of the others; the recipe itself stays as it is.
+
+    Raises:
+        InfeasibleError: no settings of that recipe meet the limits.
+    """
+    recipe = task.strong
+    assert recipe is not None
+    steps = -(-(task.planned_rows or recipe.budget_rows) // task.batch_rows)
+    with closing(StrongLoop(task, device)) as peer:  # its precision is the process's, not for what comes after
+        subject = Subject(peer.model, peer.optimizer, peer.loss_fn, batch)
+        found = limits.profile(subject, Reference(recipe.precision, recipe.clip_norm), total_steps=steps)
+    try:
+        return limits.chosen(found), found
+    except InfeasibleError as error:
+        given = f"for the strong recipe (P2) {error.given}"
+        way_out = f"{error.way_out} Or leave strong out: --against names the peers that take part.".strip()
+        raise InfeasibleError(error.field, given=given, expected=error.expected, way_out=way_out) from error
 
 
 def device_here() -> torch.device:

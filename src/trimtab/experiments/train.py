@@ -1,155 +1,147 @@
-"""`trimtab train`: one task through one plan, with a record."""
+"""`trimtab train`: one task through one plan, with a record; as a whole, or up to a pause and from there on."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab.api import Metering, start
 from trimtab.checkpoint.settings import Checkpoints
-from trimtab.core.carbon import Carbon, Intensity, carbon_of
+from trimtab.core.carbon import Intensity
 from trimtab.core.codec import to_jsonable
-from trimtab.core.energy import Energy, Provenance
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress
-from trimtab.core.record import Header, RecordWriter
+from trimtab.core.record import Header
 from trimtab.distributed.energy import meter_of_rank
 from trimtab.distributed.process_group import place, total
+from trimtab.experiments.counted_terms import CountedTerms
 from trimtab.experiments.kept_batches import KeptBatches
+from trimtab.experiments.train_figures import Part, figures_of, told_carbon
+from trimtab.experiments.train_record import record_of
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
+from trimtab.runtime.engine import Run
 from trimtab.tasks.placement import placed
 from trimtab.tasks.task import Task
 
+Note = tuple[str, Mapping[str, Any]]
 
-def train_task(
-    task: Task,
-    plan: Plan,
-    *,
-    steps: int,
-    seed: int,
-    record: Path | None,
-    metering: Metering | None = None,
-    checkpoints: Checkpoints | None = None,
-    grid: Intensity | None = None,
-    progress: Progress,
-) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained.
+
+    Args:
+        steps: windows. record: a new file; or any, where there are checkpoints. tracks: what follows that record, as
+            `tracker_named` reads it. grid: grams per kWh, by which carbon is told.
+
+    Raises:
+        FormatError: the plan was made for another batch, or other ranks.
+    """
+
+    task: Task
+    plan: Plan
+    steps: int
+    seed: int = 0
+    record: Path | None = None
+    metering: Metering | None = None
+    checkpoints: Checkpoints | None = None
+    grid: Intensity | None = None
+    tracks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = -(-self.task.batch_rows // place().num_ranks)
+        if self.plan.batch_rows != rows:
+            given = f"{self.plan.batch_rows}, made for another batch or other ranks"
+            raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
+
+
+def train_task(task: Task, plan: Plan, *, steps: int, progress: Progress, **options: Any) -> dict[str, Any]:
     """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
 
     Where the run is gone on with, its record is too, and speed is that of what was left of it.
 
-    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds. `grid`: grams
-    per kWh, by which carbon is told.
+    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds. `options`: the
+    others of `Training`.
     """
-    here = place()
-    rows = -(-task.batch_rows // here.num_ranks)
-    if plan.batch_rows != rows:
-        given = f"{plan.batch_rows}, made for another batch or other ranks"
-        raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
+    return figures_of(task, steps, [train_part(Training(task, plan, steps, **options), progress)])
+
+
+def train_part(
+    asked: Training, progress: Progress, *, notes: Sequence[Note] = (), is_over: Callable[[], bool] = lambda: False
+) -> Part:
+    """Train from the beginning, or the newest checkpoint, to the end, and evaluate; or up to a pause.
+
+    Args:
+        notes: events for the record, before the first window. is_over: asked after each window but the last; where it
+            is, the run is saved and left, so that the next call goes on from there. It needs checkpoints.
+    """
+    task, plan = asked.task, asked.plan
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data, where = placed(task.load_data(), device)
-    torch.manual_seed(seed)
+    torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    metered = meter_of_rank(device, metering)
+    metered = meter_of_rank(device, asked.metering)
     about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
-    header = Header(task.name, seed, to_jsonable(plan), environment(), about)
-    writer = None if record is None or here.rank else _new_record(record, header, continues=checkpoints is not None)
-    counted, rows = _Counted(task), steps * task.batch_rows
-    may_differ = checkpoints is not None and "data" in checkpoints.accepts
-    batches = KeptBatches(data, device, seed=seed, batch_rows=task.batch_rows, steps=steps, may_differ=may_differ)
+    header = Header(task.name, asked.seed, to_jsonable(plan), environment(), about)
+    writer = record_of(asked.record, header, asked.tracks, continues=asked.checkpoints is not None)
+    counted, rows = CountedTerms(task), asked.steps * task.batch_rows
+    may_differ = asked.checkpoints is not None and "data" in asked.checkpoints.accepts
+    of = {"seed": asked.seed, "batch_rows": task.batch_rows, "steps": asked.steps, "may_differ": may_differ}
+    batches = KeptBatches(data, device, **of)
     clock = EnergyClock(metered.meter)
     recorded = None if writer is None or metered.own.is_absent else clock
     begin = time.perf_counter()
-    kept = {"record": writer, "energy": recorded, "checkpoints": checkpoints}
+    kept = {"record": writer, "energy": recorded, "checkpoints": asked.checkpoints}
     with writer or contextlib.nullcontext(), start(model, optimizer, plan, total_samples=rows, **kept) as run:
+        for note in notes:
+            run.note(*note)
         clock.start()
-        before = run.consumed_rows
-        done = -(-before // task.batch_rows)
-        for window in run.windows(batches):
-            counted.pending = window.num_padding
-            run.train_step(window, counted.loss)
+        before, is_paused = run.consumed_rows, False
+        for done in _trained(run, batches, asked, counted, before):
             clock.tick()
-            done += window.num_batches
-            progress(f"batch {done} of {steps}", done / steps)
-            if done == steps and checkpoints is not None:  # before its data are over, so that more of them can follow
-                run.checkpoint()
+            progress(f"batch {done} of {asked.steps}", done / asked.steps)
+            if is_paused := done < asked.steps and is_over():
+                break
         synchronize(device)
         seconds = time.perf_counter() - begin
         energy = metered.of_all(clock.read(), total)
-        carbon = {} if grid is None else _carbon(time.time() - seconds, energy, grid)
-        loss = float(run.loss)
-        value = task.metric.evaluate(model, data.held_out)
-        run.evaluated(value, task.metric.name)
-    return {
-        "task": task.name,
-        "steps": steps,
-        "rows": rows,
-        "ranks": here.num_ranks,
-        **({"resumed_at_rows": before} if before else {}),
-        "train_s": round(seconds, 3),
-        f"{task.terms}_per_s": round(counted.terms(rows - before) / seconds, 1),
-        "energy": energy.describe(),
-        "energy_j": energy.joules,
-        **carbon,
-        **({} if math.isnan(loss) and before >= rows else {"loss": loss}),  # of the last step, where one was left
-        task.metric.name: value,
-        "data": f"{data.source.name} ({data.source.origin})",
-        "data_on": f"{where.value}: {where.reason}",
-    }
+        carbon = None if asked.grid is None else told_carbon(seconds, energy, asked.grid)
+        ended = -(-run.consumed_rows // task.batch_rows)
+        said = (seconds, counted.terms(run.consumed_rows - before), energy, carbon, float(run.loss))
+        value = _paused(run) if is_paused else _evaluated(run, task, model, data.held_out)
+    return Part(before, ended, *said, value, data.source, where)
 
 
-def _carbon(begun_at_s: float, energy: Energy, grid: Intensity) -> dict[str, Any]:
-    """Return what is said of a run's carbon: its power is taken to be the same all along."""
-    try:
-        found = carbon_of([(begun_at_s, energy)], grid)
-    except ValueGivenError as error:  # the file ends before the run did: no reason to lose what it trained
-        found = Carbon(None, grid.kind, Provenance.ABSENT, str(error))
-    return {"carbon": found.describe(), "carbon_g": found.grams, "carbon_kind": found.kind}
+def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, before: int) -> Iterator[int]:
+    """Train window by window; yields the batches that are done after each."""
+    done = -(-before // asked.task.batch_rows)
+    for window in run.windows(batches):
+        counted.pending = window.num_padding
+        run.train_step(window, counted.loss)
+        done += window.num_batches
+        yield done
+        if done == asked.steps and asked.checkpoints is not None:  # before its data are over: more may follow
+            run.checkpoint()
 
 
-class _Counted:
-    """A task's loss, and what it counted."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._is_mean = False
-        self._sum: Any = 0.0  # a tensor where the counts are: to read each of them would be to wait for it
-        self._last: Any = 0.0
-        self.pending = 0  # micro-batches that are run for other ranks' sake, and count nothing
-
-    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
-        """Return the task's loss."""
-        self._add_last()
-        result = self._task.loss_fn(model, batch)
-        count = result[1] if isinstance(result, tuple) and len(result) == 2 else None
-        self._is_mean, self._last = count is None, 0.0 if count is None or self.pending > 0 else count
-        self.pending -= 1
-        return result
-
-    def _add_last(self) -> None:
-        """Add the last count, which the run has accepted by now: it had raised else."""
-        last = self._last.detach().double() if isinstance(self._last, Tensor) else self._last
-        self._sum, self._last = self._sum + last, 0.0
-
-    def terms(self, rows: int) -> float:
-        """Return the terms of so many rows, all there were, on all ranks."""
-        self._add_last()
-        return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))
+def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:
+    value = task.metric.evaluate(model, held_out)
+    run.evaluated(value, task.metric.name)
+    return value
 
 
-def _new_record(path: Path, header: Header, *, continues: bool) -> RecordWriter:
-    try:
-        return RecordWriter(path, header, continues=continues)
-    except FileExistsError:
-        raise FormatError("--record", given=f"{path}, which exists", expected="a new file") from None
-    except OSError as error:
-        raise FormatError("--record", given=str(error), expected="a file that can be written") from None
+def _paused(run: Run) -> None:
+    """Save a run that is to be gone on with."""
+    run.note("paused", {"rows": run.consumed_rows})
+    run.interrupt()
+    run.checkpoint()

@@ -1,7 +1,8 @@
 """Accelerate: a plan, and a run, on what an Accelerator prepared.
 
 Its wrappers of a model and an optimizer are looked through: a run is of what is inside, which stays the same objects.
-Its loaders are any loaders.
+Its loaders are any loaders. On several ranks its process group and its sharding of data are used as well; a model that
+it did not prepare is shared as the plan says, and one that it did stays in its own DDP.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from trimtab.api import plan as make_plan
-from trimtab.api import start as start_run
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import refuse_ranks
+from trimtab.integrations.hosted import STAGES, require_shared, started
 from trimtab.runtime.engine import Run
 
 
@@ -26,14 +26,18 @@ def plan(
     """Return `trimtab.plan` of what an Accelerator prepared; the model is on its device then.
 
     Args:
-        model, optimizer: as prepared, or before. how: more arguments of `trimtab.plan`.
+        model, optimizer: as prepared, or before; on several ranks before. example_batch: of this rank.
+        how: more arguments of `trimtab.plan`.
 
     Raises:
         ValueGivenError: the Accelerator decides what a plan does.
     """
     _refuse(accelerator)
-    inner = accelerator.unwrap_model(model).to(accelerator.device)
-    return make_plan(inner, _inner(optimizer), loss_fn, example_batch, **how)
+    inner = accelerator.unwrap_model(model)
+    if accelerator.num_processes > 1 and inner is not model:
+        way_out = "Leave it out of prepare: the plan says how ranks share it. To keep what wraps it, Plan.fixed(rows)."
+        raise ValueGivenError("model", given="one that is prepared", expected="the model itself", way_out=way_out)
+    return make_plan(inner.to(accelerator.device), _inner(optimizer), loss_fn, example_batch, **how)
 
 
 def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan, **running: Any) -> Run:
@@ -42,21 +46,34 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
     `accelerator.accumulate`, `accelerator.backward` and the optimizer's `step` are not called in it.
 
     Args:
-        model, optimizer: as prepared, or before. running: more arguments of `trimtab.start`.
+        model, optimizer: as prepared, or before. On several ranks a prepared model stays in the Accelerator's DDP, by
+            a plan without a `zero_stage`; any other is shared as the plan's says.
+        running: more arguments of `trimtab.start`.
 
     Raises:
         ValueGivenError: the Accelerator decides what a plan does.
     """
     _refuse(accelerator)
-    return start_run(accelerator.unwrap_model(model).to(accelerator.device), _inner(optimizer), plan, **running)
+    inner = accelerator.unwrap_model(model)
+    is_wrapped = accelerator.num_processes > 1 and inner is not model
+    require_shared(plan, accelerator.num_processes, (None,) if is_wrapped else STAGES)
+    return started(model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running)
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def refuse_sharded(accelerator: Accelerator) -> None:
+    """Raise where an Accelerator shards a model, or has it on devices of another kind."""
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        way_out = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
+        raise ValueGivenError("Accelerator", given=kind, expected="none, or data parallel", way_out=way_out)
+
+
 def _refuse(accelerator: Accelerator) -> None:
-    refuse_ranks(accelerator.num_processes, "Accelerator")
+    refuse_sharded(accelerator)
     if accelerator.mixed_precision != "no":
         way_out = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
         given = f"{accelerator.mixed_precision!r}"

@@ -22,11 +22,12 @@ import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlencode
 
 from trimtab.core.carbon import Intensity
-from trimtab.core.errors import FormatError
-from trimtab.integrations.intensity import known_around
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.integrations.intensity import IntensitySource, known_around, named
 from trimtab.integrations.web import TIMEOUT_S, json_of, missing
 
 G_PER_KWH_OF_LB_PER_MWH = 453.59237 / 1000  # a pound is 453.59237 g by definition
@@ -125,6 +126,43 @@ class WattTime:
             pounds = _number(row, "value")
             steps.append((_time(row, "point_time"), None if pounds is None else pounds * G_PER_KWH_OF_LB_PER_MWH))
         return known_around(now_s, self.kind, _known(steps), _period_s(steps))
+
+
+def source_named(given: str, kind: str | None) -> IntensitySource:
+    """Return what a command names: a service, grams per kWh for all time, or a CSV file of them.
+
+    Args:
+        given: `great-britain`, `electricity-maps:ZONE`, `watttime:REGION`, a number, or a path. kind: average or
+            marginal; a service knows its own.
+
+    Raises:
+        ValueGivenError: it is none of these, or of another kind.
+    """
+    name, _, place = given.partition(":")
+    if given == "great-britain":
+        return _of_kind(GreatBritain(), kind)
+    if name == "electricity-maps" and place:
+        return _of_kind(ElectricityMaps(place), kind)
+    if name == "watttime" and place:
+        return _of_kind(WattTime(place), kind)
+    if not (_is_number(given) or Path(given).suffix or Path(given).exists()):
+        expected = "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE or watttime:REGION"
+        raise ValueGivenError("carbon", given=repr(given), expected=expected)
+    return named(given, kind)
+
+
+def _of_kind(service: GreatBritain | ElectricityMaps | WattTime, kind: str | None) -> IntensitySource:
+    if kind not in (None, service.kind):
+        raise ValueGivenError("carbon.kind", given=f"{kind} of {service.name}", expected=service.kind)
+    return service
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _secret(name: str) -> str:

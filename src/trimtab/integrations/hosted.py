@@ -1,16 +1,22 @@
-"""What all hosts share: what a plan may not decide where a host does, and batches that are a window together."""
+"""What all hosts share: what a plan may not decide where a host does, its ranks, and batches that are a window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.distributed.process_group import limited_to
+from trimtab.runtime.engine import Run
 
+STAGES = (0, 1, 2, 3)
+# What torch's groups wait for a rank by default: a host's checkpoint may keep one of them for minutes.
+LIMIT_S = 1800.0
 # Of a plan, what a host's own settings decide.
 _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
 
@@ -47,11 +53,30 @@ def refuse_running(running: Mapping[str, Any] | None) -> None:
             raise ValueGivenError(f"running.{name}", given="a value", expected="the host's own", way_out=way_out)
 
 
-def refuse_ranks(num_processes: int, host: str) -> None:
-    """Raise where a host runs on several processes."""
-    if num_processes > 1:
-        way_out = "On ranks, a loop of your own with trimtab.start (docs/ranks.md)."
-        raise ValueGivenError(host, given=f"{num_processes} processes", expected="one", way_out=way_out)
+def require_shared(plan: Plan | None, num_processes: int, stages: Collection[int | None] = STAGES) -> None:
+    """Raise where a plan does not say how a host's processes share the model: each would train one of its own.
+
+    Args:
+        stages: that the host can train at.
+    """
+    if plan is None or num_processes == 1 or plan.zero_stage.value in stages:
+        return
+    given = f"{plan.zero_stage.value}, on {num_processes} processes"
+    way_out = f"A plan made on them, or Plan.fixed(rows, num_ranks={num_processes}, zero_stage=0)."
+    expected = " or ".join(map(str, stages))
+    raise ValueGivenError("plan.zero_stage", given=given, expected=expected, way_out=way_out)
+
+
+def started(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, limit_s: float = LIMIT_S, **running: Any
+) -> Run:
+    """Return a run in a host's process group.
+
+    Args:
+        limit_s: after which a rank that is waited for is taken for dead. running: more arguments of `trimtab.start`.
+    """
+    with limited_to(limit_s):
+        return start(model, optimizer, plan, **running)
 
 
 def together(batches: Sequence[Any]) -> list[Any]:

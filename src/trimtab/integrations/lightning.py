@@ -15,21 +15,29 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from trimtab.api import plan as make_plan
-from trimtab.api import start as start_run
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, refuse_running, together
+from trimtab.integrations.hosted import (
+    checked_plan,
+    refuse_both,
+    refuse_running,
+    require_shared,
+    started,
+    together,
+)
 from trimtab.runtime.engine import Run
 
 _HOST = "the Trainer"
 _DEVICES = {"CUDAAccelerator": "cuda:0", "MPSAccelerator": "mps:0"}
 _WHOLE = ("32", "32-true", "64", "64-true")
 _PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision='bf16')."
+_RANKS = "On ranks, Fabric and start() of this module, or a loop of your own (docs/ranks.md)."
 
 
 class TrimtabStrategy(SingleDeviceStrategy):
@@ -82,11 +90,15 @@ class TrimtabStrategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Refuse devices that this strategy does not train on."""
         given = getattr(trainer._accelerator_connector, "_parallel_devices", None) or []
+        if trainer.num_nodes > 1 or len(given) > 1:
+            said = f"{trainer.num_nodes} nodes of {len(given)} devices"
+            raise ValueGivenError("Trainer.devices", given=said, expected="one", way_out=_RANKS)
         own = self.root_device.index or 0
-        if len(given) > 1 or (given and isinstance(given[0], torch.device) and (given[0].index or 0) != own):
+        if given and isinstance(given[0], torch.device) and (given[0].index or 0) != own:
             way_out = 'Name it: TrimtabStrategy("cuda:1") with devices=[1].'
-            said = ", ".join(map(str, given))
-            raise ValueGivenError("Trainer.devices", given=said, expected=f"{self.root_device}", way_out=way_out)
+            raise ValueGivenError(
+                "Trainer.devices", given=f"{given[0]}", expected=f"{self.root_device}", way_out=way_out
+            )
         super().setup(trainer)
 
     def on_train_start(self) -> None:
@@ -171,7 +183,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
             with _unlogged(module):
                 self.plan = checked_plan(make_plan(module, optimizer, loss_fn, batch, **how), _HOST)
-        self.run = start_run(module, optimizer, self.plan, **self._running)
+        self.run = started(module, optimizer, self.plan, **self._running)
         return self.run
 
     def _hold(self) -> None:
@@ -228,14 +240,18 @@ def start(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, pl
     """Return a run on Fabric's device, in place of `fabric.setup(model, optimizer)`; loaders stay Fabric's.
 
     Args:
-        running: more arguments of `trimtab.start`.
+        plan: on several ranks its `zero_stage` says how they share the model. running: more arguments of
+            `trimtab.start`.
 
     Raises:
-        ValueGivenError: Fabric has several processes, or a precision of its own.
+        ValueGivenError: Fabric shards the model by itself, or has a precision of its own.
     """
-    refuse_ranks(fabric.world_size, "fabric")
+    if fabric.world_size > 1 and not isinstance(fabric.strategy, DDPStrategy):
+        given, way_out = type(fabric.strategy).__name__, "Leave it out: the plan says how ranks share the model."
+        raise ValueGivenError("Fabric(strategy=...)", given=given, expected="'ddp' on several ranks", way_out=way_out)
+    require_shared(plan, fabric.world_size)
     precision = fabric.strategy.precision.precision
     if precision not in _WHOLE:
         way_out = _PRECISION
         raise ValueGivenError("Fabric(precision=...)", given=f"{precision!r}", expected="'32-true'", way_out=way_out)
-    return start_run(model.to(fabric.device), optimizer, plan, **running)
+    return started(model.to(fabric.device), optimizer, plan, **running)

@@ -9,11 +9,11 @@ import contextlib
 import importlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from trimtab.core.errors import DependencyError
+from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.integrations.tracked_values import Row
 
 CUT_OFF = "cut off"
@@ -193,6 +193,29 @@ class Trackio:
     def end(self, reason: str) -> None:
         """Finish the run; waits until all of it is sent."""
         self._run.finish()
+
+
+# What a command names a tracker by, and what it calls where that sends to.
+NAMED: Mapping[str, tuple[Callable[[str], Tracker], str]] = {
+    "tensorboard": (TensorBoard, "FOLDER"),
+    "mlflow": (MLflow, "EXPERIMENT"),
+    "wandb": (WandB, "PROJECT"),
+    "trackio": (Trackio, "PROJECT"),
+}
+
+
+def tracker_named(given: str) -> Tracker:
+    """Return what a command names, such as `tensorboard=runs/mine`.
+
+    Raises:
+        ValueGivenError: it is none. DependencyError: its package is not installed.
+    """
+    name, _, where = given.partition("=")
+    if name not in NAMED or not where.strip():
+        expected = ", ".join(f"{each}={called}" for each, (_, called) in NAMED.items())
+        raise ValueGivenError("--track", given=repr(given), expected=f"one of {expected}")
+    make, _ = NAMED[name]
+    return make(where.strip())
 
 
 @contextlib.contextmanager

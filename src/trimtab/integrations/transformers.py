@@ -3,12 +3,14 @@
 The host keeps its loop: data, callbacks, logging, clipping, schedule, evaluation, checkpoints. Of its own seams three
 are used: `training_step` collects the batches of a window, and runs it as one at the last of them; the wrapper that it
 has around every optimizer takes the run's step in place of the optimizer's; and its training loop, however it ends,
-closes the run.
+closes the run. On several ranks the process group and the sharding of data are the host's, and the run holds the model
+in DDP, as the plan says, in place of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +20,24 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import Trainer, TrainingArguments
 
 from trimtab.api import plan as make_plan
-from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.hosted import checked_plan, refuse_both, refuse_ranks, refuse_running, together
+from trimtab.integrations.accelerate import refuse_sharded
+from trimtab.integrations.hosted import (
+    checked_plan,
+    refuse_both,
+    refuse_running,
+    require_shared,
+    started,
+    together,
+)
 from trimtab.runtime.engine import Run
 
 # Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
 _PRECISION = "Leave it out: the precision is the plan's. To fix it, plan=Plan.fixed(rows, precision=...)."
 _RECOMPUTES = "Leave it out: the plan recomputes where a memory budget asks for it."
 _SHARDS = "Leave it out: a plan has ZeRO stages of its own (docs/ranks.md)."
+_REDUCES = "Leave it out: the plan says how ranks reduce gradients, once a window."
 _DECIDED = {
     "fp16": _PRECISION,
     "bf16": _PRECISION,
@@ -37,9 +47,15 @@ _DECIDED = {
     "torch_compile": "Leave it out: the plan compiles where that pays within the run.",
     "deepspeed": _SHARDS,
     "fsdp": _SHARDS,
+    "parallelism_config": "Leave it out: ranks are of data alone.",
+    "ddp_find_unused_parameters": "Leave it out, and freeze what no loss uses: requires_grad_(False).",
+    "ddp_broadcast_buffers": "Leave it out: buffers are each rank's own, and those of rank 0 in the end.",
+    "ddp_bucket_cap_mb": _REDUCES,
+    "ddp_static_graph": _REDUCES,
     "torch_empty_cache_steps": "Leave it out: a window that does not fit frees what is cached, and is run again.",
 }
 _HOST = "TrainingArguments"
+_REPLICAS = (0,)  # stages at which what the host clips and saves is whole on each rank
 _OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
 
 
@@ -71,16 +87,18 @@ class TrimtabTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        refuse_conflicts(self.args, self.accelerator.num_processes)
+        self._num_ranks = self.accelerator.num_processes
+        refuse_sharded(self.accelerator)
+        refuse_conflicts(self.args, self._num_ranks)
         if self.accelerator.mixed_precision != "no":  # an environment may say so where no argument does
             given = f"{self.accelerator.mixed_precision!r}"
             raise ValueGivenError("mixed_precision", given=given, expected="'no'", way_out=_PRECISION)
-        if self.loss_is_scaled_for_ga is False:
+        if getattr(self, "loss_is_scaled_for_ga", None) is False:  # which not all versions have
             way_out = "Return from compute_loss what is divided by num_items_in_batch."
             raise ValueGivenError("loss_is_scaled_for_ga", given="False", expected="None or True", way_out=way_out)
         refuse_both(plan, planning)
         refuse_running(running)
-        self.trimtab_plan = checked_plan(plan, _HOST)
+        self.trimtab_plan = self._checked(plan)
         self.trimtab_run: Run | None = None
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
@@ -99,27 +117,52 @@ class TrimtabTrainer(Trainer):
         run = self.trimtab_run or self._started(batches)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
-        return loss
+        return self._as_reported(loss, batches, num_items_in_batch)
+
+    def _checked(self, plan: Plan | None) -> Plan | None:
+        require_shared(plan, self._num_ranks, _REPLICAS)
+        return checked_plan(plan, _HOST)
+
+    def _as_reported(self, loss: Tensor, batches: Sequence[Any], num_of_all: Tensor | int | None) -> Tensor:
+        """Return a window's loss as the host has it on a rank, which it averages over ranks: a part of all terms'."""
+        if self._num_ranks == 1 or num_of_all is None:
+            return loss
+        return loss * (self._count(batches) * self._num_ranks / num_of_all)
+
+    def _count(self, batches: Sequence[Any]) -> Tensor | int | None:
+        """Return what the host counts in batches of this rank; None where it counts nothing."""
+        with self._alone():
+            return self.get_batch_samples(iter(batches), len(batches), self.args.device)[1]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have the host count on this rank, and ask no other: the run weighs by the terms of all, once a window."""
+        before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = before
 
     def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
         """Return the host's loss of a micro-batch, as a sum and its count; a mean over rows where it counts nothing."""
-        _, count = self.get_batch_samples(iter([micro]), 1, self.args.device)
+        count = self._count([micro])
         micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
-        if count is None:
-            return self.compute_loss(model, micro)
-        if len(micro["labels"]) < self._batch_rows and counts_nothing(count):
-            _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
-            return nothing_of(outputs), count
-        return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
+        with self._alone():
+            if count is None:
+                return self.compute_loss(model, micro)
+            is_part = self._num_ranks > 1 or len(micro["labels"]) < self._batch_rows
+            if is_part and counts_nothing(count):
+                _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
+                return nothing_of(outputs), count
+            return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
 
     def _started(self, batches: Sequence[Any]) -> Run:
         optimizer = self.optimizer.optimizer
         if self.trimtab_plan is None:
             how = {"total_steps": self.state.max_steps} | self._planning
-            self.trimtab_plan = checked_plan(
-                make_plan(self.model, optimizer, self._counted_loss, batches[0], **how), _HOST
-            )
-        self.trimtab_run = run = start(self.model, optimizer, self.trimtab_plan, **self._running)
+            self.trimtab_plan = self._checked(make_plan(self.model, optimizer, self._counted_loss, batches[0], **how))
+        limit_s = float(self.args.ddp_timeout)
+        self.trimtab_run = run = started(self.model, optimizer, self.trimtab_plan, limit_s, **self._running)
         self._use(StepsRun(run, self.optimizer))
         return run
 
@@ -131,7 +174,8 @@ class TrimtabTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            found = super()._inner_training_loop(*args, **kwargs)
+            with _left_bare(self.model, self._num_ranks):
+                found = super()._inner_training_loop(*args, **kwargs)
         except BaseException as error:
             self._end(error)
             raise
@@ -164,6 +208,19 @@ class StepsRun(AcceleratedOptimizer):
             raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
+
+
+@contextlib.contextmanager
+def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
+    """Have Accelerate take a model for one that it has prepared: it would wrap it, and on ranks the run does."""
+    if num_ranks == 1:
+        yield
+        return
+    before, model._is_accelerate_prepared = getattr(model, "_is_accelerate_prepared", False), True
+    try:
+        yield
+    finally:
+        model._is_accelerate_prepared = before
 
 
 def counts_nothing(count: Tensor | int) -> bool:
@@ -204,7 +261,11 @@ def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
         raise ValueGivenError(
             "args.optim", given=f"{optim}, which steps in backward", expected="another", way_out=way_out
         )
-    refuse_ranks(num_processes, "TrimtabTrainer")
+    if num_processes > 1 and not args.average_tokens_across_devices:
+        way_out = "Leave it as it is: a run's gradient is that of all ranks' tokens."
+        raise ValueGivenError(
+            "args.average_tokens_across_devices", given="False", expected="True on several ranks", way_out=way_out
+        )
     if args.n_gpu > 1:
         way_out = "Show it one: CUDA_VISIBLE_DEVICES=0."
         raise ValueGivenError("TrimtabTrainer", given=f"{args.n_gpu} GPUs", expected="one", way_out=way_out)

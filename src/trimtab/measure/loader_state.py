@@ -10,23 +10,36 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trimtab.core.errors import ValueGivenError
+
 
 @contextlib.contextmanager
 def borrowed(data: Any) -> Iterator[Any]:
-    """Yield what to draw from in place of `data`; on leaving, the loader's torch generators are put back.
+    """Yield what to draw from in place of `data`; on leaving, the loader's torch generators and its place are put back.
 
-    Those are what the loader, its sampler, its batch sampler and the sampler below that hold as `generator`. Persistent
+    Those are what the loader, its sampler, its batch sampler and the sampler below that hold as `generator`. The place
+    is what a loader with `state_dict` and `load_state_dict` says. Persistent
     workers that the drawing starts end once neither what was yielded nor its iterator is held. Not put back: an
     iterator, which is that much further on; other state of a sampler or data set; the random state inside persistent
     workers that were there before, which only private attributes of the loader would spare.
     """
-    generators = [] if isinstance(data, Iterator) else generators_of(data)
+    goes_on = isinstance(data, Iterator)
+    generators = [] if goes_on else generators_of(data)
     states = [(generator, generator.get_state()) for generator in generators]
+    lent = data if goes_on else _without_lasting(data)
+    place = data.state_dict() if lent is data and not goes_on and is_stateful(data) else None
     try:
-        yield _without_lasting_workers(data)
+        yield lent
     finally:
+        if place is not None:
+            data.load_state_dict(place)
         for generator, state in states:
             generator.set_state(state)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader can be told where to go on."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def generators_of(data: Any) -> list[torch.Generator]:
@@ -44,11 +57,28 @@ def generators_of(data: Any) -> list[torch.Generator]:
     return found
 
 
-def _without_lasting_workers(data: Any) -> Any:
-    """Return a shallow copy of a loader with persistent workers, else `data` itself.
+def _without_lasting(data: Any) -> Any:
+    """Return a shallow copy of a loader that keeps its iterator, with the workers or the place in it; else `data`.
 
-    Such a loader keeps its first iterator, and with it the workers; a copy keeps it only as long as itself. Workers
-    that are there already are shared.
+    The copy keeps it only as long as itself. Workers that are there already are shared.
     """
-    lasting = isinstance(data, DataLoader) and data.persistent_workers and data.num_workers > 0
-    return copy.copy(data) if lasting else data
+    keeps_one = isinstance(data, DataLoader) and (_has_lasting_workers(data) or is_stateful(data))
+    return copy.copy(data) if keeps_one else data
+
+
+def _has_lasting_workers(data: Any) -> bool:
+    return isinstance(data, DataLoader) and data.persistent_workers and data.num_workers > 0
+
+
+def require_state_kept(data: Any) -> None:
+    """Raise `ValueGivenError` for a loader whose workers carry random numbers from one pass into the next.
+
+    Those started anew would begin others, in another order of the rows. One with `load_state_dict()` sees to it itself.
+    """
+    if _has_lasting_workers(getattr(data, "wrapped", data)) and not is_stateful(data):
+        raise ValueGivenError(
+            "loader",
+            given="persistent_workers=True, in a run with checkpoints",
+            expected="workers that begin with each pass, as those of a run that goes on do",
+            way_out="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
+        )

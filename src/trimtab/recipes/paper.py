@@ -4,7 +4,8 @@ Micro-batches of the task's batch; k in {4, 8} by equation 6, from the variance 
 copies; learning rate scaled linearly by k; 5% warm-up and cosine to a tenth; half precision with loss scaling;
 checkpoints every ceil(sqrt(L)) blocks. The paper gives no sigma_target: here it is the variance of the first window
 over 4, so that training starts at k = 4 and takes 8 while the variance is above its first value. ZeRO-2 has nothing to
-shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without.
+shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without. Gradients are not clipped:
+equation 12 is in section III.C, its threshold "typically" 1.0, and not in section IV.B, which lists what was run.
 Run it: `python -m trimtab.recipes.paper source_gpt --steps 20`
 """
 

@@ -108,6 +108,12 @@ class Given(Torch):
         """Keep it from being reduced, unless it is the last."""
         self._sync.begin(last=last)
 
+    def step(self, precision: MixedPrecision) -> bool:
+        """Step the optimizer; returns whether it stepped."""
+        applied = super().step(precision)
+        self._sync.stepped()
+        return applied
+
     def end(self) -> None:
         """Reduce again."""
         self._sync.end()

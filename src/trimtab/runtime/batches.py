@@ -1,4 +1,4 @@
-"""Batches: count rows, slice into micro-batches, move to a device. Any nesting of mappings, tuples and lists.
+"""Batches: count rows, slice into micro-batches, move to a device. Any nesting of mappings, tuples, lists, dataclasses.
 
 Leaves: a tensor with a first dimension holds one row per index; a list without tensors holds one row per item;
 0-dim tensors, strings, numbers and None are the same for every row.
@@ -6,6 +6,8 @@ Leaves: a tensor with a first dimension holds one row per index; a list without 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -115,11 +117,14 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
     else:
         raise BatchError(
             path,
             given=f"a {type(value).__name__}, which cannot be split by rows",
-            expected="tensors, nested in dicts, tuples or lists",
+            expected="tensors, nested in dicts, tuples, lists or dataclasses",
             way_out="Yield such a structure from the loader's collate function.",
         )
 
@@ -132,7 +137,21 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         return items if type(value) is dict else _rebuild_mapping(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(item, function) for item in value))
+    if _is_dataclass(value):
+        return _rebuild_dataclass(value, function)
     return type(value)(_map(item, function) for item in value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _rebuild_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a copy with other fields: not by its constructor, which may not take them all, or may do more."""
+    made = copy.copy(original)
+    for field in dataclasses.fields(original):  # a frozen one too
+        object.__setattr__(made, field.name, _map(getattr(original, field.name), function))
+    return made
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

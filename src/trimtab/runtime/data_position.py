@@ -14,9 +14,10 @@ from typing import Any
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
-from trimtab.measure.loader_state import generators_of
+from trimtab.measure.loader_state import borrowed, generators_of, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.runtime.batches import iterate
+from trimtab.runtime.joining import NoRows
 
 _RANDOM = ("random", "generators")
 
@@ -39,6 +40,7 @@ class DataPosition(Part):
         self._loader: Any = None
         self._begun: Mapping[str, Any] | None = None  # random numbers as the pass under way began; None between two
         self._saved: Mapping[str, Any] | None = None  # what the next pass continues from
+        self._first: Any = None  # batch with rows of a pass that was drawn once more
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a pass, or after a load of what is left of the one that was under way.
@@ -81,12 +83,45 @@ class DataPosition(Part):
         else:
             begin()
             batches = iterate("loader", loader)
-            again = sum(1 for _ in itertools.islice(batches, self._drawn))
+            again = self._drawn_again(batches)
             if again < self._drawn:
                 given = f"a pass of {again} batches, of which {self._drawn} were trained on"
                 raise FormatError("loader", given=given, expected="the data that the run was saved with")
         here()
         return batches
+
+    def _drawn_again(self, batches: Iterator[Any]) -> int:
+        """Drop what was trained on, but for the first with rows; returns how many batches there were."""
+        again = 0
+        for batch in itertools.islice(batches, self._drawn):
+            again += 1
+            if self._first is None and not isinstance(batch, NoRows):
+                self._first = batch
+        return again
+
+    def taken_first(self) -> Any:
+        """Return, once, the first batch with rows of those that were drawn once more; None where there is none."""
+        first, self._first = self._first, None
+        return first
+
+    def drawn_anew(self) -> Any:
+        """Return the first batch with rows of the pass under way, once that is drawn to its end; None without any.
+
+        Loader and random numbers are afterwards as they were.
+        """
+        loader, begun = self._loader, self._begun
+        if not (self._is_drawn and self._drawn and begun):
+            return None
+        back = _loading(loader, _random_of(loader), "here")
+        own = loader.state_dict() if is_stateful(loader) else None
+        try:
+            with borrowed(loader) as lent:
+                _loading(loader, begun, "state.data.begun")()
+                return next((batch for batch in iterate("loader", lent) if not isinstance(batch, NoRows)), None)
+        finally:
+            if own is not None:
+                loader.load_state_dict(own)
+            back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return passes, batches of the one under way, random numbers as it began and as they are, and a loader's own.
@@ -123,11 +158,6 @@ class DataPosition(Part):
             here()
 
         return load
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether a loader can be told where to go on."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def length_of(loader: Any) -> int | None:

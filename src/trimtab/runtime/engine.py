@@ -23,7 +23,6 @@ from trimtab.runtime.accumulation import Count, as_loss
 from trimtab.runtime.applied import apply_plan, lay_out, require_free
 from trimtab.runtime.backend import Backend, Given, may_retry
 from trimtab.runtime.batch_control import control_of
-from trimtab.runtime.batches import count_rows
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.joining import Joining
@@ -101,24 +100,6 @@ class Run(Passes, Resumable):
             self._undo = undo.pop_all()
 
     # The loop's verbs, in the order they are called.
-
-    def window(self, *batches: Any) -> Window:
-        """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
-
-        Raises:
-            BatchError: rows cannot be counted, or a batch cannot be split.
-        """
-        self._require_open()
-        if not batches:
-            raise LoopError("run.window", given="no batch", expected="at least one")
-        rows = [count_rows(batch) for batch in batches]
-        micro_batches = [self._micro_batch_of(each, len(batches)) for each in rows]
-        self._joining.keep(batches[0], rows[0], micro_batches[0])
-        return Window(self, batches, rows, micro_batches, self._device)
-
-    def _micro_batch_of(self, rows: int, num_batches: int) -> int:
-        planned = self.plan.micro_batch_of(rows)
-        return self._recovery.micro_batch_of(self._control.micro_batch_of(rows, planned, num_batches))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the plan's precision as a context for the forward pass."""
@@ -240,6 +221,8 @@ class Run(Passes, Resumable):
             if reason is not None:
                 self._precision.leave_fp16()
                 self._note_precision(reason)
+        if self._recorder is not None:
+            self._recorder.stepped()
 
     def _record_of(self, agreed: Agreed, k: int, factor: float, applied: bool) -> Step:
         rate = factor * self._optimizer.param_groups[0]["lr"]
@@ -338,7 +321,7 @@ class Run(Passes, Resumable):
         self._closed = True
         with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
             last.callback(self._end_record, error)
-            last.callback(self._keeper.close)
+            last.callback(self._keeper.close, error)
             self._undo.__exit__(type(error) if error else None, error, None)
 
     def _end_record(self, error: BaseException | None) -> None:

@@ -21,7 +21,7 @@ class GradientSync:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = data_parallel(model)
-        self._skipping = contextlib.ExitStack()
+        self._skipping, self._is_settled = contextlib.ExitStack(), False
 
     def begin(self, *, last: bool) -> None:
         """A micro-batch is about to be handed out."""
@@ -33,3 +33,12 @@ class GradientSync:
     def end(self) -> None:
         """The window was given up."""
         self._skipping.close()
+
+    def stepped(self) -> None:
+        """A window was stepped: after the first, have DDP lay out its buckets anew now, with the other ranks.
+
+        It would in its next forward, where a rank without data does not come before it knows that others go on.
+        """
+        if self._model is not None and not self._is_settled:
+            self._model.reducer._rebuild_buckets()
+            self._is_settled = True

@@ -18,14 +18,26 @@ class NoRows:
 
 
 class Joining:
-    """Knows whether others go on, and keeps a micro-batch to join them with."""
+    """Knows whether others go on, and keeps a micro-batch to join them with: the first of a pass that is fit.
+
+    The first, as it is at hand again, whatever place of the pass a run is gone on with from.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._kept: Any = None
         self._at_hand: Any = None
-        self._has_good = False
+        self._has_good = self._is_of_pass = False
         self._wanted = 0
+
+    @property
+    def is_able(self) -> bool:
+        """Whether there is a micro-batch to join with."""
+        return self._kept is not None
+
+    def begin_pass(self) -> None:
+        """Another pass begins; until a window of it is over the micro-batch of the one before serves."""
+        self._is_of_pass = False
 
     def keep(self, batch: Any, rows: int, micro_batch: int) -> None:
         """A window is made of a batch: its first micro-batch may be needed again."""
@@ -36,8 +48,8 @@ class Joining:
 
     def stepped(self, *, applied: bool) -> None:
         """A window is over; of a void one nothing is used again, as no weight makes nothing of what is no number."""
-        if applied and self._at_hand is not None:
-            self._kept, self._has_good = self._at_hand, True
+        if applied and self._at_hand is not None and not self._is_of_pass:
+            self._kept, self._has_good, self._is_of_pass = self._at_hand, True, True
         self._at_hand = None
 
     def goes_on(self, reason: StopReason | None) -> bool:
@@ -45,24 +57,25 @@ class Joining:
 
         Args:
             reason: why this rank stops, which all then do after that window; None: its data are at their end.
-
-        Raises:
-            BatchError: there was never a batch to join with.
         """
         if self._peers.num_ranks == 1:
             return False
         self._wanted = self._peers.others_go_on(reason)
-        if self._wanted and self._kept is None:
+        return bool(self._wanted)
+
+    def window(self, loop: Loop, device: torch.device) -> Window:
+        """Return the window to join the others in.
+
+        Raises:
+            BatchError: there was never a batch to join with.
+        """
+        if not self.is_able:
             raise BatchError(
                 "loader",
                 given="no batch on this rank, and some on others",
                 expected="a batch on every rank at least",
                 way_out="trimtab.shard(loader) deals each batch of a loader out to all ranks.",
             )
-        return bool(self._wanted)
-
-    def window(self, loop: Loop, device: torch.device) -> Window:
-        """Return the window to join the others in."""
         window = Window(loop, (), (), (), device)
         window.pad(self._kept, self._wanted)
         return window

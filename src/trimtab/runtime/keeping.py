@@ -39,7 +39,10 @@ class Keeper(Protocol):
     def save(self) -> None:
         """Save the run as it is."""
 
-    def close(self) -> None:
+    def is_leaving(self) -> bool:
+        """Return whether the run was told to end, and is left at the next `between`."""
+
+    def close(self, error: BaseException | None = None) -> None:
         """The run is over, by an error or without one."""
 
 
@@ -61,5 +64,9 @@ class NotKept:
         """Raise `ValueGivenError`: there is nowhere to save it."""
         raise ValueGivenError("run.checkpoint", given="no checkpoints", expected="start(..., checkpoints=...)")
 
-    def close(self) -> None:
+    def is_leaving(self) -> bool:
+        """Return that it was not."""
+        return False
+
+    def close(self, error: BaseException | None = None) -> None:
         """Do nothing."""

@@ -44,7 +44,8 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "optimizer",
             given=f"{foreign} parameters that are not the model's",
             expected="an optimizer built from this model's parameters",
-            way_out="Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...).",
+            way_out="Build it after the model is in its final form: optimizer = AdamW(model.parameters(), ...). "
+            "Of two networks (a GAN), start a run of each with its own optimizer (docs/own_loop.md).",
         )
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise OptimizerError("optimizer", given="only frozen parameters", expected="at least one trainable parameter")

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from trimtab.core.errors import LoopError
+from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
+from trimtab.measure.loader_state import require_state_kept
 from trimtab.runtime.batch_control import BatchControl
+from trimtab.runtime.batches import count_rows
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.joining import Joining, NoRows
@@ -17,6 +21,7 @@ from trimtab.runtime.keeping import Keeper
 from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.peers import Peers
 from trimtab.runtime.recorder import Recorder
+from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.run_view import RunView
 from trimtab.runtime.window import Window
 
@@ -32,11 +37,18 @@ class Passes(RunView):
     _peers: Peers
     _recorder: Recorder | None
     _position: DataPosition
+    _recovery: Recovery
+    _num_stopped = 0  # passes that a stop condition ended, or let nobody begin
+    plan: Plan
 
     @property
     def passes(self) -> int:
-        """Passes over the loader that are over, before the run was gone on with too."""
-        return self._position.passes
+        """Passes over the loader that are over, before the run was gone on with too.
+
+        A loop over passes ends where the run is stopped, so those that are asked for then are counted; a checkpoint
+        counts none of them, and a run that goes on from it sees what was left.
+        """
+        return self._position.passes + self._num_stopped
 
     @property
     def position(self) -> DataPosition:
@@ -73,25 +85,74 @@ class Passes(RunView):
         Raises:
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
+        if self._keeper.keeps:
+            require_state_kept(loader)
         batches = self._position.batches(loader)
+        self._joining.begin_pass()
         while True:
             self._require_open()
             self._order.require_idle("run.windows")
             self._keeper.between()
             with self._control.drawing():
-                drawn = [] if self.stop_reason else list(itertools.islice(batches, self.num_batches))
+                drawn = [] if self.stop_reason else self._drawn(batches)
+            if drawn is None:
+                continue
+            self._trained_before(self._position.taken_first())
             if own := [batch for batch in drawn if not isinstance(batch, NoRows)]:
-                yield self.window(*own)
+                yield self._window(*own)
             elif self._joining.goes_on(self.stop_reason):
+                if not self._joining.is_able:
+                    self._trained_before(self._position.drawn_anew())
                 yield self._joining.window(self, self._device)
             elif not drawn:
                 break
-        self._position.over()
+        if self.stop_reason:
+            self._num_stopped += 1
+        else:
+            self._position.over()
         self._order.require_stepped("run.windows")
 
+    def _drawn(self, batches: Iterator[Any]) -> list[Any] | None:
+        """Return the batches of the next window; None where a signal ended what draws them, and the run is left."""
+        drawn: list[Any] = []
+        try:
+            drawn.extend(itertools.islice(batches, self.num_batches))
+        except RuntimeError:  # of a loader whose workers were sent the signal too
+            if drawn or self._peers.num_ranks > 1 or not self._keeper.is_leaving():
+                raise
+            return None
+        return drawn
+
     def window(self, *batches: Any) -> Window:
-        """Return batches as a window."""
-        raise NotImplementedError
+        """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.
+
+        Raises:
+            BatchError: rows cannot be counted, or a batch cannot be split. LoopError: the run is kept, and would not
+                know its place in batches that it was not asked for.
+        """
+        if self._keeper.keeps:
+            given, expected = "a run with checkpoints", "run.windows(loader), which knows its place in the data"
+            raise LoopError("run.window", given=given, expected=expected)
+        return self._window(*batches)
+
+    def _window(self, *batches: Any) -> Window:
+        self._require_open()
+        if not batches:
+            raise LoopError("run.window", given="no batch", expected="at least one")
+        rows = [count_rows(batch) for batch in batches]
+        micro_batches = [self._micro_batch_of(each, len(batches)) for each in rows]
+        self._joining.keep(batches[0], rows[0], micro_batches[0])
+        return Window(self, batches, rows, micro_batches, self._device)
+
+    def _micro_batch_of(self, rows: int, num_batches: int) -> int:
+        planned = self.plan.micro_batch_of(rows)
+        return self._recovery.micro_batch_of(self._control.micro_batch_of(rows, planned, num_batches))
+
+    def _trained_before(self, batch: Any) -> None:
+        """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
+        if batch is not None and self._peers.num_ranks > 1:
+            self.window(batch)
+            self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:
         """Raise where the run is closed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from trimtab.core import checks
 from trimtab.core.energy import Energy
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.record import End, Evaluation, Event, RecordWriter, StepRecord
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.core.stop import StopReason
@@ -60,7 +62,12 @@ class Recorder(Part):
     Joules are read between windows; a device's queue is not waited for. `energy`: runs from here to the close, less
     evaluations; None: there are no joules in the record. A run that is gone on with ends with those since then, and
     says from which step on that is.
+
+    Attributes:
+        on_failure: called where lines that are due cannot be written, which then wait; None: it raises.
     """
+
+    on_failure: Callable[[SaveError], None] | None = None
 
     def __init__(self, writer: RecordWriter, energy: EnergyClock | None = None) -> None:
         if not isinstance(writer, RecordWriter):
@@ -68,7 +75,7 @@ class Recorder(Part):
                 "record", given=f"a {type(writer).__name__}", expected="a trimtab.RecordWriter(path, header)"
             )
         self._writer = writer
-        self._pending: list[tuple[Step, float] | Event | Evaluation] = []
+        self._pending: deque[tuple[Step, float] | Event | Evaluation] = deque()
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
         self._energy, self._energy_from = energy, 0
@@ -85,8 +92,25 @@ class Recorder(Part):
             self._energy.tick()
             if self._energy.seconds >= _ENERGY_S:
                 self.event("energy", _joules(self._energy.lap()))
+
+    def stepped(self) -> None:
+        """Write what is pending, where that is due: called once nothing is left to do for a window.
+
+        Raises:
+            SaveError: as of `flush`, where `on_failure` says nothing else.
+        """
         if self._num_pending >= _FLUSH_STEPS:
-            self.flush()
+            with self._failing():
+                self.flush()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as error:
+            if self.on_failure is None:
+                raise
+            self.on_failure(error)
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
         """Note something that happened between the last window and the next."""
@@ -130,21 +154,33 @@ class Recorder(Part):
         return load
 
     def flush(self) -> None:
-        """Write what is pending."""
-        for line in self._pending:
-            if isinstance(line, tuple):
-                step, wall_s = line
-                self._writer.write(step.read(self._index, wall_s))
-                self._index += 1
-            else:
-                self._writer.write(line)
-        self._pending.clear()
-        self._num_pending = 0
+        """Write what is pending.
+
+        Raises:
+            SaveError: the disk takes no more of it; each line will be there once when it does.
+        """
+        self._hand_over()
         self._writer.flush()
 
+    def _hand_over(self) -> None:
+        while self._pending:
+            self._write(self._pending.popleft())
+
+    def _write(self, line: tuple[Step, float] | Event | Evaluation) -> None:
+        if not isinstance(line, tuple):
+            self._writer.write(line)
+            return
+        step, wall_s = line
+        index, self._index, self._num_pending = self._index, self._index + 1, self._num_pending - 1
+        self._writer.write(step.read(index, wall_s))
+
     def close(self, reason: StopReason | None = None, error: BaseException | None = None) -> None:
-        """Write what is pending, and why the run ended; the writer stays open for its owner."""
-        self.flush()
+        """Write what is pending, and why the run ended; the writer stays open for its owner.
+
+        Raises:
+            SaveError: as of `stepped`.
+        """
+        self._hand_over()
         detail = {}
         if self._energy is not None:
             detail = _joules(self._energy.read()) | (
@@ -155,7 +191,8 @@ class Recorder(Part):
             self._writer.write(End("error", detail | {"error": f"{type(error).__name__}: {error}"[:500]}))
         else:
             self._writer.write(End("closed" if reason is None else reason.value, detail))
-        self._writer.flush()
+        with self._failing():
+            self._writer.flush()
 
 
 def _checked(energy: EnergyClock) -> EnergyClock:

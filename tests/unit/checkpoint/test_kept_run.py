@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from saving import ended, forked
 from torch import nn
+from torch.utils.data import DataLoader
 
 import trimtab
 from trimtab.checkpoint import envelope
 from trimtab.checkpoint.envelope import committed
-from trimtab.core.errors import DamagedError, FormatError, ModelError, OptimizerError, UsageError, ValueGivenError
+from trimtab.checkpoint.lock import locked
+from trimtab.checkpoint.manifest import manifest_of
+from trimtab.core.errors import (
+    DamagedError,
+    FormatError,
+    LoopError,
+    ModelError,
+    OptimizerError,
+    SaveError,
+    UsageError,
+    ValueGivenError,
+)
 from trimtab.core.record import Header, read_record
 
 ROWS = torch.arange(48.0).reshape(12, 4)
@@ -281,3 +296,180 @@ def test_a_forked_child_ends_by_a_signal_as_any_process(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_forked_child_is_interrupted_as_any_process(tmp_path):
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Loop(tmp_path / "run").start():
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    os._exit(0)
+                except KeyboardInterrupt:
+                    os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+
+
+def test_handlers_are_there_while_a_run_is_and_not_where_none_began(saved):
+    def now():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
+
+    before = now()
+    with pytest.raises(ModelError):
+        Loop(saved, width=5).start()
+    assert now() == before
+    with Loop(saved).start():
+        assert now()[0] != before[0]
+        assert now()[2] == before[2]
+    assert now() == before
+
+
+def test_a_signal_after_the_last_window_ends_the_run_where_it_closes(tmp_path):
+    run = Loop(tmp_path / "run", every_steps=None).start()
+    for window in run.windows(BATCHES):
+        run.train_step(window, loss_fn)
+    run.checkpoint()
+    signal.raise_signal(signal.SIGTERM)  # in the last evaluation
+    with pytest.raises(SystemExit) as left:
+        run.close()
+    assert left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    run = Loop(tmp_path / "run").start()
+    signal.raise_signal(signal.SIGTERM)
+    run.close(RuntimeError("it ends by an error of its own"))
+
+
+def test_a_signal_ends_a_run_that_warns_whatever_becomes_of_the_last_save(saved, monkeypatch):
+    monkeypatch.setattr(envelope, "seal", full)
+
+    def interrupted(model, batch):
+        signal.raise_signal(signal.SIGTERM)
+        return loss_fn(model, batch)
+
+    with (
+        pytest.warns(RuntimeWarning, match="No checkpoint after 5 windows: .*No space left"),
+        pytest.raises(SystemExit) as left,
+    ):
+        Loop(saved, background=True, on_failure="warn", every_steps=None).train(9, loss=interrupted)
+    assert left.value.code == 128 + signal.SIGTERM
+
+
+def test_a_window_of_batches_that_nobody_asked_it_for_is_refused(saved):
+    with Loop(saved).start() as run, pytest.raises(LoopError, match=r"run\.window: given a run with checkpoints"):
+        run.window(BATCHES[0])
+
+
+def test_a_loader_whose_workers_outlive_a_pass_is_refused(tmp_path):
+    lasting = DataLoader(ROWS, batch_size=4, num_workers=1, persistent_workers=True)
+    for loader in (lasting, trimtab.shard(lasting)):
+        with (
+            Loop(tmp_path / "run").start() as run,
+            pytest.raises(ValueGivenError, match="loader: given persistent_workers=True"),
+        ):
+            next(run.windows(loader))
+    with Loop(tmp_path / "run").start() as run:
+        next(run.windows(DataLoader(ROWS, batch_size=4)))
+
+
+def stopped(folder, windows, **options):
+    """Return losses of a run of two passes, and how many it counts, that is stopped once it has so many windows."""
+    losses, loop = [], Loop(folder, every_steps=None)
+    with loop.start(**options) as run:
+        while run.passes < 2:
+            for window in run.windows(BATCHES):
+                run.train_step(window, loss_fn)
+                losses.append(float(run.loss))
+                if run.num_windows == windows:
+                    run.evaluated(1.0)
+        run.checkpoint()
+        return losses, run.passes
+
+
+@pytest.mark.parametrize("windows", [1, 3, 4])
+def test_what_a_stopped_run_did_not_see_it_sees_where_it_goes_on_without(tmp_path, windows):
+    """In the middle of a pass, at the end of one and in the next."""
+    first, passes = stopped(tmp_path / "run", windows, stop=trimtab.Stop(target=0.5))
+    assert passes == 2
+    rest, _ = stopped(tmp_path / "run", None)
+    assert first + rest == stopped(tmp_path / "whole", None)[0]
+    assert len(first) == windows
+
+
+def test_a_copy_of_a_checkpoint_and_a_link_are_the_user_s(saved):
+    shutil.copytree(saved / "step-4", saved / "best")
+    (saved / "step-2").symlink_to(saved / "best")
+    Loop(saved).train(9)
+    assert sorted(each.name for each in committed(saved)) == ["best", "step-2", "step-8", "step-9"]
+    assert not list(saved.glob("*.tmp-*"))
+
+
+def test_what_was_written_just_now_is_not_read_again(saved, monkeypatch):
+    with Loop(saved).start() as run:
+        monkeypatch.setattr(envelope, "verify", None)
+        for window in run.windows(BATCHES):
+            run.train_step(window, loss_fn)
+    assert len(committed(saved)) == 2
+
+
+def test_nothing_is_changed_where_the_decisions_cannot_be_written(saved, monkeypatch):
+    loop, before = Loop(saved), sorted(os.listdir(saved))
+    weights = loop.weights()
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(SaveError, match=r"decisions\.jsonl.*No space left"):
+        loop.start()
+    monkeypatch.undo()
+    assert all(map(torch.equal, weights, loop.weights()))
+    assert not loop.optimizer.state
+    assert sorted(os.listdir(saved)) == before
+
+
+def test_a_record_is_on_disk_before_a_checkpoint_speaks_of_it_and_a_short_one_is_refused(saved, tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    path, folder = tmp_path / "r.jsonl", tmp_path / "recorded"
+    monkeypatch.setattr(os, "fsync", noted)
+    with trimtab.RecordWriter(path, Header("it"), continues=True) as record:
+        Loop(folder, every_steps=None).train(3, record=record)
+    monkeypatch.undo()
+    # Their names are on disk too, and all before the first file of the checkpoint.
+    order = [synced.index(each) for each in (path.name, tmp_path.name, "state.json")]
+    assert order == sorted(order)
+    assert synced.index("decisions.jsonl") < synced.index("state.json")
+    os.truncate(path, 100)
+    with (
+        trimtab.RecordWriter(path, Header("it"), continues=True) as record,
+        pytest.raises(FormatError, match=r"r\.jsonl: given 100 bytes; .*or go on without one"),
+    ):
+        Loop(folder).start(record=record)
+
+
+def test_a_run_that_follows_a_killed_one_says_so(tmp_path):
+    def killed():
+        Loop(tmp_path / "run").train(2)
+        locked(tmp_path / "run")
+        os._exit(9)
+
+    assert ended(forked(killed)) == 9
+    for was_killed in (True, False):
+        with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+            Loop(tmp_path / "run").train(2, record=record)
+        (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+        assert event.detail["was_killed"] == was_killed
+
+
+def test_versions_are_said_and_refused_for_nothing(saved, monkeypatch, tmp_path):
+    world = manifest_of(saved / "step-4").about["world"]
+    assert {"python", "os", "torch", "numpy"} <= world.keys()
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+        Loop(saved).train(5, record=record)
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+    assert event.detail["changed"] == {"python": f"{world['python']} -> 3.99.1"}

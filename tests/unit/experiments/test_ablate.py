@@ -81,6 +81,20 @@ def test_each_change_is_told_alone_in_the_plan_and_by_the_difference(finished):
     assert found.headline.kind == "no verdict"
 
 
+def test_whole_races_tell_the_time_to_each_target(finished, tmp_path):
+    """From the same records: of each change alone and in the plan, of the plan against the reference."""
+    found = finished[1]
+    told = {(each.change, each.setting, each.row.target) for each in found.times}
+    settings = {("", "whole"), *((change.name, setting) for change in found.changes for setting in (ALONE, WITHIN))}
+    assert told == {(*each, target) for each in settings for target in tiny.targets}
+    assert all(each.row.n == 2 and not each.row.charged for each in found.times)  # a plan that was given took nothing
+    rows = [row for row in ablation_object(found)["rows"] if row["metric"] == "time_to_target_ratio"]
+    assert {(row.get("change", ""), row["setting"], row["target"]) for row in rows} == told
+    assert len(rows) == len(found.times)
+    text = write_report(found, tmp_path)["md"].read_text()
+    assert text.count("### Time to target") + text.count("**Time to target**") == 2
+
+
 def test_what_keeps_the_maths_ends_alike(finished):
     """Quality is of the same rows in every arm; the loop that nothing is changed of is the reference's to the bit."""
     arms = {arm.name: arm for arm in finished[1].arms}
@@ -145,6 +159,7 @@ def test_quality_may_be_left_out(tmp_path, monkeypatch):
     )
     assert {effect.metric for effect in found.effects} == {THROUGHPUT, MEMORY}
     assert "No arm ran to its end: quality was not measured." in found.notes
+    assert found.times == ()
     assert "One change: alone and in the plan are the same, and there is nothing to interact with." in found.notes
     assert [arm.name for arm in found.arms] == ["reference", "unchanged", "plan", "unchanged_again"]
     record = read_record(tmp_path / "out" / "brief-0" / "plan.jsonl")
@@ -282,7 +297,7 @@ def test_the_report_is_written_and_read_back(finished, tmp_path):
     assert "trimtab ablation" in page
     rows = ablation_object(read_report(paths["json"]))["rows"]
     assert rows == ablation_object(found)["rows"]
-    effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION)]
+    effects = [row for row in rows if row.get("setting") in (ALONE, WITHIN, INTERACTION) and "target" not in row]
     assert len(effects) == len(found.effects)
     timed = [row for row in effects if row["metric"] == "throughput_ratio"]
     assert all(row.keys() >= {"change", "mean", "low", "high", "n", "pairs", "resolution", "verdict"} for row in timed)

@@ -6,14 +6,27 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from race_records import climbing, record, timed
 
+from trimtab.core.plan import Plan
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
 from trimtab.experiments.ablation.effects import Evidence, products
 from trimtab.experiments.ablation.headline import NOTHING, headline
-from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.ablation.result import (
+    ALONE,
+    INTERACTION,
+    MEMORY,
+    QUALITY,
+    THROUGHPUT,
+    WHOLE,
+    WITHIN,
+    Change,
+    Effect,
+)
+from trimtab.experiments.ablation.times import times
 
 NAMES = ("micro_batch", "precision", "recompute")
 # Logarithms of what each change is worth alone, in speed.
@@ -85,6 +98,62 @@ def test_a_planted_interaction_is_found_where_it_is_and_nowhere_else(planted, ki
     assert effects["micro_batch", INTERACTION, THROUGHPUT].verdict.kind == "none found"
     assert effects["", INTERACTION, THROUGHPUT].verdict.kind == kind
     assert effects["", INTERACTION, THROUGHPUT].ratio.mean == pytest.approx(math.exp(planted), rel=0.02)
+
+
+RUNGS = (0.3, 0.6, 0.99)
+
+
+def learned(steps_s: Mapping[str, float], refusals: Mapping[str, Mapping[str, str]] | None = None, **plan: float):
+    """Return the times of a plan of two changes, whose arms cross 0.3 in 3.5 steps of so many seconds, 0.6 in 6.5."""
+    design = Design(("precision", "learning_rate_scale"))
+    arms = [REFERENCE, *design.arms, *design.controls]
+    values = [0.1 * at - 0.05 for at in range(1, 11)]
+
+    def ran(step_s: float):
+        return climbing([step_s * at for at in range(1, 11)], values)
+
+    machines = (1.0, 1.001, 1.002, 0.999, 0.998)
+    races = {seed: {name: ran(one * steps_s.get(name, 1.0)) for name in arms} for seed, one in enumerate(machines)}
+    measured = Evidence(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
+    kinds = {"precision": "S", "learning_rate_scale": "F"}
+    of = tuple(Change(name, name, tier, (refusals or {}).get(name, {})) for name, tier in kinds.items())
+    wanted = replace(Plan.fixed(8, precision="bf16", learning_rate_scale=2.0), **plan)
+    return {(t.change, t.setting, t.row.target, t.row.charged): t.row for t in times(measured, wanted, of, RUNGS)}
+
+
+def test_a_change_has_its_time_to_each_target_alone_and_in_the_plan():
+    found = learned({"with_precision": 0.5, PLAN: 0.25, PLAN_AGAIN: 0.25})
+    for target, steps in ((0.3, 3.5), (0.6, 6.5)):
+        alone, within = found["precision", ALONE, target, False], found["precision", WITHIN, target, False]
+        assert (alone.arm, alone.against, within.against) == ("with_precision", UNCHANGED, "with_learning_rate_scale")
+        assert alone.ratio.mean == pytest.approx(2.0)
+        assert within.ratio.mean == pytest.approx(4.0)
+        assert alone.verdict.kind == within.verdict.kind == "gain"
+        assert alone.arm_s[0] == pytest.approx(0.5 * steps)
+        assert found["learning_rate_scale", WITHIN, target, False].ratio.mean == pytest.approx(2.0)
+        assert found["", WHOLE, target, False].ratio.mean == pytest.approx(4.0)
+    last = [row for (_, _, target, _), row in found.items() if target == 0.99]
+    assert {row.verdict.sentence for row in last} == {"never reached by either"}
+    assert not any(charged for *_, charged in found)
+
+
+def test_the_search_is_charged_to_what_it_found_and_to_the_plan():
+    found = learned({PLAN: 0.5, PLAN_AGAIN: 0.5}, planning_s=10.0, search_s=3.0)
+    whole, freed = found["", WHOLE, 0.6, True], found["learning_rate_scale", WITHIN, 0.6, True]
+    assert whole.arm_s[0] == pytest.approx(10.0 + 0.5 * 6.5)
+    assert freed.arm_s[0] == pytest.approx(3.0 + 0.5 * 6.5)
+    assert whole.verdict.kind == "harm"
+    assert {(change, setting) for change, setting, _, charged in found if charged} == {
+        ("", WHOLE),
+        ("learning_rate_scale", ALONE),
+        ("learning_rate_scale", WITHIN),
+    }
+
+
+def test_what_was_refused_has_no_time():
+    found = learned({}, {"precision": {ALONE: "it needs the other"}})
+    assert ("precision", ALONE, 0.3, False) not in found
+    assert ("precision", WITHIN, 0.3, False) in found
 
 
 def test_of_two_changes_their_interaction_is_one():

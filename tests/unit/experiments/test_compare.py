@@ -17,8 +17,9 @@ from tiny_task import task as tiny
 
 import trimtab
 from trimtab.calibrate import trials
+from trimtab.core.batch_rule import BatchRule
 from trimtab.core.codec import read_json, to_json, to_jsonable
-from trimtab.core.errors import FormatError, LoopError, ValueGivenError
+from trimtab.core.errors import FormatError, InfeasibleError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.phases import Gain
 from trimtab.core.plan import Measured, Plan
@@ -271,6 +272,13 @@ def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, t
     detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
     assert entries["paper"].detail == detail
     assert entries["reference"].detail == {}
+
+
+def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    settings = replace(Settings(), cap_s=90.0)
+    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), settings, brief=False)}
+    assert (entries["paper"].budget_rows, entries["paper"].is_timed_only) == (its.budget_rows, False)
 
 
 def test_reference_and_control_train_alike_to_the_last_bit(finished):
@@ -607,6 +615,67 @@ def test_plans_are_made_on_data_no_race_uses(monkeypatch):
     assert (plans.plans["S"].tier, plans.plans["F"].tier) == ("S", "F")
     assert plans.plans["F"].planning_s == plans.plans["S"].planning_s + plans.plans["F"].search_s
     assert plans.plans["S"].reference == tiny.reference
+
+
+def test_a_limit_is_of_every_plan_that_is_made(monkeypatch):
+    """The strong recipe stays as it is; what is planned for it is held to the limit, in its profile and its choice."""
+    profiled, decided = [], []
+    profile, choose = planning_module.profile, planning_module.choose
+
+    def watched_profile(*loop, **how):
+        profiled.append((how["budget"], how["objective"]))
+        return profile(*loop, **how)
+
+    def watched_choose(found, objective, budget):
+        decided.append((objective, budget))
+        return choose(found, objective, budget)
+
+    monkeypatch.setattr(planning_module, "profile", watched_profile)
+    monkeypatch.setattr(planning_module, "choose", watched_choose)
+    asked = {"budget": Budget("1GiB"), "objective": Objective(memory=1)}
+    plans = make_plans(tiny, load_data(), CPU, adapt=(), strong=True, progress=lambda text: None, **asked)
+    assert profiled == [(asked["budget"], asked["objective"])] * 2
+    assert decided == [(plans.profiles[key].objective, asked["budget"]) for key in ("S", "strong")]
+    assert plans.plans["strong"].predicted.peak_bytes is not None  # peaks are not looked at where nothing limits them
+
+
+def test_a_limit_that_the_strong_recipe_cannot_meet_says_whose_it_is(monkeypatch):
+    choose = planning_module.choose
+
+    def refused(found, objective, budget):
+        if found.reference == tiny.reference:
+            return choose(found, objective, budget)
+        raise InfeasibleError("budget", given="a limit that no settings meet", expected="one", way_out="The nearest.")
+
+    monkeypatch.setattr(planning_module, "choose", refused)
+    with pytest.raises(InfeasibleError, match=r"for the strong recipe \(P2\) a limit .*The nearest\. .*--against"):
+        make_plans(tiny, load_data(), CPU, adapt=(), strong=True, progress=lambda text: None)
+
+
+def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
+    """Tier S beside it is the plan of a loop whose batch is its own."""
+    taken = []
+
+    class Watched(PlanLoop):
+        def step(self, batches):
+            rows = super().step(batches)
+            taken.append((self._run.plan.batch_policy.value, rows // BATCH_ROWS))
+            return rows
+
+    def by_three(plan):
+        return BatchRule("fixed", k=3 * plan.num_micro_batches, k_max=3 * plan.num_micro_batches)
+
+    monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
+    monkeypatch.setattr(compare_module, "PlanLoop", Watched)
+    found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
+    assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
+    assert found.arm("plan_F").label == "trimtab, batch adapted"
+    assert (found.plans["F"].batch_policy.value, found.plans["F"].tier) == ("fixed", "F")
+    assert found.plans["S"].batch_rule is None
+    record = read_record(tmp_path / "out" / "race-0" / "plan_F.jsonl")
+    assert record.end.reason == "budget"
+    assert record.end.detail["rows"] == -(-BUDGET_ROWS // (3 * BATCH_ROWS)) * 3 * BATCH_ROWS
+    assert set(taken) == {("user", 1), ("fixed", 3)}
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 8}, {"fused_optimizer": True}])

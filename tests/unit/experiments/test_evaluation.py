@@ -9,14 +9,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from measured_runs import CPU, GPU, NOISE, ablation, around, comparison, counted, on, recorded, scaled
+from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, on, recorded, scaled
 
 from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap
 from trimtab.core.record import write_record
-from trimtab.experiments.comparison.result import Ratio, ThirdRow, Verdict
+from trimtab.experiments.ablation.result import ChangeTime
+from trimtab.experiments.comparison.result import Ratio, TargetRow, ThirdRow, Verdict
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
 from trimtab.experiments.evaluation.files import KINDS, read_runs
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
@@ -73,7 +74,7 @@ def test_every_claim_of_a_table_is_the_change_that_stands_there():
             found += 1
     assert found == 6
     steps = itertools.pairwise(COMPONENTS)
-    seconds = {after.choices: before.minutes / after.minutes for before, after in steps}
+    seconds = {after.choices: after.minutes / before.minutes for before, after in steps}
     bars = {claim.part: claim.bar for claim in CLAIMS if claim.source == "table III"}
     assert bars["micro_batch",] == pytest.approx(seconds["micro_batch",], abs=1e-3)
     assert bars["precision",] == pytest.approx(seconds["precision",], abs=1e-3)
@@ -208,7 +209,7 @@ def test_why_the_papers_own_recipe_has_no_figure_is_said():
     (early,) = [claim for claim in CLAIMS if claim.part == ("early",)]
     assert paper_claims.unmeasured(early, [run]) == "P1 saved nothing that could be shared out"
     assert said["gain_share", "WikiText-2, GPT-2 Small"] == "no run of it was given"
-    assert said["component_throughput", "CIFAR-10, ResNet-50"].startswith("P1 is raced whole")
+    assert said["component_time", "CIFAR-10, ResNet-50"].startswith("P1 is raced whole")
     assert said["scaling_efficiency", "CIFAR-10, ResNet-50"].startswith("P1 is run on one device")
 
 
@@ -330,6 +331,40 @@ def test_a_component_is_judged_alone_and_not_in_the_plan():
     (alone,) = judge([of_ablation("a", ablation(1.3))])[claim]
     assert (alone.status, alone.finding.part) == (PASS, "precision")
     assert judge([of_ablation("a", ablation(1.3, setting="in the plan"))])[claim] == ()
+
+
+@pytest.mark.parametrize(
+    ("speed", "target", "status"), [(1.3, 0.85, PASS), (1.05, 0.85, FAIL), (1.3, 0.6, NOT_COMPARABLE)]
+)
+def test_less_time_is_judged_by_the_time_to_the_target_where_it_is_known(speed, target, status, tmp_path):
+    """The throughput says something else here, as it may where a change is of the training."""
+    claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
+    seconds = {"arm_s": (85.0 / speed,) * 5, "against_s": (85.0,) * 5}
+    row = TargetRow(target, "plan", "unchanged", "S", False, around(speed), "", 5, 5, 5, 0, **seconds, verdict=GAIN)
+    wanted = replace(ablation(2.0 if status is FAIL else 0.5), times=(ChangeTime("precision", "alone", row),))
+    run = of_ablation("a", wanted)
+    (found,) = judge([run])[claim]
+    assert (found.status, found.finding.measure, found.finding.target) == (status, "component_time", target)
+    assert found.finding.figure.mean == pytest.approx(1 / speed, rel=0.01)
+    assert not found.why.startswith("by throughput")
+    page = write_evaluation([run], tmp_path, "x")["md"].read_text()
+    assert f"| time to {target:g} | alone |" in page
+
+
+def test_less_time_is_judged_by_throughput_only_where_that_is_said():
+    claim = next(each for each in CLAIMS if each.says == "mixed precision: 9.4% less time")
+    seconds = {"arm_s": (math.inf,) * 5, "against_s": (85.0,) * 5}
+    never = TargetRow(0.85, "plan", "unchanged", "S", False, None, "never reached", 0, 5, 5, 0, **seconds, verdict=GAIN)
+    for times in ((), (ChangeTime("precision", "alone", never),)):
+        (found,) = judge([of_ablation("a", replace(ablation(1.3), times=times))])[claim]
+        assert (found.status, found.finding.measure) == (PASS, "component_throughput")
+        assert found.why.startswith("by throughput, as no time to a target is known: ")
+        assert judge([of_ablation("a", replace(ablation(1.05), times=times))])[claim][0].status == FAIL
+
+
+def test_the_page_says_what_the_papers_recipe_leaves_out(tmp_path):
+    said = " ".join(write_evaluation([of_comparison("a", comparison())], tmp_path, "x")["md"].read_text().split())
+    assert "no clipping (eq. 12), and so P1 has none" in said
 
 
 # Machines.

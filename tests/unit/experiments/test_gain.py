@@ -68,6 +68,19 @@ def test_each_arm_has_its_phases_and_both_their_laps(found):
     assert from_json(Gain, to_json(found)) == found
 
 
+def test_batches_are_copied_ahead_as_in_a_race(monkeypatch):
+    """On a GPU data that stays on the host arrives while a step runs; the clock of phases is of that path too."""
+    sent = []
+
+    def watched(batches, device):
+        sent.append(device)
+        return iter(batches)
+
+    monkeypatch.setattr(gain_module, "ahead", watched)
+    measured()
+    assert sent == [CPU, CPU]
+
+
 def test_what_phases_save_is_what_the_step_saves_but_for_a_named_remainder(found):
     said = attribute(found)
     total = math.fsum(row.saved.mean for row in (*said.phases, said.unattributed))

@@ -15,7 +15,13 @@ from trimtab.core.carbon import Intensity
 from trimtab.core.errors import DataMissingError, TrimtabError, ValueGivenError
 from trimtab.decide.carbon_job import TrainingJob
 from trimtab.decide.carbon_schedule import when_to_train
-from trimtab.integrations.carbon_services import G_PER_KWH_OF_LB_PER_MWH, ElectricityMaps, GreatBritain, WattTime
+from trimtab.integrations.carbon_services import (
+    G_PER_KWH_OF_LB_PER_MWH,
+    ElectricityMaps,
+    GreatBritain,
+    WattTime,
+    source_named,
+)
 from trimtab.integrations.intensity import ConstantIntensity, CsvIntensity, forecast_or_reason, known_around, named
 from trimtab.integrations.web import MOST_BYTES, json_of
 
@@ -406,3 +412,29 @@ def test_a_command_names_a_figure_or_a_file_and_its_kind():
 def test_what_a_command_cannot_mean_is_refused(given, kind, said):
     with pytest.raises(TrimtabError, match=said):
         named(given, kind).forecast(0.0)
+
+
+def test_a_source_is_named_by_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hours").write_text("")
+    assert source_named("great-britain", None) == GreatBritain()
+    assert source_named("electricity-maps:DE", "average") == ElectricityMaps("DE")
+    assert source_named("watttime:CAISO_NORTH", None) == WattTime("CAISO_NORTH")
+    assert source_named("350", "marginal") == ConstantIntensity(350, "marginal")
+    for file in ("hours", "absent.csv"):  # which may be there when it is asked
+        assert source_named(file, "average") == CsvIntensity(file, "average")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "says"),
+    [
+        ("greatbritain", "average", "a CSV file, grams per kWh, great-britain, electricity-maps:ZONE"),
+        ("electricity-maps", None, "electricity-maps:ZONE"),
+        ("watttime:", None, "watttime:REGION"),
+        ("great-britain", "marginal", "marginal of Great Britain .*expected average"),
+        ("350", None, "which one it is: average or marginal"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(given, kind, says):
+    with pytest.raises(ValueGivenError, match=says):
+        source_named(given, kind)

@@ -11,12 +11,12 @@ import tracker_packages
 from tracker_packages import Calls
 
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import DependencyError
+from trimtab.core.errors import DependencyError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, StepRecord
 from trimtab.integrations.tracked_record import TrackedRecord
 from trimtab.integrations.tracked_values import ENVIRONMENT, parameters, row
-from trimtab.integrations.trackers import MLflow, TensorBoard, Trackio, WandB
+from trimtab.integrations.trackers import MLflow, TensorBoard, Trackio, WandB, tracker_named
 from trimtab.measure.machine import environment
 
 HEADER = Header("digits", 3, to_jsonable(Plan.fixed(8)), {"torch": "2.13", "WANDB_API_KEY": "secret"}, {"data": "here"})
@@ -177,3 +177,26 @@ def test_long_texts_are_cut():
     text = row(3, Event("resumed", 3, {"why": "x" * 1000})).values["event/resumed"]
     assert (len(text), text[-1]) == (500, "…")
     assert parameters(Header("x" * 500))["name"] == "x" * 500
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "place"),
+    [
+        ("tensorboard=runs/a=b", TensorBoard, {"folder": "runs/a=b"}),
+        ("mlflow=vision", MLflow, {"experiment": "new"}),
+        ("wandb=vision", WandB, {"project": "vision"}),
+        ("trackio=vision", Trackio, {"project": "vision"}),
+    ],
+)
+def test_a_tracker_is_named_by_a_command(packages, given, kind, place):
+    calls = packages(given.partition("=")[0], *([{}] if kind is MLflow else []))
+    tracker = tracker_named(given)
+    assert isinstance(tracker, kind)
+    tracker.begin("digits", {})
+    assert place.items() <= calls.opened.items()
+
+
+@pytest.mark.parametrize("given", ["tensorboard", "tensorboard=", "aim=runs", "", "=runs"])
+def test_a_tracker_that_is_none_is_refused(given):
+    with pytest.raises(ValueGivenError, match=r"--track: given .*tensorboard=FOLDER, mlflow=EXPERIMENT, wandb=PROJECT"):
+        tracker_named(given)

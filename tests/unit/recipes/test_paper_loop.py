@@ -48,6 +48,16 @@ def test_the_mean_of_k_gradients_is_that_of_one_big_batch(kind):
     assert torch.linalg.vector_norm(taken - whole) < 1e-4 * torch.linalg.vector_norm(whole)
 
 
+def test_a_gradient_of_any_norm_is_applied_as_it_is():
+    """Section IV.B lists no clipping: equation 12 with its threshold of 1 would take a step of 1 here."""
+    loop = paper_loop(
+        make_task(make_model=Weight, loss_fn=lambda m, batch: 50 * m(batch[0]).mean(), make_optimizer=sgd(1e-3))
+    )
+    loop.step(iter([(torch.ones(ROWS, 1),)] * 4))
+    taken = -loop.model.weight.item() / loop.optimizer.param_groups[0]["lr"]
+    assert taken == pytest.approx(50.0)
+
+
 # Equations 6 and 7: k from the variance. The gradient of a weight that the input is multiplied with is that input.
 
 

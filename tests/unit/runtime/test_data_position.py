@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.dealing import shard
@@ -70,6 +71,11 @@ LOADERS = {
     "dealt whole": lambda: shard(list(shuffled()), 1, 2),
     "a list": lambda: [torch.arange(4) + i for i in range(6)],
     "stateful": Stateful,
+    "torchdata's": lambda: StatefulDataLoader(Noisy(), batch_size=4, shuffle=True),
+    "torchdata's by own generator": lambda: StatefulDataLoader(
+        Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "torchdata's, dealt": lambda: shard(StatefulDataLoader(Noisy(), batch_size=4, shuffle=True), 1, 2),
     "endless": endless,
 }
 

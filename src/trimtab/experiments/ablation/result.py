@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.core.plan import Plan
-from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, Verdict
 
 ABLATION_SCHEMA = 1
 ALONE, WITHIN, INTERACTION = "alone", "in the plan", "interaction"
+WHOLE = "whole"  # the plan against the reference
 THROUGHPUT, MEMORY, QUALITY = "throughput", "peak_memory", "final_metric_difference"
 
 
@@ -78,6 +79,20 @@ class Effect:
 
 
 @dataclass(frozen=True)
+class ChangeTime:
+    """Seconds to one rung of the ladder with a change and without: the column of table III.
+
+    Args:
+        change: its name; "" for all of them, against the reference. setting: alone, in the plan, or whole.
+        row: of the two arms; charged with planning and search (whole), or with the search that found the change.
+    """
+
+    change: str
+    setting: str
+    row: TargetRow
+
+
+@dataclass(frozen=True)
 class Ablation:
     """Everything a report shows.
 
@@ -86,6 +101,7 @@ class Ablation:
             and quality of the plan against the reference, and of the engine that changes nothing.
         controls: loops against themselves: what can be told from nothing.
         interaction_control: worth together over worth apart of two runs of the same loops, whose truth is 1.
+        times: seconds to targets; (): no arm ran whole.
         notes: anything a reader must know.
     """
 
@@ -107,6 +123,7 @@ class Ablation:
     whole: tuple[RatioRow, ...] = ()
     controls: tuple[RatioRow, ...] = ()
     interaction_control: Ratio | None = None
+    times: tuple[ChangeTime, ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = "ablation"
     schema: int = ABLATION_SCHEMA

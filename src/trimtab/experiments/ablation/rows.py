@@ -7,9 +7,23 @@ from typing import Any
 
 from trimtab.core.codec import to_jsonable
 from trimtab.decide.ablation import PLAN_AGAIN, UNCHANGED_AGAIN
-from trimtab.experiments.ablation.result import ALONE, INTERACTION, THROUGHPUT, WITHIN, Ablation, Effect
+from trimtab.experiments.ablation.result import (
+    ALONE,
+    INTERACTION,
+    THROUGHPUT,
+    WHOLE,
+    WITHIN,
+    Ablation,
+    Effect,
+)
 from trimtab.experiments.comparison.result import Ratio, RatioRow
-from trimtab.experiments.comparison.rows import METRICS, ROWS_SCHEMA, interval_of, resolution_of
+from trimtab.experiments.comparison.rows import (
+    METRICS,
+    ROWS_SCHEMA,
+    interval_of,
+    resolution_of,
+    target_object,
+)
 
 
 def ablation_object(ablation: Ablation) -> dict[str, Any]:
@@ -19,7 +33,14 @@ def ablation_object(ablation: Ablation) -> dict[str, Any]:
         "schema": ROWS_SCHEMA,
         "name": "ablate",
         "environment": dict(ablation.environment) | run,
-        "rows": [*_planning(ablation), *_whole(ablation), *_effects(ablation), *_refused(ablation), *_arms(ablation)],
+        "rows": [
+            *_planning(ablation),
+            *_whole(ablation),
+            *_effects(ablation),
+            *_times(ablation),
+            *_refused(ablation),
+            *_arms(ablation),
+        ],
     }
     return dict(to_jsonable(found))
 
@@ -32,18 +53,30 @@ def _planning(ablation: Ablation) -> Iterator[dict[str, Any]]:
 
 def _whole(ablation: Ablation) -> Iterator[dict[str, Any]]:
     for row in (*ablation.whole, *ablation.controls):
-        yield _head(ablation, row) | {"setting": "whole"} | interval_of(row.ratio) | {"verdict": row.verdict.kind}
+        yield _head(ablation, row) | {"setting": WHOLE} | interval_of(row.ratio) | {"verdict": row.verdict.kind}
 
 
 def _effects(ablation: Ablation) -> Iterator[dict[str, Any]]:
-    controls = {row.arm: row.ratio for row in ablation.controls}
-    of: dict[str, Ratio | None] = {ALONE: controls.get(UNCHANGED_AGAIN), WITHIN: controls.get(PLAN_AGAIN)}
-    of[INTERACTION] = ablation.interaction_control
+    of = _controls(ablation)
     for effect in ablation.effects:
         told = resolution_of(of[effect.setting]) if effect.metric == THROUGHPUT else {}
         head = _head(ablation, effect) | {"change": effect.change or "all", "setting": effect.setting}
         other = {"other": effect.other} if effect.other else {}
         yield head | other | interval_of(effect.ratio) | told | {"verdict": effect.verdict.kind}
+
+
+def _times(ablation: Ablation) -> Iterator[dict[str, Any]]:
+    of = _controls(ablation)
+    for each in ablation.times:
+        head = {"change": each.change} if each.change else {}
+        yield target_object(ablation.task, each.row, of[each.setting]) | head | {"setting": each.setting}
+
+
+def _controls(ablation: Ablation) -> dict[str, Ratio | None]:
+    """Return by setting the A/A ratio that it is resolved by."""
+    found = {row.arm: row.ratio for row in ablation.controls}
+    loop, plan = found.get(UNCHANGED_AGAIN), found.get(PLAN_AGAIN)
+    return {ALONE: loop, WHOLE: loop, WITHIN: plan, INTERACTION: ablation.interaction_control}
 
 
 def _head(ablation: Ablation, row: RatioRow | Effect) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.effects import Evidence
 from trimtab.experiments.ablation.headline import headline
 from trimtab.experiments.ablation.result import ALONE, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.ablation.times import times
 from trimtab.experiments.comparison import notes as noted
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.arm_facts import ArmFacts
@@ -75,6 +76,7 @@ def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Seq
         whole=whole,
         controls=tuple(evidence.control_rows()),
         interaction_control=evidence.interaction_ratio,
+        times=tuple(times(evidence, plan, changes, task.targets)),
         environment=dict(environment_of(raced.races)),
         notes=(*_notes(raced, changes, effects), *notes),
     )

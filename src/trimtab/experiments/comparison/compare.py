@@ -56,7 +56,8 @@ from trimtab.tasks.task import Task, TaskData
 
 # What tier F may change where nothing else was asked for.
 USUAL_ADAPT = ("learning_rate",)
-# Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race.
+# Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race. With a
+# cap it takes no longer than that.
 _LONG_RACE_S = 120.0
 _TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
 _UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
@@ -252,7 +253,8 @@ def _entries(
     if "strict" in settings.raced:
         entries.append(entry("strict", StrictLoop, rows))
     if "paper" in settings.raced:
-        entries.append(entry("paper", PaperLoop, rows, timed=few if too_long else 0, why=too_long))
+        why = "" if math.isfinite(settings.cap_s) else too_long
+        entries.append(entry("paper", PaperLoop, rows, timed=few if why else 0, why=why))
     for name, recipe in task.recipes.items():
         if name in settings.raced:
             entries.append(entry(name, HAND_TUNED[name], min(rows, recipe.budget_rows)))

@@ -28,7 +28,7 @@ _TIMED = ("throughput", "do_no_harm")
 def benchmark_object(comparison: Comparison) -> dict[str, Any]:
     """Return the object of every benchmark; a row is flat but for its pairs, ratios are ours over theirs."""
     rows = [_ratio_row(comparison, row) for row in comparison.ratios]
-    rows += [_target_row(comparison, row) for row in comparison.target_rows]
+    rows += [target_object(comparison.task, row, comparison.resolution) for row in comparison.target_rows]
     rows += [_planning_row(comparison, key, comparison.plans[key]) for key in PLAN_ARMS if key in comparison.plans]
     rows += [] if comparison.gain is None else gain_rows(comparison.gain)
     rows += third_rows_flat(comparison.task, comparison.thirds)
@@ -70,11 +70,15 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
 
 
-def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
-    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster."""
+def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str, Any]:
+    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster.
+
+    Args:
+        control: the A/A ratio that it is resolved by.
+    """
     head = {
         "metric": "time_to_target_ratio",
-        "task": comparison.task,
+        "task": task,
         "tier": row.tier,
         "arm": row.arm,
         "against": row.against,
@@ -99,7 +103,7 @@ def _target_row(comparison: Comparison, row: TargetRow) -> dict[str, Any]:
     ratio = row.ratio
     low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
     interval = {"mean": 1 / ratio.mean, "low": low, "high": high, "pairs": tuple(1 / pair for pair in ratio.pairs)}
-    return head | interval | _resolution(comparison) | {"verdict": row.verdict.kind}
+    return head | interval | resolution_of(control) | {"verdict": row.verdict.kind}
 
 
 def _median(seconds: tuple[float, ...]) -> float | None:

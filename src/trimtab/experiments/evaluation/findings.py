@@ -98,12 +98,16 @@ def _value(measure: str, arm: Arm | None) -> float | None:
 
 def _targets(found: Comparison) -> Iterator[Finding]:
     for row in found.target_rows:
-        ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
-        figure, is_open = None if row.ratio is None else inverse(row.ratio), row.verdict.kind == NO_VERDICT
-        said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
-        where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open}
-        where |= {"values": row.arm_s}
-        yield Finding("time_to_target", row.arm, row.against, row.tier, ours, theirs, figure, said, **where)
+        yield _time(row, "time_to_target", row.arm, row.against)
+
+
+def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") -> Finding:
+    ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
+    figure, is_open = None if row.ratio is None else inverse(row.ratio), row.verdict.kind == NO_VERDICT
+    said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
+    where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open}
+    where |= {"values": row.arm_s, "part": part}
+    return Finding(measure, arm, against, row.tier, ours, theirs, figure, said, **where)
 
 
 def _unreached(row: TargetRow) -> str:
@@ -312,3 +316,6 @@ def _components(found: Ablation) -> Iterator[Finding]:
             has_verdict=not is_open,
             part=effect.change,
         )
+    for each in found.times:
+        if each.change:
+            yield _time(each.row, "component_time", "plan", each.setting, each.change)

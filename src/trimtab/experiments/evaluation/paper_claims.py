@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.result import Ratio, Verdict
@@ -80,10 +80,23 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
     for run in runs:
         if run.task not in _tasks(claim):
             continue
-        for finding in _of(claim, run):
-            elsewhere, here = _elsewhere(claim, run, finding), met(claim.sense, claim.bar, finding)
+        by, label = _way(claim, run)
+        for finding in _of(by, run):
+            elsewhere, here = _elsewhere(by, run, finding), met(by.sense, by.bar, finding)
             status = NOT_COMPARABLE if elsewhere else here
-            yield Judged(claim, run, finding, status, here, elsewhere or finding.said or _because(claim, here, finding))
+            why = label + (elsewhere or finding.said or _because(by, here, finding))
+            yield Judged(claim, run, finding, status, here, why)
+
+
+def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
+    """Return what a run can judge a claim by, and how that is labelled where it is not what the claim speaks of.
+
+    A component's time to the target is its throughput where both loops learn as much of a row, which need not be so.
+    """
+    if claim.measure != "component_time" or any(each.figure is not None for each in _of(claim, run)):
+        return claim, ""
+    by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
+    return by, "by throughput, as no time to a target is known: "
 
 
 def _because(claim: Claim, here: str, finding: Finding) -> str:

@@ -18,7 +18,7 @@ class Finding:
 
     Args:
         measure: time_to_target, peak_memory, throughput, final_metric, mfu, energy, do_no_harm, scaling_efficiency,
-            component_throughput, component_memory, component_quality, gain_share.
+            component_throughput, component_memory, component_quality, component_time, gain_share.
         arm, against: of which loops; "" where there is no other, of a component "alone" or "in the plan".
         tier: "S", "F" or "".
         value, baseline: the figure itself of each, in its unit: seconds, bytes, terms per second.

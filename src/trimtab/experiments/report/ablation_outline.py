@@ -109,6 +109,7 @@ def _whole(ablation: Ablation) -> Iterator[Block]:
     for tier in tables.tiers_of(ablation.whole) or ("S",):
         yield Heading(tier_title(tier))
         yield tables.whole_table(ablation, tier)
+        yield from _times(ablation, tier, whole=True)
 
 
 def _effects(ablation: Ablation) -> Iterator[Block]:
@@ -119,7 +120,14 @@ def _effects(ablation: Ablation) -> Iterator[Block]:
             table = tables.effect_table(ablation, measured, tier)
             if table.rows and (measured != QUALITY or any(e.metric == QUALITY for e in ablation.effects)):
                 yield table
+        yield from _times(ablation, tier, whole=False)
         yield tables.raw_table(ablation, tier)
+
+
+def _times(ablation: Ablation, tier: str, *, whole: bool) -> Iterator[Block]:
+    table = tables.time_table(ablation, tier, whole=whole)
+    if table.rows:
+        yield table
 
 
 def _pairs(ablation: Ablation) -> Iterator[Block]:

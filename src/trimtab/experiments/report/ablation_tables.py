@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trimtab.core.units import format_seconds
-from trimtab.experiments.ablation.result import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.ablation.result import (
+    ALONE,
+    INTERACTION,
+    WHOLE,
+    WITHIN,
+    AblatedArm,
+    Ablation,
+    Change,
+    ChangeTime,
+    Effect,
+)
 from trimtab.experiments.comparison.result import RatioRow, Verdict
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.tables import Cell, Table
+from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
 _ALL = ("all changes", "together, over each alone")
@@ -74,6 +84,37 @@ def effect_table(ablation: Ablation, measured: str, tier: str) -> Table:
         note=_READ[measured],
         numeric=_COLUMNS[:3],
     )
+
+
+def time_table(ablation: Ablation, tier: str, *, whole: bool) -> Table:
+    """Return seconds to each target with a change and without: the column that the paper's table III has.
+
+    Args:
+        whole: of the plan as a whole, else of each of its changes.
+    """
+    rows = [each for each in ablation.times if each.row.tier == tier and (each.setting == WHOLE) is whole]
+    columns = ("Set in", "Target", "Search", "Reached", "Time", "Speed-up", "95% interval", "n", "Verdict")
+    return Table(
+        title="Time to target",
+        columns=columns,
+        rows=tuple(_time_cells(each) for each in rows),
+        empty="Not measured: no arm ran whole.",
+        note="With the change first, then without. Speed-up above 1: sooner with it. Counted: all planning of the plan "
+        "as a whole, all of the search of a change of the training. A bound stands where an arm did not reach the "
+        "target in some pair, or was past it when first evaluated.",
+        numeric=columns[1:2] + columns[3:8],
+        groups=tuple(_timed_of(ablation, each) for each in rows),
+    )
+
+
+def _time_cells(each: ChangeTime) -> tuple[Cell, ...]:
+    setting = "against the reference" if each.setting == WHOLE else _SETTINGS[each.setting]
+    return setting, say.metric(each.row.target), planning_counted(each.row), *target_cells(each.row)
+
+
+def _timed_of(ablation: Ablation, each: ChangeTime) -> str:
+    change = ablation.change(each.change)
+    return "The plan as a whole" if change is None else _capital(say.one_line(change.says))
 
 
 def _lines(ablation: Ablation, change: Change, measured: str) -> Iterator[tuple[Cell, ...]]:

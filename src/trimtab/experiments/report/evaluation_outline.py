@@ -23,8 +23,9 @@ from trimtab.experiments.report.document import (
 )
 
 _CLAIMED = (
-    f"The paper's figures are of {MACHINE}. P1 is its recipe as the text has it, in the precision that its label says: "
-    "half precision where the device has it, fp32 elsewhere. It holds the gradient of each micro-batch until its "
+    f"The paper's figures are of {MACHINE}. P1 is its recipe as section IV.B lists it, in the precision that its label "
+    "says: half precision where the device has it, fp32 elsewhere. That list has no clipping (eq. 12), and so P1 has "
+    "none. It holds the gradient of each micro-batch until its "
     "window ends, for the variance of eq. 7; ZeRO-2 has nothing to share out on one device. What trimtab's plans reach "
     "is told apart, and tier S (the same maths) apart from tier F (dynamics freed). Times stand without planning and "
     "with it."

@@ -202,7 +202,7 @@ def component_table(run: Run, tier: str) -> Table:
         (
             say.one_line(run.labels.get(each.part, each.part)),
             of.get(each.part, ""),
-            each.measure.removeprefix("component_").replace("_", " "),
+            _measure(each),
             each.against,
             *figures(each, run),
         )
@@ -211,6 +211,13 @@ def component_table(run: Run, tier: str) -> Table:
     )
     columns = ("Change", "Paper's component", "Measure", "Set in", "With it", "95% interval", "n")
     return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", "", columns[4:])
+
+
+def _measure(component: Finding) -> str:
+    """Return what of a component is told; of a time, to which target."""
+    what = component.measure.removeprefix("component_")
+    counted = ", search counted" if component.charged else ""
+    return what if component.target is None else f"{what} to {say.metric(component.target)}{counted}"
 
 
 def gain_table(run: Run, tier: str) -> Table:

@@ -23,7 +23,7 @@ except ImportError as error:
         "matplotlib",
         given=f"no importable package ({error})",
         expected="matplotlib, which draws the report's figures",
-        way_out="Run `pip install trimtab[report]`.",
+        way_out="Run `pip install 'trimtab[report]'`.",
     ) from error
 
 NUM_SERIES = 8

@@ -125,10 +125,13 @@ def target_table(comparison: Comparison, tier: str) -> Table:
 
 
 def _target_row(row: TargetRow) -> tuple[Cell, ...]:
+    return say.metric(row.target), planning_counted(row), *target_cells(row)
+
+
+def target_cells(row: TargetRow) -> tuple[Cell, ...]:
+    """Return what is known of a time to a target, from who reached it to the verdict."""
     value, interval = target_estimate(row)
     return (
-        say.metric(row.target),
-        planning_counted(row),
         f"{row.reached_arm}/{row.n} vs {row.reached_against}/{row.n}",
         f"{say.seconds(say.middle(row.arm_s))} vs {say.seconds(say.middle(row.against_s))}",
         value,

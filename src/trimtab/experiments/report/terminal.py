@@ -22,7 +22,7 @@ except ImportError as error:
         "rich",
         given=f"no importable package ({error})",
         expected="rich, which lays out the terminal report",
-        way_out="Run `pip install trimtab[cli]`.",
+        way_out="Run `pip install 'trimtab[cli]'`.",
     ) from error
 
 _STYLES = {"gain": "bold green", "pass": "bold green", "harm": "bold red", "fail": "bold red"}

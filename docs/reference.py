@@ -1,0 +1,128 @@
+"""Writes what would be told twice: docs/api.md from docstrings, docs/commands.md from what the commands say.
+
+`python docs/reference.py`, which `make docs` runs; a test holds both pages to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from definitions import first_line
+
+API = """# Reference
+
+Every public name by the first line of its docstring. The site has the whole of it below each table, and so has
+`help(trimtab.plan)`. How a plan comes about is in [planning](planning.md), what may go wrong in `trimtab.errors`.
+
+<!-- made by `make docs` from docstrings -->
+"""
+COMMANDS = """# The command
+
+What each command says of itself. Figures go to standard output, progress to standard error; `--json` prints one JSON
+object. Exit status: 0 done, 1 an error that was explained, 2 a command line that does not parse, 130 interrupted.
+`TRIMTAB_TRACEBACK=1` shows where an error is from. `python -m trimtab.cli` is the same command.
+
+<!-- made by `make docs` from the commands -->
+"""
+_RUN = ("plan", "start", "Run", "Plan", "Choice", "Mark", "profile", "plan_elsewhere")
+_ASKED = ("Budget", "Objective", "Reference", "BatchRule", "Stop", "StopReason", "Metering", "Checkpoints")
+_TASKS = ("Task", "TaskData", "Metric", "DataSource", "StrongRecipe", "SampleDraws", "load_task", "of_datasets")
+_SOURCES = ("forecast_or_reason", "IntensitySource", "ConstantIntensity", "CsvIntensity")
+
+
+def _of(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names)
+
+
+GROUPS = {
+    "Plan and train": _of("trimtab", *_RUN),
+    "What is asked of a plan or a run": _of("trimtab", *_ASKED),
+    "Records": _of("trimtab", "RecordWriter", "Header", "RunRecord", "read_record"),
+    "Several ranks": _of("trimtab", "joined", "shard"),
+    "Errors": _of("trimtab", "errors"),
+    "A module that a model may adopt": _of("trimtab.nn", "LossHead"),
+    "Tasks": _of("trimtab.tasks", *_TASKS),
+    "In others' loops": (
+        *_of("trimtab.integrations.transformers", "TrimtabTrainer"),
+        *_of("trimtab.integrations.lightning", "TrimtabStrategy", "start"),
+        *_of("trimtab.integrations.accelerate", "plan", "start"),
+    ),
+    "Trackers": (
+        *_of("trimtab.integrations.tracked_record", "TrackedRecord"),
+        *_of("trimtab.integrations.trackers", "Tracker", "TensorBoard", "MLflow", "WandB", "Trackio"),
+    ),
+    "Energy": _of("trimtab.measure.energy", "EnergyClock", "Meter", "MeterLost"),
+    "Carbon": (
+        *_of("trimtab.decide.carbon_schedule", "when_to_train", "CarbonSchedule"),
+        *_of("trimtab.decide.carbon_job", "TrainingJob", "PauseCost"),
+        *_of("trimtab.core.carbon", "Intensity"),
+        *_of("trimtab.integrations.intensity", *_SOURCES),
+        *_of("trimtab.integrations.carbon_services", "GreatBritain", "ElectricityMaps", "WattTime"),
+    ),
+}
+
+
+def api_page() -> str:
+    """Return docs/api.md."""
+    parts = [API]
+    for title, names in GROUPS.items():
+        rows = ((f"`{name}`", first_line(name)) for name in names)
+        parts += [f"## {title}\n", *_table(("name", "what it is"), rows), ""]
+    return "\n".join(parts)
+
+
+def commands_page() -> str:
+    """Return docs/commands.md."""
+    from typer.main import get_command
+
+    from trimtab.cli import app
+
+    return "\n".join([COMMANDS, *_commands("trimtab", get_command(app))])
+
+
+def _commands(name: str, command: Any) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for word, each in command.commands.items():
+            yield from _commands(f"{name} {word}", each)
+        return
+    shown = [each for each in command.params if not each.hidden]
+    needed = [_spelled(each) for each in shown if each.param_type_name == "argument"]
+    yield f"## {name}\n"
+    yield f"`{' '.join([name, *needed, '[options]'])}`\n"
+    yield f"{command.help}\n"
+    if shown:
+        yield from _table(("argument or option", "what it is", "default"), map(_row, shown))
+        yield ""
+
+
+def _spelled(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        name = parameter.name.upper() + ("..." if parameter.nargs != 1 else "")
+        return name if parameter.required else f"[{name}]"
+    return ", ".join([*parameter.opts, *parameter.secondary_opts])
+
+
+def _row(parameter: Any) -> tuple[str, str, str]:
+    value = parameter.default
+    is_silent = value is None or value is False or value == math.inf or parameter.required
+    return f"`{_spelled(parameter)}`", parameter.help, "" if is_silent else f"`{value}`"
+
+
+def _table(titles: tuple[str, ...], rows: Any) -> Iterator[str]:
+    yield _line(titles)
+    yield _line("---" for _ in titles)
+    yield from map(_line, rows)
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+PAGES = {"api.md": api_page, "commands.md": commands_page}
+
+if __name__ == "__main__":
+    for page, made in PAGES.items():
+        (Path(__file__).parent / page).write_text(made(), encoding="utf-8")

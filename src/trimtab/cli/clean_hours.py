@@ -1,0 +1,79 @@
+"""Options of when to train, and what is said of them before anything is measured."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.core.errors import ValueGivenError
+
+if TYPE_CHECKING:
+    from trimtab.experiments.train_command import CleanHours
+
+WhenClean = Annotated[
+    str | None,
+    typer.Option(
+        help="train when this forecast says that energy is clean: a CSV file (time, g_per_kwh), great-britain, "
+        "electricity-maps:ZONE or watttime:REGION"
+    ),
+]
+By = Annotated[str | None, typer.Option(help="when it is to be done: 2026-03-02T06:00+01:00, or 36h from now")]
+Pauses = Annotated[str | None, typer.Option(help="it may pause, by --checkpoints, where one loses so long: 90s, 10min")]
+Takes = Annotated[str | None, typer.Option(help="what the whole run takes, such as 5h; else by the plan's seconds")]
+IdleWatts = Annotated[float | None, typer.Option(min=0, help="of what is held while it waits, beside --energy-watts")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say when it would train, and train nothing")]
+
+
+def clean_hours(
+    source: str | None,
+    kind: str | None,
+    by: str | None,
+    *,
+    pauses: str | None,
+    takes: str | None,
+    watts: float | None,
+    idle_watts: float | None,
+    is_dry: bool,
+    is_kept: bool,
+    num_ranks: int,
+) -> CleanHours | None:
+    """Return what `--when-clean` and what goes with it ask for; None where a run is to start now.
+
+    Raises:
+        ValueGivenError: one of them is none, or lacks what it needs.
+    """
+    from trimtab.core.moments import parse_duration, parse_moment
+    from trimtab.experiments.train_command import CleanHours
+    from trimtab.experiments.when_clean import Wish
+    from trimtab.integrations.carbon_services import source_named
+
+    beside = {"--by": by, "--pauses": pauses, "--takes": takes, "--idle-watts": idle_watts, "--dry-run": is_dry or None}
+    if source is None:
+        _refuse_alone(beside)
+        return None
+    if by is None:
+        raise ValueGivenError("--by", given="nothing", expected="when the run is to be done: 36h, or a moment")
+    _require_what_they_need(num_ranks, pauses, is_kept=is_kept, has_watts=watts is not None, idle_watts=idle_watts)
+    pause_s = None if pauses is None else parse_duration("--pauses", pauses)
+    takes_s = None if takes is None else parse_duration("--takes", takes)
+    wish = Wish(source_named(source, kind), parse_moment("--by", by, time.time()))
+    return CleanHours(wish, pause_s, takes_s, watts, idle_watts, is_dry)
+
+
+def _refuse_alone(beside: dict[str, Any]) -> None:
+    if alone := [name for name, given in beside.items() if given is not None]:
+        raise ValueGivenError(alone[0], given="it alone", expected="--when-clean beside it")
+
+
+def _require_what_they_need(
+    num_ranks: int, pauses: str | None, *, is_kept: bool, has_watts: bool, idle_watts: float | None
+) -> None:
+    if num_ranks > 1:
+        way_out = "Ask with --dry-run in one process, and start the job then."
+        raise ValueGivenError("--when-clean", given=f"{num_ranks} ranks", expected="one process", way_out=way_out)
+    if pauses is not None and not is_kept:
+        raise ValueGivenError("--pauses", given="no --checkpoints", expected="a folder that the run is kept in")
+    if idle_watts is not None and not has_watts:
+        raise ValueGivenError("--idle-watts", given="no --energy-watts", expected="both, or a meter that reads them")

@@ -1,0 +1,148 @@
+"""A file that lines are added to, and that a full disk leaves with whole ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+from trimtab.core.errors import SaveError
+
+
+class Appended:
+    """A file that is added to: of what is flushed all gets there, or nothing does and it is tried again with the next.
+
+    What was written and not flushed is held in memory; in a forked process it is the parent's to flush.
+
+    Args:
+        path: made where it is not there. is_new: it must not be. follows_links: it may be reached by a link.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool = False, follows_links: bool = True) -> None:
+        more = os.O_APPEND | (0 if follows_links else os.O_NOFOLLOW)
+        self.path, self._process = path, os.getpid()
+        self._waiting: list[bytes] = []
+        self._torn_at: int | None = None
+        self._file = open(  # noqa: SIM115 - see close()
+            path, "xb" if is_new else "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | more, 0o666)
+        )
+
+    def write(self, data: bytes) -> None:
+        """Hold what the next flush brings to the file."""
+        self._waiting.append(data)
+
+    def flush(self) -> None:
+        """Hand what waits to the operating system.
+
+        Raises:
+            SaveError: it did not take all of it. The file is as it was, and what waited still does.
+        """
+        if not self._waiting or os.getpid() != self._process:
+            return
+        try:
+            self._mend()
+            self._add(b"".join(self._waiting))
+        except OSError as error:
+            raise not_written(self.path, error) from error
+        self._waiting.clear()
+
+    def _add(self, data: bytes) -> None:
+        start, rest = os.fstat(self._file.fileno()).st_size, memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
+        except BaseException:
+            self._torn_at = start
+            with contextlib.suppress(OSError):
+                self._mend()
+            raise
+
+    def _mend(self) -> None:
+        """Take off half a line, where there is one."""
+        if self._torn_at is not None:
+            os.ftruncate(self._file.fileno(), self._torn_at)
+            self._torn_at = None
+
+    def sync(self) -> int:
+        """Bring all of it to disk; returns its bytes. Raises `SaveError`, as of `flush`."""
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise not_written(self.path, error) from error
+
+    def cut(self, size: int) -> None:
+        """Drop what stands after so many bytes, and what waits."""
+        self._waiting.clear()
+        self._torn_at = size
+        self._mend()
+
+    def rename(self, path: Path) -> None:
+        """Give the file another name, whatever had it."""
+        os.replace(self.path, path)
+        self.path = path
+
+    def close(self) -> None:
+        """Flush and close; may be called twice. Closed it is, whatever a flush says."""
+        try:
+            if not self._file.closed:
+                self.flush()
+        finally:
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close it without what waits, and delete it."""
+        self._waiting.clear()
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):  # it was opened
+            with contextlib.suppress(SaveError):
+                self.close()
+
+
+def set_apart(path: Path) -> Path:
+    """Return a name beside a path's that nobody else has."""
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+
+
+def written_beside(path: Path, data: bytes) -> Appended:
+    """Return a new file beside a path's, with this in it and on disk: renamed, it is the path's.
+
+    Raises:
+        SaveError: it could not be written; nothing is left of it. OSError: the folder takes no file.
+    """
+    file = Appended(set_apart(path), is_new=True)
+    try:
+        file.write(data)
+        file.sync()
+    except BaseException:
+        file.abandon()
+        raise
+    return file
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk, where its file system does that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def not_written(path: Path, error: OSError) -> SaveError:
+    """Return the error that names a file which the file system did not take."""
+    given = f"a file system that says: {error.strerror or error}"
+    said = SaveError(
+        str(path), given=given, expected="room, and leave to write", way_out="What was there is as it was."
+    )
+    said.errno = error.errno
+    return said

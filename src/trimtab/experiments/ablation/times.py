@@ -1,0 +1,48 @@
+"""Seconds to the rungs of the ladder with a change and without (paper, table III). Reads records, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trimtab.core.plan import Plan
+from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
+from trimtab.experiments.ablation.effects import Evidence
+from trimtab.experiments.ablation.result import ALONE, WHOLE, WITHIN, Change, ChangeTime
+from trimtab.experiments.comparison.target_rows import target_row
+
+# With and without, and the loop whose second run is their control.
+_Arms = tuple[str, str, str]
+
+
+def times(evidence: Evidence, plan: Plan, changes: Sequence[Change], targets: Sequence[float]) -> Iterator[ChangeTime]:
+    """Yield each rung of the plan as a whole and of each change, where two loops ran whole; with its charge beside it.
+
+    The plan is charged with its planning and search. A change of tier F is charged with all of the search: what of it
+    each change took is not known.
+    """
+    for target in targets:
+        yield from _rung(evidence, "", WHOLE, plan.tier, (PLAN, REFERENCE, UNCHANGED_AGAIN), target, plan.planning_s)
+        for change in changes:
+            charge_s = plan.search_s if change.tier == "F" else 0.0
+            for setting, arms in _settings(evidence, change).items():
+                yield from _rung(evidence, change.name, setting, change.tier, arms, target, charge_s)
+
+
+def _settings(evidence: Evidence, change: Change) -> dict[str, _Arms]:
+    """Return the arms of each setting that a change could be tried in."""
+    design = evidence.design
+    found = {ALONE: (*design.alone(change.name), UNCHANGED_AGAIN)}
+    if evidence.has_interactions:
+        found[WITHIN] = (*design.within(change.name), PLAN_AGAIN)
+    return {setting: arms for setting, arms in found.items() if setting not in change.refusals}
+
+
+def _rung(
+    evidence: Evidence, change: str, setting: str, tier: str, arms: _Arms, target: float, charge_s: float
+) -> Iterator[ChangeTime]:
+    arm, against, again = arms
+    metric = (target, evidence.metric, evidence.higher_is_better)
+    for charge in (None, *([charge_s] if charge_s else [])):
+        row = target_row(evidence.races, arm, against, tier, *metric, charge, evidence.control(again))
+        if row is not None:
+            yield ChangeTime(change, setting, row)

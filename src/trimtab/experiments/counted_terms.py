@@ -1,0 +1,45 @@
+"""A task's loss, and what it counted: the terms that throughput is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.distributed.process_group import total
+from trimtab.tasks.task import Task
+
+
+class CountedTerms:
+    """A task's loss, and what it counted.
+
+    Attributes:
+        pending: micro-batches that are run for other ranks' sake, and count nothing.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._is_mean = False
+        self._sum: Any = 0.0  # a tensor where the counts are: to read each of them would be to wait for it
+        self._last: Any = 0.0
+        self.pending = 0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        """Return the task's loss."""
+        self._add_last()
+        result = self._task.loss_fn(model, batch)
+        count = result[1] if isinstance(result, tuple) and len(result) == 2 else None
+        self._is_mean, self._last = count is None, 0.0 if count is None or self.pending > 0 else count
+        self.pending -= 1
+        return result
+
+    def _add_last(self) -> None:
+        """Add the last count, which the run has accepted by now: it had raised else."""
+        last = self._last.detach().double() if isinstance(self._last, Tensor) else self._last
+        self._sum, self._last = self._sum + last, 0.0
+
+    def terms(self, rows: int) -> float:
+        """Return the terms of so many rows, all there were, on all ranks."""
+        self._add_last()
+        return rows * float(self._task.terms_per_row) if self._is_mean else total(float(self._sum))

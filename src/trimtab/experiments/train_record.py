@@ -1,0 +1,43 @@
+"""The record of `trimtab train`, and the trackers that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.record import Header, RecordWriter
+from trimtab.distributed.process_group import place
+from trimtab.integrations.tracked_record import TrackedRecord
+from trimtab.integrations.trackers import tracker_named
+
+
+def require_trackers(tracks: Sequence[str], record: Path | None) -> None:
+    """Raise where a record cannot be followed as asked, before anything is measured.
+
+    Raises:
+        ValueGivenError: there is no record, or a tracker that is none. DependencyError: its package is missing.
+    """
+    for each in tracks:
+        tracker_named(each)
+    if tracks and record is None:
+        given, way_out = f"{tracks[0]} without a record", "Say where: --record run.jsonl."
+        raise ValueGivenError("--track", given=given, expected="the record that it follows", way_out=way_out)
+
+
+def record_of(path: Path | None, header: Header, tracks: Sequence[str], *, continues: bool) -> RecordWriter | None:
+    """Return what writes a run's record, followed by trackers of its own; None on other ranks, and where none is kept.
+
+    Raises:
+        FormatError: it is there already, or cannot be written.
+    """
+    if path is None or place().rank:
+        return None
+    try:
+        if tracks:
+            return TrackedRecord(path, header, [tracker_named(each) for each in tracks], continues=continues)
+        return RecordWriter(path, header, continues=continues)
+    except FileExistsError:
+        raise FormatError("--record", given=f"{path}, which exists", expected="a new file") from None
+    except OSError as error:
+        raise FormatError("--record", given=str(error), expected="a file that can be written") from None

@@ -1,0 +1,81 @@
+"""Modules that a loss runs beside the model (a GAN's other network, a teacher): found, and left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from trimtab.measure.held import HeldTensor, host_copy, is_container
+
+_DEPTH = 4  # a loss, what it calls, what that is a method of, what it holds
+_MOST_ITEMS = 1000  # of a container; a longer one holds data
+
+
+class Bystanders:
+    """Buffers and gradients of the modules that a loss refers to, but for the model's; a context manager.
+
+    Found are globals and closures of functions, arguments of partials, owners of methods and what these hold. Their
+    parameters are not copied: a loss steps none.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        found = {id(each): each for module in modules_of(loss_fn) for each in _tensors(module)}
+        others = [tensor for key, tensor in found.items() if key not in own]
+        self._buffers = [HeldTensor(each) for each in others if not isinstance(each, nn.Parameter)]
+        self._grads = [(each, each.grad, None if each.grad is None else host_copy(each.grad)) for each in others]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for buffer in self._buffers:
+            buffer.restore()
+        for owner, grad, copy in self._grads:
+            owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
+
+    def __enter__(self) -> Bystanders:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore()
+
+
+def modules_of(loss_fn: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function refers to, as far as that shows."""
+    seen, pending = set[int](), [(loss_fn, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if id(value) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        else:
+            pending.extend((each, depth + 1) for each in _referred(value))
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """Yield what a function, an object of the user's or a container refers to; not what classes and packages do."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            found = inspect.getclosurevars(value)
+            yield from (*found.nonlocals.values(), *found.globals.values(), *(value.__defaults__ or ()))
+    elif isinstance(value, tuple) or is_container(value):
+        if len(value) <= _MOST_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif not isinstance(value, type | types.ModuleType | Tensor):
+        yield from (*getattr(value, "__dict__", {}).values(), vars(type(value)).get("__call__"))

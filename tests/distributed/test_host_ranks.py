@@ -1,0 +1,99 @@
+"""Hosts on two ranks that count unlike many terms: the weights of one process over what both have, or the host's own.
+
+One job of each host trains all ways, since starting ranks takes longer than they do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_program
+
+PROGRAM = Path(__file__).parents[1] / "host_rank.py"
+# Of a tensor's largest weight, in double precision; of what a plan made here changes, which may be rounding.
+EXACT, ROUNDED = 1e-10, 1e-6
+
+
+def job(folder: Path, host: str, ranks: int) -> list[dict]:
+    run_program(PROGRAM, folder, host, ranks=ranks)
+    return [torch.load(folder / f"{host}-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """Loops of one's own on an Accelerator: of one process, and of each rank."""
+    folder = tmp_path_factory.mktemp("loops")
+    return job(folder, "accelerate", 1)[0]["plain"], job(folder, "accelerate", 2)
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    """Transformers' Trainer: in one process, and on each rank."""
+    folder = tmp_path_factory.mktemp("trainers")
+    return job(folder, "transformers", 1)[0]["whole"], job(folder, "transformers", 2)
+
+
+def difference(one, other) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("way", ["stage None", "stage 0", "stage 1", "stage 3", "planned"])
+def test_an_accelerators_ranks_train_as_one_process_does(loops, way):
+    plain, ranks = loops
+    for each in ranks:
+        assert difference(each[way]["weights"], plain) <= (ROUNDED if way == "planned" else EXACT)
+        assert (each[way]["steps"], each[way]["rows"]) == (20, 160)
+
+
+@pytest.mark.parametrize("host", ["loops", "trainers"])
+def test_ranks_have_one_plan_which_shares_the_model(request, host):
+    _, (one, other) = request.getfixturevalue(host)
+    plan = one["planned"]["plan"]
+    assert plan == other["planned"]["plan"]
+    assert '"num_ranks":2' in plan.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("unshared", "zero_stage=0"), ("wrapped", "expected None"), ("planned", "Leave it out of prepare")],
+)
+def test_a_model_that_nobody_would_share_is_refused(loops, what, said):
+    for each in loops[1]:
+        assert said in each["refused"][what]
+
+
+def test_fabrics_ranks_train_as_one_process_does(loops):
+    plain, ranks = loops
+    for each in ranks:
+        assert difference(each["fabric"]["weights"], plain) <= EXACT
+        assert "zero_stage=0" in each["fabric"]["unshared"]
+
+
+@pytest.mark.parametrize("way", ["ours", "accumulated", "planned", "ran out"])
+def test_a_trainers_ranks_train_as_the_hosts_own_do(trainers, way):
+    whole, ranks = trainers
+    near = ROUNDED if way == "planned" else EXACT
+    for each in ranks:
+        assert difference(each[way]["weights"], each["host"]["weights"]) <= near
+        assert difference(each[way]["weights"], whole["weights"]) <= near  # the host is right on ranks
+
+
+@pytest.mark.parametrize("way", ["ours", "accumulated", "planned", "ran out"])
+def test_a_trainers_ranks_report_what_the_hosts_own_do(trainers, way):
+    for each in trainers[1]:
+        for name in ("loss", "grad_norm", "learning_rate") + (("eval_loss",) if way == "ours" else ()):
+            assert len(each["host"]["said"][name]) >= 2, name
+            assert each[way]["said"][name] == pytest.approx(each["host"]["said"][name], rel=1e-5), name
+
+
+def test_a_rank_of_whose_batch_nothing_counts_is_no_nan(trainers):
+    for each in trainers[1]:
+        assert difference(each["none"]["weights"], each["host, none"]["weights"]) <= EXACT
+        assert each["none"]["said"]["loss"] == pytest.approx(each["host, none"]["said"]["loss"], rel=1e-5)
+
+
+def test_a_plan_that_does_not_share_the_model_is_refused_by_the_trainer(trainers):
+    for each in trainers[1]:
+        assert "zero_stage=0" in each["unshared"]

@@ -1,0 +1,98 @@
+"""A run kept over torchdata's StatefulDataLoader: gone on with to the bit, and nothing is loaded a second time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import trimtab
+
+NUM_ROWS, BATCH_ROWS = 22, 4  # six windows a pass
+WINDOWS = 15
+
+
+class Rows(Dataset):
+    """Rows that were read are noted, where they are read in this process."""
+
+    def __init__(self) -> None:
+        self.read = []
+
+    def __len__(self):
+        return NUM_ROWS
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.full((4,), index / NUM_ROWS)
+
+
+class Stream(IterableDataset):
+    """Rows without a length, by a place of their own, as a stream from disk has one."""
+
+    def __init__(self) -> None:
+        self.read, self.at = [], 0
+
+    def __iter__(self):
+        while self.at < NUM_ROWS:
+            self.at += 1
+            self.read.append(self.at)
+            yield torch.full((4,), self.at / NUM_ROWS)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def shuffled(workers=0):
+    return StatefulDataLoader(Rows(), BATCH_ROWS, shuffle=True, num_workers=workers)
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "with workers": lambda: shuffled(2),
+    "a stream": lambda: StatefulDataLoader(Stream(), BATCH_ROWS),
+    "a stream, from a worker": lambda: StatefulDataLoader(Stream(), BATCH_ROWS, num_workers=1),
+}
+
+
+def train(folder, loader, windows, seed):
+    """Return losses and weights of a run that ends after so many windows, in the middle of a pass or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(seed)
+    keep, losses = trimtab.Checkpoints(folder, every_steps=1, every_s=None), []
+    with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_ROWS, 3), checkpoints=keep) as run:
+        while run.num_windows < windows:
+            for window in run.windows(loader):
+                losses.append(run.train_step(window, lambda model, rows: (model(rows) - 1).square().mean()).item())
+                if run.num_windows == windows:
+                    run.checkpoint()
+                    break
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("cut", [1, 6, 8])
+def test_it_goes_on_to_the_bit(tmp_path, make, cut):
+    torch.manual_seed(3)
+    whole, weights = train(tmp_path / "whole", make(), WINDOWS, 4)
+    torch.manual_seed(3)
+    before, _ = train(tmp_path / "cut", make(), cut, 4)
+    torch.manual_seed(77)
+    after, found = train(tmp_path / "cut", make(), WINDOWS, 78)
+    assert before + after == whole
+    assert all(map(torch.equal, found, weights))
+
+
+@pytest.mark.parametrize("make", [shuffled, LOADERS["a stream"]])
+def test_what_was_trained_on_is_not_loaded_again(tmp_path, make):
+    train(tmp_path / "run", make(), 4, 4)
+    loader = make()
+    train(tmp_path / "run", loader, 6, 5)
+    assert len(loader.dataset.read) == NUM_ROWS - 4 * BATCH_ROWS
