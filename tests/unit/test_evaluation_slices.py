@@ -595,18 +595,20 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
 @pytest.fixture
 def measured(tmp_path):
     """Return an evaluation's folder with a comparison against every peer, an ablation and a scaling table."""
+    from evaluation_slices import Ran
     from measured_runs import CPU, GAIN, ablation, around, comparison, scaled
 
     from trimtab.experiments.comparison.result import RatioRow
 
     folder = tmp_path / "benchmarks" / "results" / "evaluation-here"
+    ran = Ran("cifar-recipes-1", "compare", "abc", HERE, 1.0, "cifar-recipes/report.json")
     found = comparison("cifar10_resnet_short", CPU)
     peers = [RatioRow("throughput", name, "reference", "", around(1.2), GAIN) for name in ("strict", "strong", "muon")]
     cut = ablation()
     refused = replace(cut.changes[0], name="schedule", refusals={"alone": "it needs a rate of its own"})
     files = {
         "machine.json": json.dumps({"cpu": "Some CPU", "cpu_cores": "2", "os": "Linux"}),
-        "done/cifar-recipes-1.json": "{}",
+        "done/cifar-recipes-1.json": to_json(ran),
         "cifar-recipes/report.json": to_json(replace(found, ratios=(*found.ratios, *peers))),
         "cifar-ablate/report.json": to_json(replace(cut, environment=CPU, changes=(*cut.changes, refused))),
         "cifar-scale/scaling.json": to_json(scaled(environment=CPU)),
