@@ -10,6 +10,7 @@ dropped (cold), which is asked for and not promised.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -41,13 +42,25 @@ def shapes(layers: int, tokens: int) -> Iterator[tuple[int, ...]]:
     yield from [(WIDTH,)] * 2
 
 
+class Everything(nn.Module):
+    """Parameters of GPT-2's shapes, and the least that reaches each of them."""
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(shape) for shape in shapes(layers, tokens))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return a loss."""
+        return batch.mean() * sum(each.square().mean() for each in self.all)
+
+
 class Kept:
-    """A run whose state is GPT-2's, kept in a folder; what it trains by is the least that reaches every parameter."""
+    """A run whose state is GPT-2's, kept in a folder."""
 
     BATCH = torch.ones(1, 1)
 
     def __init__(self, folder: Path, layers: int, tokens: int) -> None:
-        self.model = nn.ParameterList(torch.randn(shape) for shape in shapes(layers, tokens))
+        self.model = Everything(layers, tokens)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._folder = folder
         self.run: trimtab.Run | None = None
@@ -56,17 +69,17 @@ class Kept:
         """Start the run, or go on with it, up to its first window."""
         kept = trimtab.Checkpoints(self._folder, every_steps=None, every_s=None)
         self.run = trimtab.start(self.model, self.optimizer, trimtab.Plan.fixed(1), checkpoints=kept)
-        self._window = next(self.run.windows([self.BATCH]))
+        self._windows = self.run.windows(itertools.repeat(self.BATCH))
+        self._window = next(self._windows)
 
     def step(self) -> None:
         """Train on the window that is there."""
         assert self.run is not None
-        self.run.train_step(self._window, lambda model, batch: sum(each.square().mean() for each in model))
+        self.run.train_step(self._window, lambda model, batch: model(batch))
 
     def advance(self) -> None:
         """Train on one more."""
-        assert self.run is not None
-        self._window = next(self.run.windows([self.BATCH]))
+        self._window = next(self._windows)
         self.step()
 
     @property

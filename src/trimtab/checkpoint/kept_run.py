@@ -25,7 +25,7 @@ from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
-from trimtab.checkpoint.world import changes, in_words, require_accepted, world_of
+from trimtab.checkpoint.world import WAYS_OUT, changes, in_words, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -66,6 +66,7 @@ class KeptRun:
         self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
         self._also = Given(settings.also)
         self._last_begun = 0
+        self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._pace = Pace(settings, ranks)
@@ -121,7 +122,7 @@ class KeptRun:
             UsageError: it cannot go on with what was saved; neither run nor model was changed.
         """
         self._run = run
-        run.position.may_differ = "data" in self._settings.accepts
+        run.position.accepted = self._accept_data if "data" in self._settings.accepts else None
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
         windows = 0 if self._found is None else int(self._found["about"]["step"])
@@ -139,9 +140,16 @@ class KeptRun:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.together(load, "loaded")
+        self._accepted = about.get("accepted", {}) | in_words({name: apart[name] for name in apart if name in WAYS_OUT})
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
+
+    def _accept_data(self, change: str) -> None:
+        """Write down that the run goes on with other data."""
+        assert self._run is not None
+        self._accepted = self._accepted | {"data": change}
+        self._run.note("resumed_data", {"changed": {"data": change}})
 
     def _read(self, folder: Path, about: Mapping[str, Any]) -> Load:
         """Return what puts all back; the user's own were, as they may yet refuse."""
@@ -256,7 +264,7 @@ class KeptRun:
         settings, run = self._settings, self._run
         assert run is not None
         about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
-        about |= {"in_shards": self._in_shards}
+        about |= {"in_shards": self._in_shards, "accepted": self._accepted}
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 

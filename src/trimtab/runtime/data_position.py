@@ -8,7 +8,7 @@ are drawn once more and dropped: what follows is in the order, and by the chance
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.core import checks
@@ -30,11 +30,12 @@ class DataPosition(Part):
 
     Attributes:
         passes: over the loader that are over; one that the loop left early is once the next begins.
-        may_differ: whether what a run is gone on with may be of another length.
+        accepted: is told of data of another length, which a run may then be gone on with; None: they are refused.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
-        self._is_kept, self.may_differ = is_kept, False
+        self._is_kept = is_kept
+        self.accepted: Callable[[str], None] | None = None
         self.passes = self._drawn = 0
         self._is_drawn = False  # to the end, though the last window may not be over
         self._loader: Any = None
@@ -52,8 +53,8 @@ class DataPosition(Part):
         if self._begun is not None and saved is None:
             self.over()
         self._loader = loader
-        if saved is not None and not self.may_differ:
-            _require_length(saved["length"], length_of(loader))
+        if saved is not None:
+            self._compare(saved["length"], _lengths_of(loader))
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -65,6 +66,18 @@ class DataPosition(Part):
             self._drawn += 1
             yield batch
         self._is_drawn = True
+
+    def _compare(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
+        apart = [name for name in then if name in now and then[name] != now[name]]
+        if apart and self.accepted is not None:
+            self.accepted(f"{_in_words(then, apart)} -> {_in_words(now, apart)}")
+        elif apart:
+            raise FormatError(
+                "resume: data",
+                given=_in_words(now, apart),
+                expected=f"{_in_words(then, apart)}, as the run was saved with",
+                way_out='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
+            )
 
     def over(self) -> None:
         """The pass is: its last window too."""
@@ -136,7 +149,7 @@ class DataPosition(Part):
             "passes": self.passes,
             "drawn": self._drawn,
             "is_drawn": self._is_drawn,
-            "length": length_of(self._loader),
+            "length": _lengths_of(self._loader),
             "begun": self._begun,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
@@ -147,6 +160,10 @@ class DataPosition(Part):
         where = "state.data"
         require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader"))
         passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
+        if not isinstance(state["length"], Mapping):
+            raise FormatError(f"{where}.length", given=repr(state["length"]), expected="numbers by their names")
+        for name, number in state["length"].items():
+            checks.integer(f"{where}.length.{name}", number, low=0)
         for name in ("begun", "here"):
             if name == "here" or state[name] is not None:
                 require_keys(f"{where}.{name}", state[name], _RANDOM)
@@ -168,14 +185,14 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def _require_length(then: int | None, now: int | None) -> None:
-    if None not in (then, now) and then != now:
-        raise FormatError(
-            "resume: data",
-            given=f"{now} batches",
-            expected=f"{then} batches, as the run was saved with",
-            way_out='Give the loader it was trained on, or accept the change: Checkpoints(..., accepts=("data",)).',
-        )
+def _lengths_of(loader: Any) -> dict[str, int]:
+    """Return the batches of a pass, and the rows of the data set, where they are told."""
+    told = {"batches": loader, "rows": getattr(getattr(loader, "wrapped", loader), "dataset", None)}
+    return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
+
+
+def _in_words(length: Mapping[str, int], names: Sequence[str]) -> str:
+    return " of ".join(f"{length[name]} {name}" for name in names)
 
 
 def _random_of(loader: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from trimtab.checkpoint import envelope
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import manifest_of
+from trimtab.checkpoint.world import WAYS_OUT
 from trimtab.core.errors import (
     DamagedError,
     FormatError,
@@ -129,10 +130,37 @@ def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tm
     assert event.detail["from"] == "step-4"
 
 
-def test_other_data_are_refused_or_accepted(saved):
+def test_other_data_are_refused_or_accepted_and_written_down(saved, tmp_path):
     with pytest.raises(FormatError, match="resume: data: given 4 batches; expected 3 batches"):
         Loop(saved).train(6, batches=[*BATCHES, BATCHES[0]])
-    Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]])
+    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+        Loop(saved, accepts=("data",)).train(6, batches=[*BATCHES, BATCHES[0]], record=record)
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed_data")
+    assert event.detail["changed"] == {"data": "3 batches -> 4 batches"}
+    assert manifest_of(committed(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
+    Loop(saved).train(7, batches=[*BATCHES, BATCHES[0]])
+    assert manifest_of(committed(saved)[0]).about["accepted"] == {"data": "3 batches -> 4 batches"}
+
+
+def test_another_number_of_rows_is_refused_though_there_are_as_many_batches(tmp_path):
+    def loader(rows):
+        return DataLoader(torch.arange(4.0 * rows).reshape(rows, 4), batch_size=4, shuffle=True)
+
+    Loop(tmp_path / "run").train(4, batches=loader(11))
+    with pytest.raises(FormatError, match="resume: data: given 12 rows; expected 11 rows, as the run was saved with"):
+        Loop(tmp_path / "run").train(6, batches=loader(12))
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS_OUT if name != "ranks"])  # whose files it then is without
+def test_each_change_of_the_world_is_refused_by_name_or_accepted_and_written_down(saved, name):
+    folder = committed(saved)[0]
+    about = manifest_of(folder).about
+    (folder / "manifest.json").unlink()
+    envelope.seal(folder, about | {"world": about["world"] | {name: "another"}})
+    with pytest.raises(ValueGivenError, match=rf"resume: {name}: given .*expected another, .*accepts="):
+        Loop(saved).start()
+    Loop(saved, accepts=(name,)).train(6)
+    assert manifest_of(committed(saved)[0]).about["accepted"][name].startswith("another -> ")
 
 
 def test_the_plan_it_was_saved_with_is_at_hand(saved, tmp_path):

@@ -155,7 +155,7 @@ def test_less_data_than_were_trained_on_are_refused():
         next(batches)
     other = DataPosition(is_kept=True)
     other.loading(position.state_dict())()
-    other.may_differ = True
+    other.accepted = lambda change: None
     with pytest.raises(FormatError, match="a pass of 3 batches, of which 4 were trained on"):
         next(other.batches([torch.ones(1)] * 3))
 
