@@ -13,7 +13,7 @@ from trimtab.checkpoint.lock import Holder
 from trimtab.checkpoint.manifest import NAME, manifest_of
 from trimtab.checkpoint.state_files import TREE, read_state
 from trimtab.core.codec import read_json
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import UsageError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import read_record
@@ -85,7 +85,7 @@ def test_each_is_refused_by_a_typed_error(kind, tmp_path):
             path.write_bytes(content + ending)
             try:
                 READERS[kind](path)
-            except FormatError:
+            except UsageError:
                 continue
             except Exception as error:
                 pytest.fail(f"{name}: {type(error).__name__}: {error}")
@@ -97,7 +97,7 @@ def test_no_pickle_runs(kind, tmp_path):
     marker = tmp_path / "marker"
     path = tmp_path / ("it.jsonl" if kind == "record" else "it.json")
     path.write_bytes(pickle.dumps(Evil(marker)) + b"\n")
-    with pytest.raises(FormatError):
+    with pytest.raises(UsageError):
         READERS[kind](path)
     assert not marker.exists()
 

@@ -17,7 +17,7 @@ from trimtab.checkpoint.journal import NAME, Journal
 from trimtab.core.errors import SaveError
 from trimtab.core.record import Header, read_record
 
-ROWS, PASSES, PAGE = torch.arange(2048.0).reshape(512, 4) / 2048, 10, 4096
+ROWS, PASSES, PAGE = torch.arange(2048.0).reshape(512, 4) / 2048, 5, 4096
 BATCHES = list(ROWS.split(4))
 RULE = trimtab.BatchRule(k_max=2, min_windows=3)
 
@@ -95,13 +95,13 @@ def test_a_run_that_warns_goes_on_and_loses_nothing_once_there_is_room(small_dis
     def filled(run):
         if run.num_windows == before + 10:
             fill(small_disk)
-        if run.num_windows == before + 250:
+        if run.num_windows == before + 200:
             seen.append(whole(small_disk))
             (small_disk / "others").unlink()
 
     windows = train(small_disk, at=filled, on_failure="warn")
     assert seen == [before]
-    assert whole(small_disk) == windows > before + 250
+    assert whole(small_disk) == windows > before + 200
     found = read_record(small_disk / "record.jsonl")
     assert [step.index for step in found.steps] == list(range(windows))
     assert found.end is not None

@@ -32,7 +32,9 @@ class Appended:
         )
 
     def write(self, data: bytes) -> None:
-        """Hold what the next flush brings to the file."""
+        """Hold what the next flush brings to the file; raises `ValueError` where it was closed."""
+        if self._file.closed:
+            raise ValueError(f"{self.path}: write to a closed file")
         self._waiting.append(data)
 
     def flush(self) -> None:

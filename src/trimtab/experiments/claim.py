@@ -113,5 +113,5 @@ def _place(machine: Sequence[str]) -> dict[str, str]:
 def _read(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None

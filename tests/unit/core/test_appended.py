@@ -46,6 +46,8 @@ def test_all_of_it_or_nothing_and_then_the_rest(tmp_path, monkeypatch, room):
     file.write(b"three\n")
     file.close()
     file.close()
+    with pytest.raises(ValueError, match="it: write to a closed file"):
+        file.write(b"four\n")
     assert path.read_bytes() == b"begun\none\ntwo two\nthree\n"
 
 

@@ -96,7 +96,7 @@ def read_report(path: Path) -> Comparison | Ablation:
         FormatError: it is neither.
     """
     kind: type[Comparison] | type[Ablation] = Comparison
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):  # told below
         kind = Ablation if json.loads(path.read_text(encoding="utf-8")).get("kind") == "ablation" else Comparison
     return read_json(kind, path)
 
