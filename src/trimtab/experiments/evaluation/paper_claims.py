@@ -21,8 +21,7 @@ NEAR = 0.1  # around a share that is claimed, what is about it
 _UNREACHED = {
     ("gain_share", ("communication",)): "this evaluation shares gains out in one process, which sends nothing",
     ("component_throughput", ACCUMULATION): (
-        "this evaluation's models of images have batch statistics, which a batch that is cut would change: no plan "
-        "cuts one"
+        "its models of images have batch statistics, which a batch that is cut would change: no plan cuts one"
     ),
 }
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
