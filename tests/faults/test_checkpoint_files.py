@@ -25,10 +25,11 @@ from saving import KILLED, ended, forked, kill_while_saving, loaded, save
 
 from trimtab.checkpoint import checksums, envelope
 from trimtab.checkpoint.envelope import clean, found, newest_good, retain, seal, verify, write
+from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.lock import NAME as LOCK
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import NAME, Manifest
-from trimtab.checkpoint.state_files import TENSORS, TREE, read_state
+from trimtab.checkpoint.state_files import read_state
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
 FILES = (NAME, TREE, TENSORS, "shard.bin")

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, crc32_of_chunks
+from trimtab.checkpoint.file_names import TENSORS, TREE, prefix_of
 from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
-from trimtab.checkpoint.state_files import TENSORS, TREE, prefix_of
 from trimtab.core import checks
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.checkpoint import envelope
+from trimtab.checkpoint.file_names import prefix_of
 from trimtab.checkpoint.shards import merged
-from trimtab.checkpoint.state_files import prefix_of, read_state, write_state
+from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed.at_work import words_at_work

@@ -7,17 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import open_file
 from trimtab.checkpoint.tensors import Packer, Unpacker, read_tensors, write_tensors
 from trimtab.checkpoint.tree import pack, unpack
 from trimtab.core.errors import FormatError
-
-TENSORS, TREE = "tensors.safetensors", "state.json"
-
-
-def prefix_of(rank: int) -> str:
-    """Return what the names of a rank's files begin with."""
-    return f"rank-{rank}-" if rank else ""
 
 
 def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> None:

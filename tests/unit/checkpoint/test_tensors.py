@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trimtab.checkpoint.state_files import TENSORS, TREE, read_state, write_state
+from trimtab.checkpoint.file_names import TENSORS, TREE
+from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.checkpoint.tensors import Packer, snapshot
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
