@@ -68,4 +68,5 @@ def commands(text: str) -> Iterator[str]:
     """Yield the lines of a page's blocks that are typed in a shell."""
     for block in blocks(text):
         if block.language in ("", "console", "bash"):
-            yield from (line for line in block.text.splitlines() if line.strip())
+            lines = block.text.replace("\\\n", " ").splitlines()  # one that ends in a backslash goes on
+            yield from (line for line in lines if line.strip())

@@ -448,6 +448,7 @@ def test_every_listed_name_exists():
 LOADED = {
     "trimtab",
     "trimtab.core",
+    "trimtab.core.appended",
     "trimtab.core.batch_rule",
     "trimtab.core.checks",
     "trimtab.core.choice",
