@@ -112,6 +112,9 @@ def _place(machine: Sequence[str]) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        if not all(isinstance(value, str) for value in found.values()):
+            raise ValueError("a value that is no text")
+        return found
     except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None

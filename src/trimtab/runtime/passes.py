@@ -154,7 +154,7 @@ class Passes(RunView):
     def _trained_before(self, batch: Any) -> None:
         """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
         if batch is not None and self._peers.num_ranks > 1:
-            self.window(batch)
+            self._window(batch)
             self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:

@@ -20,7 +20,7 @@ NEAR = 0.1  # around a share that is claimed, what is about it
 # Measure and part of a claim -> why nothing that the evaluation runs has a figure of it.
 _UNREACHED = {
     ("gain_share", ("communication",)): "this evaluation shares gains out in one process, which sends nothing",
-    ("component_throughput", ACCUMULATION): (
+    ("component_time", ACCUMULATION): (
         "its models of images have batch statistics, which a batch that is cut would change: no plan cuts one"
     ),
 }
