@@ -31,7 +31,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
     return {
         "choosing.md": {
             "limits": list(_limits(newest(root, "budget_sweep"))),
-            "tiers": list(_tiers(cifar, gpt)),
+            "tiers": [*_tiers(cifar), *_ends(every(root, "compare-source_gpt"))],
             "windows": list(_windows(regrets)),
             "recomputing": [*_schedules(frontiers), *_before_recomputing(walk), *_head(head)],
             "unchanged": list(_kept(newest(root, "no_harm-xeon"))),
@@ -56,7 +56,7 @@ def _limits(found: Record) -> Iterator[str]:
     yield f"Of {len(found.rows)} limits of a sweep {len(runs)} could be met, and {met} were ({found.link})."
 
 
-def _tiers(cifar: Record, gpt: Record) -> Iterator[str]:
+def _tiers(cifar: Record) -> Iterator[str]:
     target = cifar.of("time_to_target_ratio")[-1]["target"]
     rung = {"metric": "time_to_target_ratio", "target": target}
     plain = [cifar.one(arm=arm, against="reference", charged=True, **rung) for arm in ("plan_F", "plan_S")]
@@ -66,10 +66,15 @@ def _tiers(cifar: Record, gpt: Record) -> Iterator[str]:
     throughput = cifar.one("throughput_ratio", arm="plan_S", against="strong")
     yield f"- over the recipe that was tuned by hand: tier F, uncharged, {speed(tuned)}, n={tuned['n']};"
     yield f"  tier S in throughput {ratio(throughput)}, n={throughput['n']}"
-    ended = gpt.one("final_metric_difference", arm="plan_F", against="reference")
-    rows = next(row for row in gpt.of("time_to_target_ratio", arm="plan_F"))
-    share = f"over {rows['arm_rows']:,} of {rows['against_rows']:,} rows"
-    yield f"- where source_gpt ends {share}: {difference(ended)} percent, n={ended['n']} ({gpt.link})"
+
+
+def _ends(each: Iterable[Record]) -> Iterator[str]:
+    """Yield a line a machine: where tier F ends, over how many rows."""
+    for found in each:
+        ended = found.one("final_metric_difference", arm="plan_F", against="reference")
+        rung = found.of("time_to_target_ratio", arm="plan_F")[0]
+        share = f"after {rung['arm_rows']:,} of {rung['against_rows']:,} rows"
+        yield f"- tier F's end on source_gpt, {share}: {difference(ended)} percent, n={ended['n']} ({found.link})"
 
 
 def _windows(each: Iterable[Record]) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _took(row: Row) -> str:
 
 def _freed(races: Iterable[Record]) -> Iterator[str]:
     over = "charged | medians | uncharged | over the tuned recipe, uncharged"
-    yield f"| task, record | the rate found | to | {over} | final metric | rows of the reference's |"
+    yield f"| task, record | the rate found | to | {over} | final metric | part of the rows |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for found in races:
         charged = _hardest(found)

@@ -158,11 +158,12 @@ def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
 def test_the_hardest_target_is_the_last_that_all_runs_reached():
     import technique_figures
 
-    def rung(target, reached):
+    def rung(target, reached, against=5):
         arms = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True}
-        return arms | {"target": target, "reached": reached, "reached_against": 5, "n": 5}
+        return arms | {"target": target, "reached": reached, "reached_against": against, "n": 5}
 
-    assert technique_figures._hardest(record(rung(0.3, 5), rung(0.4, 5), rung(0.5, 4)))["target"] == 0.4
+    rungs = record(rung(0.3, 5), rung(0.4, 5), rung(0.5, 4), rung(0.6, 4, 4))
+    assert technique_figures._hardest(rungs)["target"] == 0.4
 
 
 def test_a_falling_limit_has_a_row_for_each_other_plan():
