@@ -5,10 +5,11 @@ A page's own sentences say what is so; how much it is stands here, and comes fro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import records
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as FEW
 from trimtab.decide.statistics import paired_ratios, ratio_interval
@@ -20,8 +21,7 @@ INTERVAL = 0.15  # of predicted seconds, that their interval is no narrower than
 
 def newest(root: Path, name: str) -> list[Row]:
     """Return the rows of the last record, by date, of a benchmark's part."""
-    paths = sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
-    return list(json.loads(paths[-1].read_text(encoding="utf-8"))["rows"])
+    return list(records.newest(root, name).rows)
 
 
 def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
@@ -95,25 +95,25 @@ def _monitor(*each: list[Row]) -> Iterator[str]:
 # docs/memory.md
 
 
-_SAVED = {"a fourth less": 0.75, "half less": 0.5}
-_TO_SLOTS = 0.005  # beyond what was asked for, as sizes are rounded
+SAVED = {"a fourth less": 0.75, "half less": 0.5}
+TO_SLOTS = 0.005  # beyond what was asked for, as sizes are rounded
 
 
 def _least(*each: list[Row]) -> Iterator[str]:
-    yield f"| model | {' | '.join(_SAVED)} | n |"
-    yield "|---" * (len(_SAVED) + 2) + "|"
+    yield f"| model | {' | '.join(SAVED)} | n |"
+    yield "|---" * (len(SAVED) + 2) + "|"
     for rows in each:
         for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
             of = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
             whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
             found = [row | {"share": row["peak_bytes"] / whole} for row in of if row["schedule"] == "optimal"]
-            cells = " | ".join(_cheapest(found, share) for share in _SAVED.values())
+            cells = " | ".join(_cheapest(found, share) for share in SAVED.values())
             yield f"| {model}, {precision} | {cells} | {found[0]['n']} |"
 
 
 def _cheapest(rows: list[Row], share: float) -> str:
     """Return what the schedule takes that saves no more than is asked for, or all that can be."""
-    enough = [row for row in rows if row["share"] <= share + _TO_SLOTS]
+    enough = [row for row in rows if row["share"] <= share + TO_SLOTS]
     row = max(enough, key=lambda row: row["share"]) if enough else min(rows, key=lambda row: row["share"])
     took = f"{row['over_none']:.2f} times ({row['low']:.2f} to {row['high']:.2f}), at {row['share'] - 1:+.0%}"
     return took if enough else f"no schedule; the least is {took}"

@@ -13,13 +13,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import advice_figures
 import docs_figures
 import evaluation_figures
+import technique_figures
 from evaluation_slices import Slice, slices
+from figure_words import difference, interval, ratio, speed
 from frontier_figures import drawings
 from phases_figures import METRICS, phases
 from scaling_figures import scaling, sending
@@ -94,8 +97,9 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
         root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
-    for name, parts in docs_figures.blocks(root).items():
-        made[root / "docs" / name] |= parts
+    for blocks in (docs_figures.blocks, technique_figures.blocks, advice_figures.blocks):
+        for name, parts in blocks(root).items():
+            made.setdefault(root / "docs" / name, {}).update(parts)
     texts = {path: path.read_text(encoding="utf-8") for path in made}
     for path, parts in made.items():
         for name, lines in parts.items():
@@ -155,7 +159,7 @@ def _claims(comparisons: list[Row]) -> Iterator[str]:
         task = f"[{same['task']}](benchmarks/results/{found['file']})"
         cpu, threads = found["environment"]["cpu"], found["environment"]["threads"]
         machine = f"{cpu.replace('(R)', '').replace(' Processor', '')} ({threads})"
-        yield f"| {task} | {machine} | {_ratio(same)} | {_ratio(control)} | {same['n']} |"
+        yield f"| {task} | {machine} | {ratio(same)} | {ratio(control)} | {same['n']} |"
 
 
 def _is(row: Row, metric: str, arm: str, against: str) -> bool:
@@ -204,7 +208,7 @@ def _comparison(rows: list[Row]) -> Iterator[str]:
         elif row["metric"] == "time_to_target_ratio":
             yield _rung(row)
         else:
-            value = _difference(row) if row["metric"] == "final_metric_difference" else _ratio(row) + _processor(row)
+            value = difference(row) if row["metric"] == "final_metric_difference" else ratio(row) + _processor(row)
             yield _line(row["metric"].removesuffix("_ratio").replace("_", " "), row, value)
     if gained:
         yield ""
@@ -220,7 +224,7 @@ def _planning(row: Row) -> str:
 
 def _rung(row: Row) -> str:
     charge = "search charged" if row["charged"] else "uncharged"
-    value = row["bound"] if row["censored"] else _inverse(row)
+    value = speed(row)
     seconds = row.get("median_s"), row.get("median_against_s")
     everywhere = row["reached"] == row["reached_against"] == row["n"]
     if all(seconds) and everywhere:  # medians over those that arrived would be of other pairs on either side
@@ -245,7 +249,7 @@ def _processor(row: Row) -> str:
     if row.get("cpu_mean") is None:
         return ""
     bounds = (row["cpu_low"], row["cpu_high"]) if row["n"] >= FEW else (None, None)
-    return f"; by processor time {_interval(row['cpu_mean'], *bounds)}"
+    return f"; by processor time {interval(row['cpu_mean'], *bounds)}"
 
 
 def _overhead(rows: list[Row]) -> Iterator[str]:
@@ -658,38 +662,6 @@ KINDS = {
     "frontier_compiled": _compiled,
     "frontier_walk": _walk,
 }
-
-
-# How a figure is written.
-
-
-def _ratio(row: Row) -> str:
-    return _raw(row) or _interval(row["mean"], row["low"], row["high"])
-
-
-def _raw(row: Row, form: str = "{:.2f}x", turned: Callable[[float], float] = float) -> str:
-    """Return the pairs themselves where they are too few for an interval (math.md, section 8); else ""."""
-    if row["low"] is None or row["n"] >= FEW or "pairs" not in row:
-        return ""
-    return f"pairs {', '.join(form.format(turned(pair)) for pair in row['pairs'])}"
-
-
-def _inverse(row: Row) -> str:
-    if pairs := _raw(row, turned=lambda pair: 1 / pair):
-        return pairs
-    low, high = (None, None) if row["low"] is None else (1 / row["high"], 1 / row["low"])
-    return _interval(1 / row["mean"], low, high)
-
-
-def _interval(mean: float, low: float | None, high: float | None) -> str:
-    return f"{mean:.2f}x" if low is None or high is None else f"{mean:.2f}x ({low:.2f} to {high:.2f})"
-
-
-def _difference(row: Row) -> str:
-    if pairs := _raw(row, "{:+.2f}"):
-        return pairs
-    inside = "" if row["low"] is None else f" ({row['low']:+.2f} to {row['high']:+.2f})"
-    return f"{row['mean']:+.2f}{inside}"
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def test_the_figures_shown_are_those_measured(monkeypatch) -> None:
     for path, text in made.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make figures`"
         shown = {"memory.md": r"worst \d[.\d]*%", "evaluation.md": r"\d% to \d[.\d]*%"}
+        shown |= {"micro_batch.md": r"\d MiB, \d", "start.md": r"took \d+ s"}  # of single runs
         shown = shown.get(path.name, r"\dx? \(\d[.\d]* to \d")
         assert path.suffix != ".md" or re.search(shown, text), f"{path.name} shows no figure"
     held = [*(ROOT / "docs" / "figures").iterdir()]

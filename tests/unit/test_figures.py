@@ -105,6 +105,89 @@ def test_figures_amid_text_are_of_the_newest_record(tmp_path):
     assert said == ["Of the 2 steps in [that table](memory.md) 1 missed by no more."]
 
 
+def record(*rows, name="r"):
+    from records import Record
+
+    return Record(name, name, "a machine", rows)
+
+
+def test_a_row_that_is_not_there_or_there_twice_is_refused():
+    found = record({"metric": "a", "arm": "x"}, {"metric": "a", "arm": "y"}, {"metric": "b"})
+    assert found.one("a", arm="y") == {"metric": "a", "arm": "y"}
+    for fields in ({}, {"arm": "z"}):
+        with pytest.raises(ValueError, match="expected one row of a"):
+            found.one("a", **fields)
+
+
+def test_an_aim_is_met_or_missed_by_its_interval():
+    import advice_figures
+
+    def stands(low, high):
+        row = {"mean": 1.5, "low": low, "high": high, "n": 8}
+        return advice_figures._aim("twice", row, record(), 2.0).split(" | ")[1]
+
+    assert [stands(2.0, 2.5), stands(1.2, 1.9), stands(1.2, 2.5)] == ["met", "missed", "not shown"]
+    turned = advice_figures._turned({"mean": 0.5, "low": 0.25, "high": 1.0})
+    assert turned == {"mean": 2.0, "low": 1.0, "high": 4.0}
+
+
+def test_a_loops_own_cost_is_told_where_it_is_beyond_the_bar():
+    import advice_figures
+
+    case = {"task": "t", "num_micro_batches": 4, "mean": 1.0, "low": 0.99, "n": 9, "control_half_width": 0.01}
+    within, beyond = ({**case, "high": high} for high in (1.02, 1.03))
+    (line,) = advice_figures._of_the_loop([record(within, beyond)])
+    assert "| not shown | 1 of 2 cases within; t, k=4: 1.000x (0.990 to 1.030), n=9 |" in line
+    (line,) = advice_figures._of_the_loop([record(within)])
+    assert "| met | 1 of 1 cases within |" in line
+
+
+def test_what_micro_batches_gave_up_is_counted_until_a_plan_recomputes():
+    import advice_figures
+
+    def walked(model, peak, changes):
+        row = {"metric": "budget", "model": model, "feasible": True}
+        return row | {"measured_bytes": peak, "changes": f"precision bf16{changes}"}
+
+    steps = [walked("m", 100, ""), walked("m", 60, ", micro batch 2"), walked("m", 30, ", recompute every_block")]
+    steps += [walked("none", 100, ""), walked("none", 70, ", recompute every_block")]
+    (line,) = advice_figures._before_recomputing(record(*steps))
+    assert line.startswith("- m in bf16 gave up 40% by micro-batches before")
+
+
+def test_the_hardest_target_is_the_last_that_all_runs_reached():
+    import technique_figures
+
+    def rung(target, reached, against=5):
+        arms = {"metric": "time_to_target_ratio", "arm": "plan_F", "against": "reference", "charged": True}
+        return arms | {"target": target, "reached": reached, "reached_against": against, "n": 5}
+
+    rungs = record(rung(0.3, 5), rung(0.4, 5), rung(0.5, 4), rung(0.6, 4, 4))
+    assert technique_figures._hardest(rungs)["target"] == 0.4
+
+
+def test_a_falling_limit_has_a_row_for_each_other_plan():
+    import technique_figures
+
+    row = {"metric": "budget", "model": "gpt_tied", "feasible": True, "measured_bytes": 2**20, "measured_s": 0.1}
+    rows = [row | {"budget_bytes": k * 2**20, "changes": changes} for k, changes in ((4, "a"), (3, "b"), (2, "b"))]
+    lines = [line for line in technique_figures._limits(record(*rows)) if line.startswith("| ")][1:]
+    assert lines == ["| 4.0 | 1.0 | 0.100 | a |", "| 3.0 | 1.0 | 0.100 | b |"]
+
+
+def test_a_step_is_beside_the_same_step_alone():
+    import technique_figures
+
+    def step(precision, optimizer="sgd", batch=8):
+        head = {"metric": "prediction", "model": "m", "batch": batch, "optimizer": optimizer, "schedule": "none"}
+        head |= {"num_micro_batches": 1, "loss_chunk": None, "precision": precision}
+        return head | {"measured_bytes": 2**20, "measured_s": 0.1}
+
+    steps = (step("fp32", batch=4), step("fp32"), step("bf16", batch=4), step("bf16"), step("bf16", "adamw"))
+    lines = list(technique_figures._precisions(record(*steps)))
+    assert lines[2:-2] == ["| m, 8, sgd | 1.0 MiB, 0.100 s | 1.0 MiB, 0.100 s |"]
+
+
 def test_the_cheapest_schedule_is_the_one_that_saves_what_is_asked_for():
     import docs_figures
 

@@ -1,0 +1,264 @@
+"""What `make figures` writes on the pages that say what to choose, what to expect and what does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from docs_figures import SAVED, TO_SLOTS
+from evaluation_figures import recorded
+from evaluation_slices import slices
+from figure_words import difference, ratio, speed
+from records import EVALUATION, Record, evaluated, every, newest
+
+Row = dict[str, Any]
+MET, MISSED, NOT_SHOWN = "met", "missed", "not shown"
+CLOSE = 0.12  # of predicted seconds
+RACES = ("cifar-recipes", "wikitext-recipes")
+
+
+def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return what each page has between which marks."""
+    races = [*every(root, "compare"), *(evaluated(root, name) for name in RACES)]
+    cifar, gpt, digits = (
+        newest(root, f"compare-{task}-xeon") for task in ("cifar10_resnet", "source_gpt", "digits_resnet")
+    )
+    regrets = [newest(root, f"regret-{task}") for task in ("cifar10_resnet_small", "source_gpt_small")]
+    frontiers = [newest(root, name) for name in ("frontier-epyc", "frontier-no_dropout")]
+    walk, head = newest(root, "frontier_walk"), newest(root, "no_harm-wikitext2_gpt")
+    published, ranks, own = (newest(root, name) for name in ("published", "published_ranks", "prediction"))
+    return {
+        "choosing.md": {
+            "limits": list(_limits(newest(root, "budget_sweep"))),
+            "tiers": [*_tiers(cifar), *_ends(every(root, "compare-source_gpt"))],
+            "windows": list(_windows(regrets)),
+            "recomputing": [*_schedules(frontiers), *_before_recomputing(walk), *_head(head)],
+            "unchanged": list(_kept(newest(root, "no_harm-xeon"))),
+            "short": list(_too_short(digits)),
+        },
+        "limits.md": {
+            "elsewhere": [*_told(published, "of one GPU"), *_told(ranks, "of several GPUs, not compiled")],
+            "aims": list(_aims(root, cifar, gpt, digits)),
+            "told": list(_missed(own)),
+            "paper": list(_paper(races)),
+        },
+        "start.md": {"planning": list(_planning(races))},
+    }
+
+
+# docs/choosing.md
+
+
+def _limits(found: Record) -> Iterator[str]:
+    runs = [row for row in found.rows if row["feasible"]]
+    met = sum(row["is_met"] for row in runs)
+    yield f"Of {len(found.rows)} limits of a sweep {len(runs)} could be met, and {met} were ({found.link})."
+
+
+def _tiers(cifar: Record) -> Iterator[str]:
+    target = cifar.of("time_to_target_ratio")[-1]["target"]
+    rung = {"metric": "time_to_target_ratio", "target": target}
+    plain = [cifar.one(arm=arm, against="reference", charged=True, **rung) for arm in ("plan_F", "plan_S")]
+    freed, same = (f"{speed(row)}, n={row['n']}" for row in plain)
+    yield f"- to {target:g} accuracy, search charged, over the plain loop: tier F {freed}; tier S {same} ({cifar.link})"
+    tuned = cifar.one(arm="plan_F", against="strong", charged=False, **rung)
+    throughput = cifar.one("throughput_ratio", arm="plan_S", against="strong")
+    yield f"- over the recipe that was tuned by hand: tier F, uncharged, {speed(tuned)}, n={tuned['n']};"
+    yield f"  tier S in throughput {ratio(throughput)}, n={throughput['n']}"
+
+
+def _ends(each: Iterable[Record]) -> Iterator[str]:
+    """Yield a line a machine: where tier F ends, over how many rows."""
+    for found in each:
+        ended = found.one("final_metric_difference", arm="plan_F", against="reference")
+        rung = found.of("time_to_target_ratio", arm="plan_F")[0]
+        share = f"after {rung['arm_rows']:,} of {rung['against_rows']:,} rows"
+        yield f"- tier F's end on source_gpt, {share}: {difference(ended)} percent, n={ended['n']} ({found.link})"
+
+
+def _windows(each: Iterable[Record]) -> Iterator[str]:
+    """Yield a line a task and link: seconds over those of the best fixed k."""
+    over = "k = 1 | the default policy | the paper's rule"
+    yield f"| task, link | fixed part of a window | the best k | {over} | record |"
+    yield "|---|---|---|---|---|---|---|"
+    for found in each:
+        means = [row for row in found.rows if row["easiest"] != row["target"]]
+        for link in dict.fromkeys(row["link"] for row in means):
+            arms = {row["policy"]: row for row in means if row["link"] == link}
+            one = arms["k=1"]
+            over = " | ".join(_over(arms[policy]) for policy in ("k=1", "goodput", "paper"))
+            fixed = f"{one['fixed_s'] / one['micro_s']:.2f} micro-batches"
+            yield f"| {one['task']}, {link} | {fixed} | {one['best_k']} | {over} | {found.link} |"
+
+
+def _over(row: Row) -> str:
+    return f"{row['regret']:+.1%}" if row["regret"] is not None else "does not arrive"
+
+
+def _schedules(each: Iterable[Record]) -> Iterator[str]:
+    found = [(model, rows) for record in each for model, rows in _optimal(record).items()]
+    links = ", ".join(record.link for record in each)
+    for says, share in SAVED.items():
+        enough = {model: _cheapest(rows, share) for model, rows in found if min(rows) <= share + TO_SLOTS}
+        took = f"{min(enough.values()):.2f} to {max(enough.values()):.2f} times as long"
+        yield f"- {says} of the peak: forward and backward take {took}, on {', '.join(enough)} ({links})"
+    for model, rows in found:
+        if min(rows) > SAVED["a fourth less"] + TO_SLOTS:
+            yield f"- of {model} no schedule gives up more than {1 - min(rows):.0%} of the peak (same records)"
+
+
+def _optimal(found: Record) -> dict[str, dict[float, float]]:
+    """Return of each model what its least recomputation takes, by the share of the peak that is left."""
+    peaks = {row["model"]: row["peak_bytes"] for row in found.of("frontier", schedule="none")}
+    return {
+        model: {
+            row["peak_bytes"] / whole: row["over_none"] for row in found.of("frontier", schedule="optimal", model=model)
+        }
+        for model, whole in peaks.items()
+    }
+
+
+def _cheapest(times: dict[float, float], share: float) -> float:
+    """Return the time of the schedule that saves no more than is asked for."""
+    return times[max(left for left in times if left <= share + TO_SLOTS)]
+
+
+def _before_recomputing(walk: Record) -> Iterator[str]:
+    """Yield what plans gave up before the first that recomputes, where that is anything."""
+    for model in dict.fromkeys(row["model"] for row in walk.rows):
+        rows = walk.of("budget", model=model, feasible=True)
+        first = next(index for index, row in enumerate(rows) if "recompute" in row["changes"])
+        saved = 1 - min(row["measured_bytes"] for row in rows[:first]) / rows[0]["measured_bytes"]
+        if saved > 0:
+            yield f"- {model} in bf16 gave up {saved:.0%} by micro-batches before its plan recomputed ({walk.link})"
+
+
+def _head(found: Record) -> Iterator[str]:
+    (row,) = found.rows
+    figures = f"{row['peak_ratio']:.2f} of the peak, at {row['mean']:.2f} times ({row['low']:.2f} to {row['high']:.2f}"
+    yield f"- the loss of {row['task']} in chunks: {figures}, n={row['n']})"
+    yield f"  the speed of the recipe that was tuned by hand ({found.link})"
+
+
+def _kept(found: Record) -> Iterator[str]:
+    yield "| recipe tuned by hand | the plan for it changes | throughput kept (95%) | n |"
+    yield "|---|---|---|---|"
+    for row in found.rows:
+        kept = f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        yield f"| {row['task']} | {row['changes']} | {kept} | {row['n']} |"
+    yield ""
+    yield f"{found.link}."
+
+
+def _too_short(found: Record) -> Iterator[str]:
+    plan = found.one("planning_s", arm="plan_S")
+    rungs = found.of("time_to_target_ratio", arm="plan_S", against="reference", charged=False)
+    arrived = ", ".join(f"{row['median_against_s']:.0f}" for row in rungs)
+    yield f"{plan['task']} takes {plan['planning_s']:.0f} s to plan; the plain loop is at its targets after {arrived} s"
+    yield f"({found.link})."
+
+
+# docs/limits.md
+
+
+def _told(found: Record, of: str) -> Iterator[str]:
+    errors = sorted(abs(row["time_error"]) for row in found.rows if "time_error" in row and not row.get("compiled"))
+    off = f"{errors[len(errors) // 2]:.0%} off in the median, {errors[-1]:.0%} at the worst"
+    yield f"- seconds of {len(errors)} published steps {of}: {off} ({found.link})"
+
+
+def _missed(found: Record) -> Iterator[str]:
+    errors = [abs(row["time_error"]) for row in found.rows if row.get("time_error") is not None]
+    close = f"{sum(error <= CLOSE for error in errors)} within {CLOSE:.0%}"
+    yield f"Seconds of {len(errors)} steps: {close}, the worst {max(errors):.0%} off ({found.link})."
+
+
+def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[str]:
+    """Yield a line an aim: those of races, of ranks, of checkpoints and of the loop itself."""
+    yield "| aim | | what was found | record |"
+    yield "|---|---|---|---|"
+    throughput = cifar.one("throughput_ratio", arm="plan_S", against="reference")
+    yield _aim("tier S 1.8 times the plain loop on images, with bf16", throughput, cifar, 1.8)
+    goals = _goals(root)
+    yield _goal("the same without bf16", goals["cifar: S 1.8x P0"], evaluated(root, "cifar-recipes"))
+    yield _goal(
+        "tier S 1.3 times on text, without bf16", goals["wikitext: S 1.3x P0"], evaluated(root, "wikitext-recipes")
+    )
+    rungs = gpt.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
+    known = [row for row in rungs if row["reached"] == row["reached_against"] == row["n"]][-1]
+    yield _aim(f"tier F four times as soon on text (to {known['target']:g}), search charged", _turned(known), gpt, 4)
+    text = goals["wikitext: F 4x P0 to the target, search charged"]
+    yield _goal("the same of wikitext2_gpt, without bf16", text, evaluated(root, "wikitext-freed"))
+    harm = digits.one("do_no_harm_ratio", arm="strong_plan")
+    yield _aim("no harm to a loop tuned by hand, in whole races: 0.97 of its speed", harm, digits, 0.97)
+    yield from _of_ranks(newest(root, "scaling-courses"))
+    yield from _of_checkpoints(newest(root, "checkpoint_cost"))
+    yield from _of_the_loop(every(root, "overhead"))
+
+
+def _aim(says: str, row: Row, found: Record, least: float, more: str = "") -> str:
+    """Return the line of a ratio that is to be so much at the least."""
+    stands = MET if row["low"] >= least else MISSED if row["high"] < least else NOT_SHOWN
+    return f"| {says} | {stands} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
+
+
+def _turned(row: Row) -> Row:
+    """Return a ratio of times as one of speeds."""
+    return row | {"mean": 1 / row["mean"], "low": 1 / row["high"], "high": 1 / row["low"]}
+
+
+def _goals(root: Path) -> dict[str, Row]:
+    folder = root / "benchmarks" / "results" / EVALUATION
+    return {row["says"]: row for row in recorded("cpu", slices("cpu"), folder)["rows"] if row["metric"] == "goal"}
+
+
+def _goal(says: str, goal: Row, found: Record) -> str:
+    return f"| {says} | {goal['status']} | {goal['figure']} | {found.link} |"
+
+
+def _of_ranks(found: Record) -> Iterator[str]:
+    freed, plain = (found.one("samples_to_target", recipe=recipe, ranks=2) for recipe in ("plan_batch", "baseline"))
+    yield _aim(
+        *("93% of one rank's speed kept on two over a slow link, the batch freed", freed, found, 0.93),
+        more=f"; DDP keeps {ratio(plain)}, n={plain['n']}",
+    )
+
+
+def _of_checkpoints(found: Record) -> Iterator[str]:
+    saved = found.one("save_ratio", way="checkpoint")
+    stands = MET if saved["high"] <= 1.5 else MISSED if saved["low"] > 1.5 else NOT_SHOWN
+    took = f"{ratio(saved)}, n={saved['n']}"
+    yield f"| a checkpoint within 1.5 times the seconds of a plain write | {stands} | {took} | {found.link} |"
+
+
+def _of_the_loop(each: Iterable[Record]) -> Iterator[str]:
+    """Yield a line a machine: in how many cases the loop's own cost is within 1% and what the control tells."""
+    for found in each:
+        beyond = [row for row in found.rows if row["high"] > 1.01 + row["control_half_width"]]
+        within = f"{len(found.rows) - len(beyond)} of {len(found.rows)} cases within"
+        others = "".join(f"; {row['task']}, k={row['num_micro_batches']}: {_finely(row)}" for row in beyond)
+        stands = NOT_SHOWN if beyond else MET
+        yield f"| the loop's own cost within 1% and the control | {stands} | {within}{others} | {found.link} |"
+
+
+def _finely(row: Row) -> str:
+    return f"{row['mean']:.3f}x ({row['low']:.3f} to {row['high']:.3f}), n={row['n']}"
+
+
+def _paper(races: Iterable[Record]) -> Iterator[str]:
+    yield "| machine | task, record | throughput (95%, or each pair) | n |"
+    yield "|---|---|---|---|"
+    for found in sorted(races, key=lambda found: found.machine):
+        row = found.one("throughput_ratio", arm="paper", against="reference")
+        yield f"| {found.machine} | {found.link} | {ratio(row)} | {row['n']} |"
+
+
+# docs/start.md
+
+
+def _planning(races: Iterable[Record]) -> Iterator[str]:
+    took = sorted((float(found.one("planning_s", arm="plan_S")["planning_s"]), found.link) for found in races)
+    (least_s, quickest), *_, (most_s, longest) = took
+    yield f"Of {len(took)} plans of tier S the quickest took {least_s:.0f} s ({quickest}), the longest {most_s:.0f} s"
+    yield f"({longest})."

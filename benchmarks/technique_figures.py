@@ -1,0 +1,191 @@
+"""What `make figures` writes on the pages of techniques: what each was worth where it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from figure_words import difference, ratio, speed
+from records import Record, evaluated, every, newest
+
+Row = dict[str, Any]
+PLAIN_RATE = 1e-4  # of the tasks' plain loops
+
+
+def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return what each page has between which marks."""
+    races = every(root, "compare")
+    steps, walk, compiled = (newest(root, name) for name in ("prediction", "frontier_walk", "frontier_compiled"))
+    sweeps = [newest(root, f"strong_sweep-{task}") for task in ("source_gpt", "wikitext2_gpt")]
+    return {
+        "kernels.md": {"changes": list(_changes(root)), "compiling": list(_compiling(compiled))},
+        "precision.md": {"races": list(_races(races)), "steps": list(_precisions(steps))},
+        "micro_batch.md": {"limits": list(_limits(walk)), "steps": list(_splits(steps))},
+        "learning_rate.md": {"races": list(_freed(races)), "rates": list(_rates(sweeps, races))},
+    }
+
+
+# docs/kernels.md
+
+
+_ALONE = (("cifar-ablate", "memory_layout"), ("wikitext-ablate", "allocator"), ("wikitext-ablate", "fused_optimizer"))
+
+
+def _changes(root: Path) -> Iterator[str]:
+    yield "| change | task, machine | throughput (95%, or each pair) | n | record |"
+    yield "|---|---|---|---|---|"
+    for name, change in _ALONE:
+        found = evaluated(root, name)
+        for row in found.of("throughput_ratio", change=change):
+            if row["setting"] in ("alone", "in the plan"):
+                yield _worth(f"{change.replace('_', ' ')}, {row['setting']}", row, found)
+    for name in ("cifar-recipes", "wikitext-recipes"):
+        found = evaluated(root, name)
+        row = found.one("throughput_ratio", arm="plan_S", against="reference")
+        yield _worth(f"the plan: {_changed(found, 'plan_S')}", row, found)
+
+
+def _worth(change: str, row: Row, found: Record) -> str:
+    return f"| {change} | {row['task']}, {found.machine} | {ratio(row)} | {row['n']} | {found.link} |"
+
+
+def _compiling(found: Record) -> Iterator[str]:
+    yield f"| model | time over the eager model's (95%), {found.machine} | n |"
+    yield "|---|---|---|"
+    for row in found.of("frontier", share=1.0):
+        took = f"{row['over_none']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        yield f"| {row['model']}, {row['precision']} | {took} | {row['n']} |"
+    yield ""
+    yield f"{found.link}, rows of 100%."
+
+
+# docs/precision.md
+
+
+def _races(races: Iterable[Record]) -> Iterator[str]:
+    yield "| task, record | by | throughput | n | peak | final metric | n |"
+    yield "|---|---|---|---|---|---|---|"
+    for found in races:
+        arms = {"arm": "plan_S", "against": "reference"}
+        gained, held = (found.one(metric, **arms) for metric in ("throughput_ratio", "peak_memory_ratio"))
+        ends = found.of("final_metric_difference", **arms)
+        ended = f"{difference(ends[0])} | {ends[0]['n']}" if ends else "not raced to the end | "
+        figures = f"{ratio(gained)} | {gained['n']} | {ratio(held)} | {ended}"
+        yield f"| {found.link} | {_changed(found, 'plan_S')} | {figures} |"
+
+
+def _precisions(found: Record) -> Iterator[str]:
+    yield "| model, rows, optimizer | fp32 | bf16 |"
+    yield "|---|---|---|"
+    for fp32 in _largest(_whole(found, "fp32")):
+        for bf16 in _whole(found, "bf16"):
+            if _step_of(bf16) == _step_of(fp32):
+                yield f"| {_step(fp32)} | {_took(fp32)} | {_took(bf16)} |"
+    yield ""
+    yield f"{found.link}, {found.machine}."
+
+
+# docs/micro_batch.md
+
+
+def _limits(found: Record) -> Iterator[str]:
+    """Yield what a plan did as the limit fell, a row for each other plan."""
+    yield "| limit, MiB | peak of the run, MiB | seconds a step | the plan changes |"
+    yield "|---|---|---|---|"
+    rows, before = found.of("budget", model="gpt_tied", feasible=True), ""
+    for row in rows:
+        if row["changes"] != before:
+            sizes = f"{row['budget_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f}"
+            yield f"| {sizes} | {row['measured_s']:.3f} | {row['changes']} |"
+        before = row["changes"]
+    yield ""
+    yield f"{found.link}, {found.machine}; one run of each."
+
+
+def _splits(found: Record) -> Iterator[str]:
+    yield "| model, rows, optimizer | whole | in four |"
+    yield "|---|---|---|"
+    for whole in _whole(found, "fp32"):
+        for split in _whole(found, "fp32", num_micro_batches=4):
+            if _step_of(split) == _step_of(whole):
+                yield f"| {_step(whole)} | {_took(whole)} | {_took(split)} |"
+    yield ""
+    yield f"{found.link}, {found.machine}."
+
+
+def _whole(found: Record, precision: str, num_micro_batches: int = 1) -> list[Row]:
+    """Return the steps that keep all and take the loss at once."""
+    step = {"precision": precision, "num_micro_batches": num_micro_batches}
+    return found.of("prediction", schedule="none", loss_chunk=None, **step)
+
+
+def _largest(rows: list[Row]) -> list[Row]:
+    """Return the step of most rows, of each model."""
+    most = {
+        model: max(row["batch"] for row in rows if row["model"] == model) for model in (row["model"] for row in rows)
+    }
+    return [row for row in rows if row["batch"] == most[row["model"]]]
+
+
+def _step_of(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["batch"], row["optimizer"]
+
+
+def _step(row: Row) -> str:
+    return ", ".join(map(str, _step_of(row)))
+
+
+def _took(row: Row) -> str:
+    return f"{row['measured_bytes'] / 2**20:.1f} MiB, {row['measured_s']:.3f} s"
+
+
+# docs/learning_rate.md
+
+
+def _freed(races: Iterable[Record]) -> Iterator[str]:
+    over = "charged | medians | uncharged | over the tuned recipe, uncharged"
+    yield f"| task, record | the rate found | to | {over} | final metric | part of the rows |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for found in races:
+        charged = _hardest(found)
+        uncharged, tuned = (
+            found.one("time_to_target_ratio", arm="plan_F", against=against, target=charged["target"], charged=False)
+            for against in ("reference", "strong")
+        )
+        head = f"| {found.link} | {_scale(found):g} times | {charged['target']:g} | {speed(charged)}"
+        seconds = f"{charged['median_s']:.0f} s against {charged['median_against_s']:.0f} s"
+        ended = difference(found.one("final_metric_difference", arm="plan_F", against="reference"))
+        rows = charged["arm_rows"] / charged["against_rows"]
+        known = speed(tuned).partition(":")[0]  # without the reason why it is not measured
+        yield f"{head} | {seconds} | {speed(uncharged)} | {known} | {ended} | {rows:.0%} |"
+
+
+def _hardest(found: Record) -> Row:
+    """Return the last target that every run of tier F and of the plain loop reached, by time that has search in it."""
+    rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
+    return [row for row in rungs if row["reached"] == row["reached_against"] == row["n"]][-1]
+
+
+def _scale(found: Record) -> float:
+    """Return the factor that the range test found."""
+    return float(_changed(found, "plan_F").rpartition("learning rate scale ")[2])
+
+
+def _rates(sweeps: Iterable[Record], races: Iterable[Record]) -> Iterator[str]:
+    yield "| task | the test found | the best of those swept | the next best | record |"
+    yield "|---|---|---|---|---|"
+    for sweep in sweeps:
+        best, second = (f"{row['lr']:g}: {row['value']:.4g}" for row in sorted(sweep.rows, key=_value)[:2])
+        task = sweep.rows[0]["task"]
+        rates = [PLAIN_RATE * _scale(found) for found in races if found.rows[0]["task"] == task]
+        yield f"| {task} | {', '.join(f'{rate:g}' for rate in rates)} | {best} | {second} | {sweep.link} |"
+
+
+def _value(row: Row) -> float:
+    return float(row["value"])
+
+
+def _changed(found: Record, arm: str) -> str:
+    """Return what the plan of an arm changes."""
+    return str(found.one("planning_s", arm=arm)["changes"])
