@@ -19,7 +19,7 @@ from training_cases import ROWS, class_batches, class_case, dropout_mlp, image_c
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime import engine, gradients, layout, optimizers, precision, window
+from trimtab.runtime import engine, gradients, layout, optimizers, passes, precision, window
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
 from trimtab.runtime.consumed import Consumed
@@ -240,7 +240,7 @@ def last_slice_dropped(patch):
             return sum(rows // micro for rows, micro in zip(self._batch_rows, self._micro_batches, strict=True))
 
     patch.setattr(window, "slices", whole)
-    patch.setattr(engine, "Window", Shorter)
+    patch.setattr(passes, "Window", Shorter)
 
 
 def slices_in_reverse(patch):

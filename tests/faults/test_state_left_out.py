@@ -94,12 +94,17 @@ def test_with_all_of_it_no_loss_differs(whole, tmp_path, kind):
     assert found == {window: loss for window, loss in expected.items() if window in found}
 
 
+def test_what_chooses_its_batch_goes_on_twice_alike(dead, whole, tmp_path):
+    """Not as one that was never cut, whose figures of noise were on their way: its decisions are kept for that."""
+    assert went_on(dead, tmp_path, "adaptive") == whole("adaptive")
+
+
 @pytest.mark.parametrize(("kind", "part"), CASES)
 def test_without_one_part_they_do(dead, whole, tmp_path, kind, part):
     found, expected = went_on(dead, tmp_path, kind, forgets=part), whole(kind)
     differing = [window for window in expected if found.get(window) != expected[window]]
     assert "end" in differing
-    assert len(differing) > 40
+    assert len(differing) > len(expected) / 2
 
 
 def test_every_part_is_left_out_once():
