@@ -334,12 +334,15 @@ def test_it_is_the_best_of_everything_there_is(case):
 @settings(max_examples=200)
 @given(cases(longest=2, shortest=2, most=5))
 def test_where_all_is_whole_steps_no_schedule_of_half_steps_is_better(case):
-    """But where waiting takes more than pausing, which a moment of training would end."""
+    """But where waiting takes more than pausing, which a moment of training would end, or idling than a restart."""
     steps, levels, job, forecast, deadline = case
     work, deadline = 2 * math.ceil(job.seconds / 2), 2 * math.ceil(deadline / 2)
     lost = 2 * int(job.pause.seconds > 0)
     joules = job.pause.joules if lost else 0
-    pause = PauseCost(lost, joules, job.pause.idle_watts)
+    restart_w = (
+        PauseCost(lost, joules, 0.0).watts if lost else math.inf
+    )  # as two short pauses would be cheaper than one
+    pause = PauseCost(lost, joules, min(job.pause.idle_watts, restart_w))
     least_w = min(pause.idle_watts, pause.watts) if lost else pause.idle_watts
     job = TrainingJob(work, job.watts, min(job.waiting_watts, least_w), pause)
     last = min(deadline, sum(steps))

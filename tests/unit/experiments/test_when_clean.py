@@ -122,10 +122,18 @@ def test_a_source_that_fails_at_a_pause_lets_it_go_on(day, plain, tmp_path):
     assert day.told[1].startswith("start now: no forecast")
 
 
+@pytest.fixture
+def python_signals():
+    """Heed Ctrl-C, which is ignored in what a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("number", "end", "code"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)]
 )
-def test_a_signal_while_it_waits_ends_it_and_nothing_is_lost(day, plain, tmp_path, number, end, code):
+def test_a_signal_while_it_waits_ends_it_and_nothing_is_lost(day, plain, tmp_path, python_signals, number, end, code):
     handler = signal.getsignal(number)
     day.asleep = lambda: day.slept_s > 600 and os.kill(os.getpid(), number)
     with pytest.raises(end) as left:
