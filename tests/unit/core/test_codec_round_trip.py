@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
@@ -221,13 +221,22 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-@given(data=st.data())
-def test_value_comes_back_as_it_was(name, data):
-    value = data.draw(VALUES[name])
+def comes_back(value: object) -> None:
     back = from_json(type(value), to_json(value))
     assert repr(back) == repr(value)  # repr: nan equals nan, and 1 is not 1.0
     assert to_json(back) == to_json(value)
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "Profile"])
+@given(data=st.data())
+def test_value_comes_back_as_it_was(name, data):
+    comes_back(data.draw(VALUES[name]))
+
+
+@settings(max_examples=12)  # each has thousands of values
+@given(profiles)
+def test_a_profile_comes_back_as_it_was(profile):
+    comes_back(profile)
 
 
 @given(st.sampled_from(sorted(VALUES)).flatmap(VALUES.get))
