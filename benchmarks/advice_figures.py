@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def _too_short(found: Record) -> Iterator[str]:
 
 def _told(found: Record, of: str) -> Iterator[str]:
     errors = sorted(abs(row["time_error"]) for row in found.rows if "time_error" in row and not row.get("compiled"))
-    off = f"{errors[len(errors) // 2]:.0%} off in the median, {errors[-1]:.0%} at the worst"
+    off = f"{statistics.median(errors):.0%} off in the median, {errors[-1]:.0%} at the worst"
     yield f"- seconds of {len(errors)} published steps {of}: {off} ({found.link})"
 
 

@@ -5,6 +5,7 @@ A page's own sentences say what is so; how much it is stands here, and comes fro
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def _of_link(arms: Mapping[str, Row]) -> str:
     ours, paper, one = arms["goodput"], arms["paper"], arms["k=1"]
     fixed = f"{ours['fixed_s'] / ours['micro_s']:.2f} of a micro-batch"
     paired = f"{ours['mean']:.2f} ({ours['low']:.2f} to {ours['high']:.2f}), n = {ours['n']}"
-    within = {True: "yes"}.get(ours["regret"] <= BEHIND, "no, of other seeds" if ours["over_again"] <= BEHIND else "no")
+    within = "yes" if ours["regret"] <= BEHIND else "over other seeds alone" if ours["over_again"] <= BEHIND else "no"
     theirs = f"reached from {paper['n']} of {paper['seeds']} seeds | "
     if paper["regret"] is not None:
         theirs = f"{paper['regret']:+.1%} | {paper['over_again']:+.1%}"
@@ -184,8 +185,8 @@ def _published(rows: list[Row]) -> Iterator[str]:
             yield f"- of these {name}: {_off(of)}"
     pairs = [row["predicted"] - row["published"] for row in rows if row["metric"] == "published_efficiency"]
     yield (
-        f"- how much of their speed more ranks keep, {len(pairs)} pairs: {100 * _middle_of(pairs):+.0f} points in the "
-        f"median, {100 * min(pairs):+.0f} to {100 * max(pairs):+.0f}"
+        f"- how much of their speed more ranks keep, {len(pairs)} pairs: {100 * statistics.median(pairs):+.0f} points "
+        f"in the median, {100 * min(pairs):+.0f} to {100 * max(pairs):+.0f}"
     )
     for is_reserved, what in ((True, "reserved memory"), (False, "memory of tensors")):
         peaks = _known((row for row in steps if row["is_reserved"] is is_reserved), "error")
@@ -231,11 +232,7 @@ def _off(errors: list[float]) -> str:
 
 
 def _middle(errors: list[float]) -> str:
-    return f"{_middle_of([abs(error) for error in errors]):.0%}"
-
-
-def _middle_of(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    return f"{statistics.median(map(abs, errors)):.0%}"
 
 
 def _within(errors: list[float], limit: float) -> int:

@@ -37,13 +37,13 @@ from trimtab.core.checks import number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.experiments.evaluation.result import MACHINE
+from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.measure.machine import environment
 
 HERE = Path(__file__).resolve().parent
 STALE, CANNOT = "stale", "cannot run here"
 END_S = 10  # that a slice that is ended has to leave
 RUN, CUT, FAILED = "run", "cut off", "failed"
-CLAIM = "settings.json"  # whose a folder is: nothing that a run could go on from
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Place:
     def left(self, each: Slice) -> set[Path]:
         """Return what a slice's runs have left to go on from."""
         files = (self.folder / each.folder).rglob("*")
-        return {path for path in files if path.is_file() and path.name != CLAIM and ".partial" not in str(path)}
+        return {path for path in files if path.is_file() and path.name != SETTINGS and ".partial" not in str(path)}
 
     def missing(self, each: Slice) -> str:
         """Say what a slice needs that is not here, or ""."""

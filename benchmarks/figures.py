@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -375,7 +376,7 @@ def _prediction(rows: list[Row]) -> Iterator[str]:
 def _errors(errors: list[float]) -> str:
     """Return what errors are like; too little is worst where it is a peak."""
     each = sorted(map(abs, errors))
-    median, worst = (f"{value:.2%}" for value in (each[len(each) // 2], each[-1]))
+    median, worst = (f"{value:.2%}" for value in (statistics.median(each), each[-1]))
     return f"median error {median}, worst {worst}, {min(errors):+.2%} to {max(errors):+.2%}"
 
 

@@ -120,6 +120,7 @@ READERS = (
     "report",
     "scaling.result",
     "scaling.table",
+    "settings_file",
 )
 FETCHERS = ("carbon_services", "intensity", "web")
 TORCH_FREE = (

@@ -17,9 +17,10 @@ from trimtab.core.errors import UsageError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.core.record import read_record
-from trimtab.experiments.claim import _read as read_claim
 from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.report import read_report
+from trimtab.experiments.settings_file import NAME as SETTINGS
+from trimtab.experiments.settings_file import read_settings
 
 
 def in_folder(name, read):
@@ -39,7 +40,7 @@ READERS = {
     "record": read_record,
     "report": read_report,
     "result": lambda path: read_runs([path]),
-    "settings of a comparison": read_claim,
+    "settings of a comparison": in_folder(SETTINGS, read_settings),
     "decisions": lambda path: Journal(path, "a plan", writes=False).follow(path),
     "manifest": in_folder(NAME, manifest_of),
     "state": in_folder(TREE, read_state),

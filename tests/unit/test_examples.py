@@ -13,7 +13,7 @@ from markdown_pages import NAMES, blocks, read
 
 import trimtab
 from trimtab.core.progress import silent
-from trimtab.experiments.train import train_task
+from trimtab.experiments.train import Training, train_whole
 from trimtab.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     data = task.load_data()
     assert data.num_rows >= task.batch_rows
     plan = trimtab.Plan.fixed(task.batch_rows)
-    found = train_task(task, plan, steps=200, seed=0, record=None, progress=silent)
+    found = train_whole(Training(task, plan, 200), silent)
     assert found["accuracy"] > task.targets[0]
 
 

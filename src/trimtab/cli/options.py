@@ -45,7 +45,7 @@ Resume = Annotated[
     str | None,
     typer.Option(
         help="auto (by default where the run is kept): from the newest checkpoint that is whole; always: there must be "
-        "one; never. Without --checkpoints, the run is kept in runs/TASK"
+        "one; never. Without --checkpoints, the run is kept in runs/train-TASK"
     ),
 ]
 Accept = Annotated[
@@ -120,19 +120,29 @@ def kept_in(
         ValueGivenError: something is said of checkpoints that there are none of.
     """
     from trimtab.checkpoint.settings import Checkpoints
+    from trimtab.experiments.claim import folder_of
 
     if folder is None and resume is None:
         for option, value in (("--every", every), ("--accept", accept)):
             if value is not None:
-                way_out = "--resume auto keeps it in runs/TASK."
+                way_out = "--resume auto keeps it in runs/train-TASK."
                 given, expected = f"{value} of a run that is not kept", "--checkpoints FOLDER beside it"
                 raise ValueGivenError(option, given=given, expected=expected, way_out=way_out)
         return None
     if folder is None:
-        folder = Path("runs") / task
-        folder.parent.mkdir(exist_ok=True)
+        folder = folder_of("train", task, None)
+        _made(folder.parent)
     accepts = () if accept is None else tuple(name.strip() for name in accept.split(","))
     return Checkpoints(folder, every, None if every else 600.0, resume=resume or "auto", accepts=accepts)
+
+
+def _made(folder: Path) -> None:
+    """Make a folder; raises `FormatError` where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        given = f"{folder} ({error.strerror or error})"
+        raise FormatError("--resume", given=given, expected="a folder to keep the run in, or --checkpoints") from None
 
 
 def refuse_memory(memory: str | None) -> None:

@@ -25,7 +25,10 @@ def say(text: str) -> None:
 
 def print_figures(found: Mapping[str, Any], *, as_json: bool) -> None:
     """Print figures by their names: a line each, or one JSON object."""
-    print_json(found) if as_json else typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo("\n".join(f"{key}: {value}" for key, value in found.items()))
 
 
 def write_and_show(found: Any, folder: Path, *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from trimtab.core import checks
 from trimtab.core.energy import Energy, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.moments import format_moment
 
 KINDS = ("average", "marginal")
 JOULES_PER_KWH = 3.6e6
@@ -176,6 +177,4 @@ def _grams(text: str | None, line: int) -> float:
 
 
 def _moment(time_s: float) -> str:
-    if not math.isfinite(time_s):
-        return "always"
-    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="minutes")
+    return format_moment(time_s) if math.isfinite(time_s) else "always"

@@ -14,6 +14,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.experiments.fingerprint import build_of, code_of
+from trimtab.experiments.settings_file import NAME, read_settings
 from trimtab.measure.machine import environment
 from trimtab.tasks.task import RECIPES, Task, TaskData
 
@@ -30,11 +31,16 @@ def folder_of(command: str, task: str, out: Path | None) -> Path:
     Raises:
         FormatError: that is a file.
     """
-    folder = out or Path("runs") / f"{command}-{task.replace(':', '-').replace('/', '-')}"
+    folder = out or Path("runs") / f"{command}-{named(task)}"
     if folder.exists() and not folder.is_dir():
         expected = "a folder, or a name to make one of"
         raise FormatError("--out", given=f"{folder}, which is a file", expected=expected)
     return folder
+
+
+def named(task: str) -> str:
+    """Return a task's name as that of a folder."""
+    return task.replace(":", "-").replace("/", "-")
 
 
 def claim(
@@ -56,7 +62,7 @@ def claim(
     Raises:
         FormatError: it names what differs; or the file that says so is damaged.
     """
-    path = out / "settings.json"
+    path = out / NAME
     given = {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
     given = {key: value for key, value in given.items() if value is not None or key not in _OPTIONAL}
     if budget != Budget() or objective != Objective():
@@ -68,7 +74,7 @@ def claim(
     wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place(machine)}.items()}
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))
-    elif (found := _read(path)) != wanted:
+    elif (found := read_settings(out)) != wanted:
         raise FormatError(
             str(out),
             given=f"a comparison with another {_difference(found, wanted)}",
@@ -108,13 +114,3 @@ def _place(machine: Sequence[str]) -> dict[str, str]:
     found = environment()
     known = {key: found[key] for key in machine if key in found}
     return {"torch": torch.__version__, "trimtab": trimtab.__version__} | known
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-        if not all(isinstance(value, str) for value in found.values()):
-            raise ValueError("a value that is no text")
-        return found
-    except (ValueError, TypeError, RecursionError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a comparison's settings") from None

@@ -64,15 +64,13 @@ class Training:
             raise FormatError("plan.batch_rows", given=given, expected=f"{rows}")
 
 
-def train_task(task: Task, plan: Plan, *, steps: int, progress: Progress, **options: Any) -> dict[str, Any]:
-    """Train `steps` windows and evaluate; returns the final figures, terms per second without evaluation.
+def train_whole(asked: Training, progress: Progress) -> dict[str, Any]:
+    """Train all windows and evaluate; returns the final figures, terms per second without evaluation.
 
-    Where the run is gone on with, its record is too, and speed is that of what was left of it.
-
-    Terms are what the loss counted; where it is a mean, rows times what the task says that a row holds. `options`: the
-    others of `Training`.
+    Where the run is gone on with, its record is too, and speed is that of what was left of it. Terms are what the loss
+    counted; where it is a mean, rows times what the task says that a row holds.
     """
-    return figures_of(task, steps, [train_part(Training(task, plan, steps, **options), progress)])
+    return figures_of(asked.task, asked.steps, [train_part(asked, progress)])
 
 
 def train_part(

@@ -18,7 +18,7 @@ from trimtab.decide.ranks import replicated
 from trimtab.distributed.process_group import place
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import plan_on_ranks
-from trimtab.experiments.train import Note, Training, train_part
+from trimtab.experiments.train import Note, Training, train_part, train_whole
 from trimtab.experiments.train_figures import Part, figures_of
 from trimtab.experiments.waiting import Clock
 from trimtab.experiments.when_clean import Wish, decided, train_when_clean
@@ -133,7 +133,7 @@ def train_clean(asked: Training, hours: CleanHours, say: Callable[[str], None]) 
 def train_now(asked: Training) -> dict[str, Any]:
     """Train, and evaluate; returns the final figures."""
     with ProgressBar() as progress:
-        return figures_of(asked.task, asked.steps, [train_part(asked, progress)])
+        return train_whole(asked, progress)
 
 
 def outlook(task: Task, steps: int, plan: Plan | None, kept: Checkpoints | None, hours: CleanHours) -> dict[str, Any]:

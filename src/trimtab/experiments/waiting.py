@@ -30,13 +30,19 @@ class Clock:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[Signals]:
-    """Note SIGTERM and SIGINT inside the block, for which nobody else may be there."""
+    """Note SIGTERM and SIGINT inside the block, for which nobody else may be there; what came is answered at its end.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: a signal came; the exit is 128 and its number.
+    """
     signals = Signals()
     signals.install()
     try:
         yield signals
     finally:
         signals.restore()
+    if signals.came is not None:
+        signals.leave()
 
 
 def wait_until(moment_s: float, clock: Clock) -> float:
@@ -54,6 +60,4 @@ def wait_until(moment_s: float, clock: Clock) -> float:
     with heeded() as signals:
         while (left_s := moment_s - clock.now()) > 0 and signals.came is None:
             clock.sleep(min(left_s, SLICE_S))
-    if signals.came is not None:
-        signals.leave()
     return clock.now() - begun_s

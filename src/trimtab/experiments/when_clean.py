@@ -89,10 +89,7 @@ def _stretch(train: Callable[..., Part], found: CarbonSchedule, clock: Clock) ->
     if len(found.stretches) == 1:
         return train(is_over=lambda: False)
     with heeded() as signals:  # one that comes while the run is made ready, or saved for its pause, is nobody else's
-        part = train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
-    if signals.came is not None:
-        signals.leave()
-    return part
+        return train(is_over=lambda: signals.came is not None or clock.now() >= found.stretches[0].end_s)
 
 
 def _note(wish: Wish, work: Work, done: int, found: CarbonSchedule, waited_s: float) -> Note:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.core.sharing import STAGES
 from trimtab.distributed.process_group import limited_to
 from trimtab.runtime.engine import Run
 
-STAGES = (0, 1, 2, 3)
-# What torch's groups wait for a rank by default: a host's checkpoint may keep one of them for minutes.
+# What torch's groups of gloo wait for a rank by default: a host's checkpoint may keep one of them for minutes.
 LIMIT_S = 1800.0
 # Of a plan, what a host's own settings decide.
 _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}

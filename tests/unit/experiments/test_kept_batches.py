@@ -13,7 +13,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments.kept_batches import KeptBatches
-from trimtab.experiments.train import train_task
+from trimtab.experiments.train import Training, train_whole
 from trimtab.tasks.task import TaskData
 
 DATA = tiny_task.load_data()
@@ -79,14 +79,17 @@ def test_a_training_that_is_gone_on_with_makes_only_what_is_left(tmp_path, monke
         return original(self, seed, batch_rows, begin=begin)
 
     monkeypatch.setattr(TaskData, "batches", counted)
-    how = {"record": None, "progress": silent, "seed": 0}
-    task, plan = tiny_task.task, Plan.fixed(tiny_task.BATCH_ROWS, 8)
+
+    def train(steps, **options):
+        asked = Training(tiny_task.task, Plan.fixed(tiny_task.BATCH_ROWS, 8), steps, **options)
+        return train_whole(asked, silent)
+
     kept = Checkpoints(tmp_path / "kept", every_steps=4)
-    train_task(task, plan, steps=6, checkpoints=kept, **how)
-    again = train_task(task, plan, steps=9, checkpoints=kept, **how)
+    train(6, checkpoints=kept)
+    again = train(9, checkpoints=kept)
     assert begun == [0, 6]
-    whole = train_task(task, plan, steps=9, **how)
+    whole = train(9)
     assert (again["loss"], again["accuracy"]) == (whole["loss"], whole["accuracy"])
-    assert "loss" not in train_task(task, plan, steps=9, checkpoints=kept, **how)  # no step was left
+    assert "loss" not in train(9, checkpoints=kept)  # no step was left
     with pytest.raises(ValueGivenError, match="resume: seed: given 1; expected 0"):
-        train_task(task, plan, steps=9, checkpoints=kept, **how | {"seed": 1})
+        train(9, checkpoints=kept, seed=1)

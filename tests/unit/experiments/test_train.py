@@ -15,7 +15,7 @@ from trimtab.core.errors import LossError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.experiments import train as train_module
-from trimtab.experiments.train import train_task
+from trimtab.experiments.train import Training, train_whole
 
 STEPS = 6
 
@@ -30,7 +30,7 @@ def counting_loss(model, batch) -> tuple[Tensor, Tensor]:
 def trained(**changes) -> dict:
     task = replace(tiny, terms="tokens", terms_per_row=7, **changes)
     plan = Plan.fixed(BATCH_ROWS, 8)
-    return train_task(task, plan, steps=STEPS, seed=0, record=None, progress=silent)
+    return train_whole(Training(task, plan, STEPS), silent)
 
 
 @pytest.fixture(autouse=True)

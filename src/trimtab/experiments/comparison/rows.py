@@ -64,7 +64,7 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
         "arm": row.arm,
         "against": against,
     }
-    resolved = _resolution(comparison) if row.metric in _TIMED else {}
+    resolved = resolution_of(comparison.resolution) if row.metric in _TIMED else {}
     cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
     whole = {} if row.whole is None else {"n_whole": row.whole}
     return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
@@ -122,10 +122,6 @@ def _cpu(ratio: Ratio | None) -> dict[str, Any]:
     if ratio is None:
         return {"cpu_mean": None, "cpu_low": None, "cpu_high": None}
     return {"cpu_mean": ratio.mean, "cpu_low": ratio.low, "cpu_high": ratio.high}
-
-
-def _resolution(comparison: Comparison) -> dict[str, Any]:
-    return resolution_of(comparison.resolution)
 
 
 def resolution_of(control: Ratio | None) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.evaluation.beside import BEGUN, environment_beside, planned_beside
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
 from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
 from trimtab.experiments.scaling.result import Scaling
+from trimtab.experiments.settings_file import NAME
 
 RECORD = ".jsonl"
 
@@ -68,7 +69,7 @@ def _file(path: Path) -> Path:
     files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
     if files:
         return files[0]
-    if (path / BEGUN).is_file():  # without a result beside it, it was cut off
+    if (path / NAME).is_file():  # without a result beside it, it was cut off
         raise FormatError(
             str(path),
             given="a run that was cut off before its first result",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from trimtab.core.errors import FormatError
 from trimtab.core.record import read_header, read_together
+from trimtab.experiments.settings_file import NAME, read_settings
 
-# What a command writes into its folder first.
-BEGUN = "settings.json"
 _RACES = ("race-*/*.jsonl", "brief-*/*.jsonl")
 
 
@@ -29,13 +27,13 @@ def planned_beside(folder: Path) -> str:
     Raises:
         FormatError: the settings are damaged.
     """
-    path = folder / BEGUN
-    if not path.is_file():
+    if not (folder / NAME).is_file():
         return ""
+    found = read_settings(folder)
+    planned, raced = (found.get(name, "None") for name in ("planned_rows", "budget_rows"))
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
-        planned, raced = (found.get(name, "None") for name in ("planned_rows", "budget_rows"))
         times = 1.0 if "None" in (planned, raced) else int(planned) / int(raced)
-    except (OSError, ValueError, TypeError, ArithmeticError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a run's settings") from None
+    except (ValueError, ArithmeticError) as error:
+        given = f"{planned} planned rows of {raced} ({error})"
+        raise FormatError(str(folder / NAME), given=given, expected="two numbers") from None
     return "" if times == 1 else f"planned as a run of {times:g} times the rows"
