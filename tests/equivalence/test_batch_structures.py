@@ -14,6 +14,7 @@ from torch import nn
 from training_cases import ROWS, class_case
 
 from trimtab.core.plan import Plan
+from trimtab.runtime.batches import slices
 
 Pair = namedtuple("Pair", ["inputs", "labels"])
 
@@ -98,6 +99,17 @@ def test_lists_of_strings_follow_their_rows_and_constants_go_to_each(micro_batch
     ours = train_ours(case, Plan.fixed(ROWS, micro_batch))
     assert seen == NAMES * len(case.batches)
     assert_same_training(ours, train_plain(case), 1e-12)
+
+
+def test_a_dataclass_may_have_a_field_without_a_value():
+    @dataclass
+    class Late:
+        rows: torch.Tensor
+        cache: object = field(init=False)
+
+    pieces = [piece for piece, _ in slices(Late(torch.arange(4.0)), 4, 2)]
+    assert [piece.rows.tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert not hasattr(pieces[0], "cache")
 
 
 def test_a_dataclass_keeps_what_is_not_per_row():

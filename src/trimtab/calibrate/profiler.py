@@ -28,7 +28,7 @@ from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
-from trimtab.measure.bystanders import Bystanders
+from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
@@ -64,7 +64,7 @@ def profile_loop(
     start = time.perf_counter()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
-    with Snapshot(subject.model, subject.optimizer) as snapshot, Bystanders(subject.loss_fn, subject.model):
+    with unchanged_by(subject.loss_fn, subject.model, subject.optimizer) as snapshot:
         drawn = Drawn() if data is None else draw_some(subject, data)
         progress("checking that splitting keeps the gradient")
         check = check_splitting(subject, reference.precision)

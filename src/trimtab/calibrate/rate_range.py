@@ -9,9 +9,8 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.learning_rate import RatePoint, has_diverged
-from trimtab.measure.bystanders import Bystanders
+from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.loader_state import borrowed
-from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.batches import iterate
 from trimtab.runtime.engine import Run
 from trimtab.runtime.schedule import scaled_rates
@@ -41,8 +40,7 @@ def range_test(
     model, optimizer = subject.model, subject.optimizer
     with (
         borrowed(batches) as lent,
-        Snapshot(model, optimizer),
-        Bystanders(subject.loss_fn, model),
+        unchanged_by(subject.loss_fn, model, optimizer),
         Run(model, optimizer, plan, out_of_memory="stop", on_trial=True) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):

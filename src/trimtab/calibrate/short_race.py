@@ -15,9 +15,8 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.short_race import ShortPair, ShortRun, is_lost
-from trimtab.measure.bystanders import Bystanders
+from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.loader_state import borrowed
-from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.batches import count_rows, iterate, slices, to_device
 from trimtab.runtime.engine import Run
@@ -55,8 +54,7 @@ def short_race(
     pairs: list[ShortPair] = []
     with (
         borrowed(batches) as lent,
-        Snapshot(subject.model, subject.optimizer) as snapshot,
-        Bystanders(subject.loss_fn, subject.model),
+        unchanged_by(subject.loss_fn, subject.model, subject.optimizer) as snapshot,
     ):
         drawn = _of_one_pass(lent, num_steps) if by_unseen else _endless(lent)
         for index in range(num_pairs):

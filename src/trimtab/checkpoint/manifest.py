@@ -59,7 +59,7 @@ class Manifest:
         """Ranks that wrote into the folder; 1 where it does not say."""
         world = self.about.get("world")
         said = world.get("ranks") if isinstance(world, Mapping) else None
-        return int(said) if isinstance(said, str) and said.isdigit() else 1
+        return int(said) if isinstance(said, str) and said.isdecimal() and len(said) < 10 else 1
 
     def encoded(self) -> bytes:
         """Return its text, checksum included.

@@ -16,19 +16,21 @@ class Appended:
     What was written and not flushed is held in memory; in a forked process it is the parent's to flush.
 
     Args:
-        path: made where it is not there. is_new: it must not be. follows_links: it may be reached by a link.
+        path: made where it is not there. is_new: it must not be.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, *, is_new: bool = False, follows_links: bool = True) -> None:
-        more = os.O_APPEND | (0 if follows_links else os.O_NOFOLLOW)
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.path, self._process = path, os.getpid()
         self._waiting: list[bytes] = []
         self._torn_at: int | None = None
         self._file = open(  # noqa: SIM115 - see close()
-            path, "xb" if is_new else "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | more, 0o666)
+            path,
+            "xb" if is_new else "ab",
+            buffering=0,
+            opener=lambda name, flags: os.open(name, flags | os.O_APPEND, 0o666),
         )
 
     def write(self, data: bytes) -> None:

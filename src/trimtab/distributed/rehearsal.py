@@ -35,9 +35,9 @@ from trimtab.distributed.process_group import slowest, time_limit_s, words_of_al
 from trimtab.distributed.rehearsed_run import DidNotFit, RehearsedRun, rehearsing
 from trimtab.distributed.sent import num_sent
 from trimtab.distributed.stage_choice import RankLoop
+from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.memory import alive_between_steps, storage_bytes
 from trimtab.measure.process_state import ProcessState
-from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.engine import LossFn
 
 _PAIRS, _BLOCKS = 9, 5
@@ -226,5 +226,5 @@ def of_live(
     def copied() -> RankLoop:
         return *copied_together(model, optimizer), loss_fn, batch
 
-    beside, unchanged = partial(alive_between_steps, model, optimizer), partial(Snapshot, model, optimizer)
+    beside, unchanged = partial(alive_between_steps, model, optimizer), partial(unchanged_by, loss_fn, model, optimizer)
     return Rehearsal(copied, clip_norm=clip_norm, beside=beside, unchanged=unchanged, progress=progress)

@@ -9,9 +9,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.measure.held import HeldTensor, host_copy, is_container
+from trimtab.measure.snapshot import Snapshot
 
 _DEPTH = 4  # a loss, what it calls, what that is a method of, what it holds
 _MOST_ITEMS = 1000  # of a container; a longer one holds data
@@ -45,6 +47,13 @@ class Bystanders:
         self.restore()
 
 
+@contextlib.contextmanager
+def unchanged_by(loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Snapshot]:
+    """Leave a loop as it was found, with what its loss runs beside the model; yields what holds the loop."""
+    with Snapshot(model, optimizer) as snapshot, Bystanders(loss_fn, model):
+        yield snapshot
+
+
 def modules_of(loss_fn: Any) -> Iterator[nn.Module]:
     """Yield the modules that a function refers to, as far as that shows."""
     seen, pending = set[int](), [(loss_fn, 0)]
@@ -74,6 +83,7 @@ def _referred(value: Any) -> Iterator[Any]:
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             found = inspect.getclosurevars(value)
             yield from (*found.nonlocals.values(), *found.globals.values(), *(value.__defaults__ or ()))
+            yield from (value.__kwdefaults__ or {}).values()
     elif isinstance(value, tuple) or is_container(value):
         if len(value) <= _MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value

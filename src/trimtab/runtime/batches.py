@@ -78,6 +78,12 @@ def tensors_in(batch: Batch) -> Iterator[Tensor]:
     return (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, Tensor))
 
 
+def holds_nan(batch: Batch) -> bool:
+    """Return whether a value of a batch, or of several, is no number; waits for the device. A mask may be infinite."""
+    floats = (tensor for tensor in tensors_in(batch) if tensor.is_floating_point())
+    return any(bool(torch.isnan(tensor).any()) for tensor in floats)
+
+
 def iterate(field: str, batches: Any) -> Iterator[Batch]:
     """Return an iterator over batches.
 
@@ -118,8 +124,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+        for name in _set_fields(value):
+            yield from _leaves(getattr(value, name), f"{path}.{name}")
     else:
         raise BatchError(
             path,
@@ -146,11 +152,16 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def _set_fields(value: Any) -> list[str]:
+    """Return the fields that have a value: one of `init=False` may have none."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
 def _rebuild_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
     """Return a copy with other fields: not by its constructor, which may not take them all, or may do more."""
     made = copy.copy(original)
-    for field in dataclasses.fields(original):  # a frozen one too
-        object.__setattr__(made, field.name, _map(getattr(original, field.name), function))
+    for name in _set_fields(original):  # a frozen one's too
+        object.__setattr__(made, name, _map(getattr(original, name), function))
     return made
 
 

@@ -16,7 +16,7 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.loader_state import borrowed, generators_of, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
-from trimtab.runtime.batches import iterate
+from trimtab.runtime.batches import holds_nan, iterate
 from trimtab.runtime.joining import NoRows
 
 _RANDOM = ("random", "generators")
@@ -108,7 +108,7 @@ class DataPosition(Part):
         again = 0
         for batch in itertools.islice(batches, self._drawn):
             again += 1
-            if self._first is None and not isinstance(batch, NoRows):
+            if self._first is None and _is_fit(batch):
                 self._first = batch
         return again
 
@@ -130,7 +130,7 @@ class DataPosition(Part):
         try:
             with borrowed(loader) as lent:
                 _loading(loader, begun, "state.data.begun")()
-                return next((batch for batch in iterate("loader", lent) if not isinstance(batch, NoRows)), None)
+                return next((batch for batch in iterate("loader", lent) if _is_fit(batch)), None)
         finally:
             if own is not None:
                 loader.load_state_dict(own)
@@ -175,6 +175,11 @@ class DataPosition(Part):
             here()
 
         return load
+
+
+def _is_fit(batch: Any) -> bool:
+    """Return whether a rank may join others with a batch: one that holds no number voided its window."""
+    return not isinstance(batch, NoRows) and not holds_nan(batch)
 
 
 def length_of(loader: Any) -> int | None:

@@ -154,7 +154,8 @@ class Passes(RunView):
     def _trained_before(self, batch: Any) -> None:
         """Take a batch, where there is one, for that of a window that was stepped before the run was gone on with."""
         if batch is not None and self._peers.num_ranks > 1:
-            self._window(batch)
+            rows = count_rows(batch)
+            self._joining.keep(batch, rows, self._recovery.micro_batch_of(self.plan.micro_batch_of(rows)))
             self._joining.stepped(applied=True)
 
     def _require_open(self) -> None:

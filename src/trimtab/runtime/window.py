@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.core.errors import LoopError, LossError
-from trimtab.runtime.batches import slices, tensors_in, to_device
+from trimtab.runtime.batches import holds_nan, slices, to_device
 
 
 class Loop(Protocol):
@@ -72,8 +72,7 @@ class Window:
 
     def holds_nan(self) -> bool:
         """Return whether a value of its batches is no number; waits for the device. A mask may well be infinite."""
-        floats = (tensor for tensor in tensors_in(self._batches) if tensor.is_floating_point())
-        return any(bool(torch.isnan(tensor).any()) for tensor in floats)
+        return holds_nan(self._batches)
 
     def split(self, micro_batch: int) -> None:
         """Begin anew, in micro-batches of at most so many rows."""

@@ -48,11 +48,16 @@ def by_default(model, batch, other=OTHER):
     return loss_of(model, batch, other)
 
 
+def by_keyword(model, batch, *, other=OTHER):
+    return loss_of(model, batch, other)
+
+
 LOSSES = {
     "a global": called,
     "one of a function it calls": lambda model, batch: called(model, batch),
     "a closure": closure(OTHER),
     "a default": by_default,
+    "a default of a keyword": by_keyword,
     "a partial": functools.partial(loss_of, other=OTHER),
     "a method": Owner(OTHER).loss,
     "an object that is called": Owner(OTHER),

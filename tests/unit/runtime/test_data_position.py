@@ -216,3 +216,17 @@ def test_the_first_batch_with_rows_of_what_was_trained_on_is_told_once():
     assert len(next(other.batches(batches))) == 3
     assert len(other.taken_first()) == 1
     assert other.taken_first() is None
+
+
+def test_a_batch_that_holds_no_number_is_none_to_join_others_with():
+    """Its window was void: a rank that joined with it after a resume would make every later one void."""
+    batches = [torch.tensor([float("nan")]), torch.ones(1), torch.zeros(1)]
+    position = DataPosition(is_kept=True)
+    drawn = position.batches(batches)
+    next(drawn), next(drawn)
+    other = DataPosition(is_kept=True)
+    other.loading(position.state_dict())()
+    next(other.batches(batches))
+    assert other.taken_first().tolist() == [1.0]
+    assert [*drawn] == [torch.zeros(1)]
+    assert position.drawn_anew().tolist() == [1.0]
