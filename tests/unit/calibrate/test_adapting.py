@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rank_cases import Tokens
@@ -297,6 +300,9 @@ def test_evaluating_changes_no_training():
 
 def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
     monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    # Steps of a millisecond on a busy machine decide by its noise; here each takes one tick.
+    ticking = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("trimtab.calibrate.short_race.time", ticking)
     its = subject(Heavy)
     before = fingerprint(its.model, its.optimizer)
     given = {"adapt": "dropout", "data": batches(60), "num_blocks": 3, "total_steps": 60}
