@@ -84,7 +84,7 @@ def test_interleaved_arms_end_where_a_lone_one_ends():
     alone = [Entry("reference", Watched, BUDGET_ROWS)]
     run(*alone)
     records = run(*alone, Entry("self", Watched, BUDGET_ROWS), Entry("other", Noisy, BUDGET_ROWS))
-    lone, reference, again, _ = (weights(loop) for loop in Watched.made)
+    lone, reference, again = (weights(loop) for loop in Watched.made if type(loop) is Watched)
     assert torch.equal(reference, lone)
     assert torch.equal(reference, again)
     assert not torch.equal(reference, Watched.made[0].start)
@@ -112,6 +112,25 @@ class Noisy(Watched):
         torch.rand(100), random.random(), numpy.random.rand()
         torch.backends.cudnn.conv.fp32_precision = "tf32"
         return super().step(batches)
+
+
+def test_arms_are_built_in_an_order_that_changes_with_the_seed_and_told_in_their_own():
+    built: list[str] = []
+
+    def entry(name: str) -> Entry:
+        def make(its, device):
+            built.append(name)
+            return Watched(its, device)
+
+        return Entry(name, make, BATCH_ROWS)
+
+    for seed in range(6):
+        records = run(*map(entry, "abcd"), seed=seed)
+        assert [record.header.name for record in records] == list("abcd")
+    orders = {"".join(built[i : i + 4]) for i in range(0, len(built), 4)}
+    assert {"".join(sorted(order)) for order in orders} == {"abcd"}
+    assert len(orders) > 3
+    assert len({order[0] for order in orders}) > 1
 
 
 def test_another_seed_is_another_race():

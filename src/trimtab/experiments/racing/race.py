@@ -4,8 +4,11 @@ All arms of a race share seed, initial weights and data order. They advance in b
 an order that changes from lap to lap (`turns`), so that a machine whose speed drifts slows all of them alike.
 Evaluations happen at the same sample counts and are kept off the clock; an arm that is only timed has them too, so that
 it finds caches and heap as the others do, and what they say is dropped. Each arm has its own random generators and
-global modes. An arm that raises leaves the race with its error; only the first,
-which the others are held against, ends it.
+global modes. An arm that raises leaves the race with its error; only the first, which the others are held against,
+ends it.
+
+Arms are built in an order drawn by the seed. Where in the heap an arm lies decides how much of it is handed back to the
+system after each step: with one order for all races an arm would keep what that costs, and it would pass for an effect.
 
 Several ranks run the same race in step: a block begins on all of them, takes what the slowest takes, and has as many
 steps on each. What ends one of them ends the race.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -103,6 +107,7 @@ class Racer:
 
     def enter(self) -> None:
         """Build the loop."""
+        torch.manual_seed(self._seed)
         with self._together.entering():
             self._loop = self.entry.make(self._task, self._device)
         self._together.draw_apart(self._seed)
@@ -209,8 +214,10 @@ def race(
         for entry in entries:
             outside.restore()
             racers.append(Racer(entry, task, data, seed, device, together, meter))
-            with _leaving(racers[-1], last=racers[0], together=together):
-                racers[-1].enter()
+        for racer in random.Random(seed).sample(racers, len(racers)):
+            outside.restore()
+            with _leaving(racer, last=racers[0], together=together):
+                racer.enter()
         lap, before = 0, None
         while running := [racer for racer in racers if not racer.end]:
             for racer in turns(running, lap, seed, before):
