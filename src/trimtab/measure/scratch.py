@@ -7,6 +7,7 @@ and what it takes is counted on real tensors of the same shapes, one call at a t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from trimtab.core.errors import ModelError
 from trimtab.core.units import format_bytes
 from trimtab.measure.memory import peak_growth, storage_bytes
+from trimtab.measure.process_state import fp32_places
 
 _OPERATORS = (
     *("convolution", "convolution_backward", "mkldnn_rnn_layer"),
@@ -106,7 +108,21 @@ def measured(calls: Iterable[Call]) -> dict[Call, Taken]:
         if (size := _size(call)) > MOST_BYTES:
             given = f"{name_of(call.operator)} of {format_bytes(size)}"
             raise TooLarge("model", given=given, expected=f"{format_bytes(MOST_BYTES)} at the most, to be tried out")
-    return {call: _measured_backward(call) if call.is_backward else _measured(call) for call in each}
+    modes = _modes()
+    return {call: _taken(call, modes) for call in each}
+
+
+def _modes() -> tuple[object, ...]:
+    """Return what of the process decides which kernel a call runs."""
+    mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    precisions = (place.fp32_precision for place in fp32_places())
+    return torch.get_num_threads(), mkldnn, torch.are_deterministic_algorithms_enabled(), *precisions
+
+
+@functools.lru_cache(maxsize=4096)
+def _taken(call: Call, modes: tuple[object, ...]) -> Taken:
+    """Return what a call takes: once, as the traces of a search have most of their calls in common."""
+    return _measured_backward(call) if call.is_backward else _measured(call)
 
 
 def _size(call: Call) -> int:
