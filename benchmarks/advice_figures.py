@@ -9,6 +9,7 @@ from typing import Any
 
 from docs_figures import SAVED, cheapest, optimal
 from evaluation_figures import recorded
+from evaluation_goals import runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
 from records import EVALUATION, Record, evaluated, every, newest
@@ -174,8 +175,9 @@ def _turned(row: Row) -> Row:
 
 
 def _goals(root: Path) -> dict[str, Row]:
-    folder = root / "benchmarks" / "results" / EVALUATION
-    return {row["says"]: row for row in recorded("cpu", slices("cpu"), folder)["rows"] if row["metric"] == "goal"}
+    folder, found = root / "benchmarks" / "results" / EVALUATION, slices("cpu")
+    known = recorded("cpu", found, folder, runs_in(found, folder))
+    return {row["says"]: row for row in known["rows"] if row["metric"] == "goal"}
 
 
 def _goal(says: str, goal: Row, found: Record) -> str:
