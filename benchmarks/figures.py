@@ -68,6 +68,11 @@ def main() -> None:
     sys.exit(1 if check and stale else 0)
 
 
+def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
+    """Return the figures of a benchmark, or that there are none."""
+    return list(lines) or [f"**Not measured**: no record of `benchmarks/{name}.py` is among `benchmarks/results`."]
+
+
 def _written(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -95,6 +100,7 @@ def pages(root: Path) -> dict[Path, str]:
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
         root / "docs" / "install.md": {"figures": of("import_time")},
+        root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
         root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
