@@ -77,7 +77,7 @@ figures: $(STAMP) ## Rebuild the figures in README.md and docs/ from benchmarks/
 
 docs: $(STAMP) ## Build the documentation's site; warnings are errors
 	@$(BIN)/python docs/reference.py
-	@$(BIN)/python -m sphinx -c docs -W --keep-going -q -d build/doctrees . build/site
+	@$(BIN)/python docs/build_site.py build/site
 	@echo "Site: build/site/index.html"
 
 format: $(STAMP) ## Put files into the house's format, and repair what lint can repair

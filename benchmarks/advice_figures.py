@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from docs_figures import SAVED, TO_SLOTS
+from docs_figures import SAVED, cheapest, optimal
 from evaluation_figures import recorded
+from evaluation_goals import runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
 from records import EVALUATION, Record, evaluated, every, newest
@@ -25,7 +26,6 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
     cifar, gpt, digits = (
         newest(root, f"compare-{task}-xeon") for task in ("cifar10_resnet", "source_gpt", "digits_resnet")
     )
-    regrets = [newest(root, f"regret-{task}") for task in ("cifar10_resnet_small", "source_gpt_small")]
     frontiers = [newest(root, name) for name in ("frontier-epyc", "frontier-no_dropout")]
     walk, head = newest(root, "frontier_walk"), newest(root, "no_harm-wikitext2_gpt")
     published, ranks, own = (newest(root, name) for name in ("published", "published_ranks", "prediction"))
@@ -33,7 +33,6 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
         "choosing.md": {
             "limits": list(_limits(newest(root, "budget_sweep"))),
             "tiers": [*_tiers(cifar), *_ends(every(root, "compare-source_gpt"))],
-            "windows": list(_windows(regrets)),
             "recomputing": [*_schedules(frontiers), *_before_recomputing(walk), *_head(head)],
             "unchanged": list(_kept(newest(root, "no_harm-xeon"))),
             "short": list(_too_short(digits)),
@@ -78,51 +77,17 @@ def _ends(each: Iterable[Record]) -> Iterator[str]:
         yield f"- tier F's end on source_gpt, {share}: {difference(ended)} percent, n={ended['n']} ({found.link})"
 
 
-def _windows(each: Iterable[Record]) -> Iterator[str]:
-    """Yield a line a task and link: seconds over those of the best fixed k."""
-    over = "k = 1 | the default policy | the paper's rule"
-    yield f"| task, link | fixed part of a window | the best k | {over} | record |"
-    yield "|---|---|---|---|---|---|---|"
-    for found in each:
-        means = [row for row in found.rows if row["easiest"] != row["target"]]
-        for link in dict.fromkeys(row["link"] for row in means):
-            arms = {row["policy"]: row for row in means if row["link"] == link}
-            one = arms["k=1"]
-            over = " | ".join(_over(arms[policy]) for policy in ("k=1", "goodput", "paper"))
-            fixed = f"{one['fixed_s'] / one['micro_s']:.2f} micro-batches"
-            yield f"| {one['task']}, {link} | {fixed} | {one['best_k']} | {over} | {found.link} |"
-
-
-def _over(row: Row) -> str:
-    return f"{row['regret']:+.1%}" if row["regret"] is not None else "does not arrive"
-
-
 def _schedules(each: Iterable[Record]) -> Iterator[str]:
-    found = [(model, rows) for record in each for model, rows in _optimal(record).items()]
+    found = [(model, rows) for record in each for model, _, rows in optimal(list(record.rows))]
     links = ", ".join(record.link for record in each)
     for says, share in SAVED.items():
-        enough = {model: _cheapest(rows, share) for model, rows in found if min(rows) <= share + TO_SLOTS}
+        enough = {model: row["over_none"] for model, rows in found if (row := cheapest(rows, share))}
         took = f"{min(enough.values()):.2f} to {max(enough.values()):.2f} times as long"
         yield f"- {says} of the peak: forward and backward take {took}, on {', '.join(enough)} ({links})"
     for model, rows in found:
-        if min(rows) > SAVED["a fourth less"] + TO_SLOTS:
-            yield f"- of {model} no schedule gives up more than {1 - min(rows):.0%} of the peak (same records)"
-
-
-def _optimal(found: Record) -> dict[str, dict[float, float]]:
-    """Return of each model what its least recomputation takes, by the share of the peak that is left."""
-    peaks = {row["model"]: row["peak_bytes"] for row in found.of("frontier", schedule="none")}
-    return {
-        model: {
-            row["peak_bytes"] / whole: row["over_none"] for row in found.of("frontier", schedule="optimal", model=model)
-        }
-        for model, whole in peaks.items()
-    }
-
-
-def _cheapest(times: dict[float, float], share: float) -> float:
-    """Return the time of the schedule that saves no more than is asked for."""
-    return times[max(left for left in times if left <= share + TO_SLOTS)]
+        if cheapest(rows, SAVED["a fourth less"]) is None:
+            most = 1 - min(row["share"] for row in rows)
+            yield f"- of {model} no schedule gives up more than {most:.0%} of the peak (same records)"
 
 
 def _before_recomputing(walk: Record) -> Iterator[str]:
@@ -210,8 +175,9 @@ def _turned(row: Row) -> Row:
 
 
 def _goals(root: Path) -> dict[str, Row]:
-    folder = root / "benchmarks" / "results" / EVALUATION
-    return {row["says"]: row for row in recorded("cpu", slices("cpu"), folder)["rows"] if row["metric"] == "goal"}
+    folder, found = root / "benchmarks" / "results" / EVALUATION, slices("cpu")
+    known = recorded("cpu", found, folder, runs_in(found, folder))
+    return {row["says"]: row for row in known["rows"] if row["metric"] == "goal"}
 
 
 def _goal(says: str, goal: Row, found: Record) -> str:

@@ -32,10 +32,11 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
         return list(write(*(newest(root, name) for name in names)))
 
     goodput = [f"regret-{task}" for task in ("cifar10_resnet_small", "source_gpt_small")]
+    links = " and ".join(records.newest(root, name).link for name in goodput)
     rehearsals = ("scaling-windows", "scaling-weights", "scaling-samples")
     return {
         "accumulation.md": {
-            "goodput": of(_goodput, *goodput),
+            "goodput": [*of(_goodput, *goodput), f"({links})."],
             "monitor": of(_monitor, "monitor-source_gpt", "monitor-digits_resnet"),
         },
         "memory.md": {"least": of(_least, "frontier-epyc", "frontier-no_dropout")},
@@ -66,7 +67,7 @@ def _goodput(*each: list[Row]) -> Iterator[str]:
             yield _of_link({row["policy"]: row for row in means if row["link"] == link})
     singles = [row["regret"] for rows in each for row in rows if _is_single(row)]
     yield ""
-    yield f"To single losses `goodput` takes {max(singles):.1%} more than the best fixed k at the most."
+    yield f"To single losses `goodput` takes {max(singles):.1%} more than the best fixed k at the most"
 
 
 def _is_single(row: Row) -> bool:
@@ -104,20 +105,38 @@ def _least(*each: list[Row]) -> Iterator[str]:
     yield f"| model | {' | '.join(SAVED)} | n |"
     yield "|---" * (len(SAVED) + 2) + "|"
     for rows in each:
-        for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
-            of = [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
-            whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
-            found = [row | {"share": row["peak_bytes"] / whole} for row in of if row["schedule"] == "optimal"]
-            cells = " | ".join(_cheapest(found, share) for share in SAVED.values())
+        for model, precision, found in optimal(rows):
+            cells = " | ".join(_took(found, share) for share in SAVED.values())
             yield f"| {model}, {precision} | {cells} | {found[0]['n']} |"
 
 
-def _cheapest(rows: list[Row], share: float) -> str:
+def _took(rows: list[Row], share: float) -> str:
     """Return what the schedule takes that saves no more than is asked for, or all that can be."""
+    row, least = cheapest(rows, share), min(rows, key=lambda row: row["share"])
+    took = "{over_none:.2f} times ({low:.2f} to {high:.2f}), at {saved:+.0%}"
+    shown = row or least
+    told = took.format(**shown | {"saved": shown["share"] - 1})
+    return told if row else f"no schedule; the least is {told}"
+
+
+def optimal(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield each model and precision with the rows of least recomputation, and their share of the peak of none."""
+    for model, precision, of in by_model(rows):
+        whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
+        found = [row | {"share": row["peak_bytes"] / whole} for row in of if row["schedule"] == "optimal"]
+        yield model, precision, found
+
+
+def cheapest(rows: list[Row], share: float) -> Row | None:
+    """Return the schedule that saves no more than is asked for; None where all save less."""
     enough = [row for row in rows if row["share"] <= share + TO_SLOTS]
-    row = max(enough, key=lambda row: row["share"]) if enough else min(rows, key=lambda row: row["share"])
-    took = f"{row['over_none']:.2f} times ({row['low']:.2f} to {row['high']:.2f}), at {row['share'] - 1:+.0%}"
-    return took if enough else f"no schedule; the least is {took}"
+    return max(enough, key=lambda row: row["share"], default=None)
+
+
+def by_model(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield each model and precision with its rows."""
+    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
+        yield model, precision, [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
 
 
 # docs/planning.md

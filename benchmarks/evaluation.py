@@ -31,6 +31,7 @@ from typing import Any
 
 import command
 from evaluation_figures import MACHINE_FILE, ran_of, recorded, written
+from evaluation_goals import runs_in
 from evaluation_slices import DONE, GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, TO_DO, Ran, Slice, slices
 
 from trimtab.core.checks import number
@@ -342,9 +343,10 @@ def summary(size: str, found: Sequence[Slice], place: Place) -> dict[str, Any]:
 
     What is written is the same wherever it is made of the same records: it holds nothing of this machine or day.
     """
-    for name, made in written(size, found, place.folder).items():
+    runs = runs_in(found, place.folder)
+    for name, made in written(size, found, place.folder, runs).items():
         write_whole(place.folder / name, made)
-    known = recorded(size, found, place.folder)
+    known = recorded(size, found, place.folder, runs)
     states = [(each, *place.state(each)) for each in found]
     here = [{"metric": "slice", "slice": each.name, "state": state, "why": why} for each, state, why in states]
     goals = [row for row in known["rows"] if row["metric"] == "goal"]

@@ -26,6 +26,7 @@ from trimtab.experiments.scaling.result import Scaling
 from trimtab.experiments.scaling.table import tables
 
 Row = dict[str, Any]
+Runs = Mapping[str, Run]
 PAGE, SUMMARY, MACHINE_FILE = "evaluation.md", "summary.json", "machine.json"
 _SETTINGS = {"interaction": "together", "whole": "the plan"}  # others are said as they are
 
@@ -51,19 +52,28 @@ def ran_of(each: Slice, folder: Path) -> Path:
     return folder / "done" / f"{each.name}.json"
 
 
-def written(size: str, found: Sequence[Slice], folder: Path) -> dict[str, str]:
-    """Return what a folder holds beside its records, by file: how goals stand, and the page of all runs."""
-    texts = {SUMMARY: json.dumps(recorded(size, found, folder), indent=1) + "\n"}
-    if runs := runs_in(found, folder):
+def written(size: str, found: Sequence[Slice], folder: Path, runs: Runs | None = None) -> dict[str, str]:
+    """Return what a folder holds beside its records, by file: how goals stand, and the page of all runs.
+
+    Args:
+        runs: of these slices; None: they are read.
+    """
+    runs = runs_in(found, folder) if runs is None else runs
+    texts = {SUMMARY: json.dumps(recorded(size, found, folder, runs), indent=1) + "\n"}
+    if runs:
         goals = [each.told for each in _goals(size, folder, runs)]
         made = evaluation_texts(tuple(runs.values()), _command(size), goals)
         texts |= {f"evaluation.{kind}": text for kind, text in made.items()}
     return texts
 
 
-def recorded(size: str, found: Sequence[Slice], folder: Path) -> dict[str, Any]:
-    """Return how goals and slices stand by what was recorded: of a slice that has ended, when and of what sources."""
-    goals = _goals(size, folder, runs_in(found, folder))
+def recorded(size: str, found: Sequence[Slice], folder: Path, runs: Runs) -> dict[str, Any]:
+    """Return how goals and slices stand by what was recorded: of a slice that has ended, when and of what sources.
+
+    Args:
+        runs: of these slices.
+    """
+    goals = _goals(size, folder, runs)
     rows = [{"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals]
     rows += [{"metric": "slice", "slice": each.name} | _ended(ran_of(each, folder)) for each in found]
     return {
@@ -81,7 +91,7 @@ def _ended(path: Path) -> Row:
     return {"state": DONE, "sources": ran.sources, "seconds": ran.seconds}
 
 
-def _goals(size: str, folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
+def _goals(size: str, folder: Path, runs: Runs) -> tuple[Reached, ...]:
     return reached([goal for goal in GOALS if goal.size == size], folder, runs)
 
 

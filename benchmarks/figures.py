@@ -68,6 +68,11 @@ def main() -> None:
     sys.exit(1 if check and stale else 0)
 
 
+def _or_unmeasured(lines: Iterable[str], name: str) -> list[str]:
+    """Return the figures of a benchmark, or that there are none."""
+    return list(lines) or [f"**Not measured**: no record of `benchmarks/{name}.py` is among `benchmarks/results`."]
+
+
 def _written(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -95,6 +100,7 @@ def pages(root: Path) -> dict[Path, str]:
             "figures": of("exhaustive", "budget_sweep", "planning_time", "published", "probing"),
         },
         root / "docs" / "install.md": {"figures": of("import_time")},
+        root / "docs" / "hosts.md": {"figures": _or_unmeasured(of("hosts"), "hosts")},
         root / "docs" / "accumulation.md": {"model": _savings(), "figures": of("monitor", "regret")},
         root / "docs" / "ranks.md": {"figures": files(*RANKS)},
     }
@@ -525,15 +531,9 @@ def _planning_times(rows: list[Row]) -> Iterator[str]:
         yield where + f"| {row['grown_bytes'] / 2**20:.0f} | {step} | {row['changes']} |"
 
 
-def _by_model(rows: list[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Yield each model and precision with its rows."""
-    for model, precision in dict.fromkeys((row["model"], row["precision"]) for row in rows):
-        yield model, precision, [row for row in rows if (row["model"], row["precision"]) == (model, precision)]
-
-
 def _frontier(rows: list[Row]) -> Iterator[str]:
     """Yield a table a model: what each schedule takes of the time and the peak of a step that keeps all."""
-    for model, precision, of in _by_model(rows):
+    for model, precision, of in docs_figures.by_model(rows):
         whole = next(row["peak_bytes"] for row in of if row["schedule"] == "none")
         yield f"**{model}, {precision}**"
         yield ""
@@ -567,7 +567,7 @@ def _drawn(drawn: Iterable[Path]) -> Iterator[str]:
 
 def _walk(rows: list[Row]) -> Iterator[str]:
     """Yield how the limits of each model were met."""
-    for model, precision, of in _by_model(rows):
+    for model, precision, of in docs_figures.by_model(rows):
         met = [row["is_met"] for row in of if row["feasible"]]
         yield f"**{model}, from {precision}**: {sum(met)} of {len(met)} limits met, {len(of) - len(met)} infeasible"
         yield ""

@@ -30,11 +30,11 @@ from trimtab.tasks import load_task
 
 FIRST, LAST = 5, 1  # rounds that are not timed: they set up and warm up, and in the last one trainings end
 ROWS = 8  # of a step of the language model
-QUICK_ROUNDS = 40
 BAR = 1.01
 ARMS = ("host", "ours", "control")
 # An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
 ORDERS = tuple(itertools.permutations(ARMS))
+QUICK_ROUNDS = 6 * len(ORDERS)  # of each order as many
 Training = Callable[[bool, int, int, Callable[[], None]], None]
 
 
@@ -58,6 +58,8 @@ class Turns:
         try:
             self._await(arm)
             training(lambda: self._stepped(arm))
+            if arm in self._order[self._done :]:  # the others would wait for it
+                raise RuntimeError(f"the training {arm!r} ended before its last step")
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

@@ -8,14 +8,17 @@ rank it is the plain loop over what all ranks have.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
@@ -177,7 +180,44 @@ def runs_out_on(model: nn.Module, *, is_here: bool) -> nn.Module:
     return model
 
 
-def trained(folder: Path, *, ours: bool, k: int = 1, rows: Rows | None = None, runs_out=False, evaluates=False, **own):
+class Waits(TorchDispatchMode):
+    """Counts what ranks send each other by torch in each of a Trainer's windows, and reads, but for the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._is_in_model = False
+        model.register_forward_pre_hook(lambda *_: self._enters(True))
+        model.register_forward_hook(lambda *_: self._enters(False))
+        self.counted: Counter[str] = Counter()
+        self.windows: list[Counter[str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith("c10d.") or ("_local_scalar_dense" in name and not self._is_in_model):
+            self.counted[name.split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def seen(self):
+        """Return a callback that ends a window."""
+        from transformers import TrainerCallback
+
+        return type("Seen", (TrainerCallback,), {"on_step_end": lambda *_, **__: self._ends()})()
+
+    def _enters(self, is_in_model: bool) -> None:
+        self._is_in_model = is_in_model
+
+    def _ends(self) -> None:
+        self.windows.append(self.counted)
+        self.counted = Counter()
+
+    def least(self) -> dict[str, int]:
+        """Return what every window has: those that begin a training, or follow what is logged, have more."""
+        return {name: min(window[name] for window in self.windows) for name in set().union(*self.windows)}
+
+
+def trained(
+    folder: Path, *, ours: bool, k: int = 1, rows=None, runs_out=False, evaluates=False, counts=False, **own
+) -> dict:
     """Return what a Trainer, or ours, ends with."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -200,11 +240,14 @@ def trained(folder: Path, *, ours: bool, k: int = 1, rows: Rows | None = None, r
         "eval_dataset": Rows() if evaluates else None,
         "compute_loss_func": in_double,
     }
-    trainer = (TrimtabTrainer if ours else Trainer)(model=model, args=arguments, **data, **own)
-    trainer.train()
+    waits = Waits(model)
+    kind = TrimtabTrainer if ours else Trainer
+    trainer = kind(model=model, args=arguments, callbacks=[waits.seen()], **data, **own)
+    with waits if counts else contextlib.nullcontext():
+        trainer.train()
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
     said = {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
-    found = {"weights": weights(model), "said": said}
+    found = {"weights": weights(model), "said": said, "waits": waits.least() if counts else None}
     return found | ({"plan": to_json(trainer.trimtab_plan)} if ours else {})
 
 
@@ -220,6 +263,9 @@ def by_trainers(folder: Path, ranks: int) -> dict:
     none = Rows(has_none=True)
     found["host, none"] = trained(folder, ours=False, rows=none)
     found["none"] = trained(folder, ours=True, rows=none, plan=trimtab.Plan.fixed(4, **shared))
+    found["host, counted"] = trained(folder, ours=False, counts=True)
+    for micro in (1, 4):
+        found[f"counted {micro}"] = trained(folder, ours=True, counts=True, plan=trimtab.Plan.fixed(4, micro, **shared))
     found["unshared"] = refused(lambda: trained(folder, ours=True, plan=trimtab.Plan.fixed(4)))
     return found
 

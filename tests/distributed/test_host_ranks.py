@@ -88,6 +88,14 @@ def test_a_trainers_ranks_report_what_the_hosts_own_do(trainers, way):
             assert each[way]["said"][name] == pytest.approx(each["host"]["said"][name], rel=1e-5), name
 
 
+def test_a_trainers_ranks_say_once_a_window_what_they_count_and_wait_for_no_micro_batch(trainers):
+    for each in trainers[1]:
+        host, split, whole = (each[way]["waits"] for way in ("host, counted", "counted 1", "counted 4"))
+        assert (split, split["allreduce_"]) == (whole, 1)  # that of gradients; of four micro-batches, and of one
+        assert not split.get("allgather_")
+        assert host["allgather_"] >= 1  # which is how the host counts
+
+
 def test_a_rank_of_whose_batch_nothing_counts_is_no_nan(trainers):
     for each in trainers[1]:
         assert difference(each["none"]["weights"], each["host, none"]["weights"]) <= EXACT

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
-from trimtab.integrations.transformers import TrimtabTrainer, counts_nothing, refuse_conflicts
+from trimtab.integrations.transformers import TrimtabTrainer, WindowLabels, counts_nothing, refuse_conflicts
 
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17
 _NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -175,6 +175,45 @@ def test_a_micro_batch_of_which_nothing_counts_is_no_nan(tmp_path):
     for trainer in (plain, ours):
         trainer.train()
     assert difference(ours.model, plain.model) <= EXACT
+
+
+def test_what_a_subclass_counts_is_asked_of_each_micro_batch(tmp_path):
+    """Where labels count in every row, and of what is counted there is none in half of them."""
+
+    class CountsSome:
+        def get_batch_samples(self, *args):
+            batches, _ = super().get_batch_samples(*args)
+            return batches, sum((batch["labels"][:, -1] < WORDS // 2).sum() for batch in batches)
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        is_counted = labels[:, -1] < WORDS // 2
+        return nn.functional.cross_entropy(outputs["logits"][is_counted, -1], labels[is_counted, -1])
+
+    data = rows(64, ragged=False)
+    how = {"args": arguments(tmp_path), "train_dataset": data, "compute_loss_func": mean}
+    plain = type("Plain", (CountsSome, Trainer), {})(model=model(), **how)
+    ours = type("Ours", (CountsSome, TrimtabTrainer), {})(model=model(), plan=trimtab.Plan.fixed(ROWS, 1), **how)
+    for trainer in (plain, ours):
+        trainer.train()
+    assert difference(ours.model, plain.model) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("labels", "count"),
+    [
+        ([[1, 2], [3, 4]], True),
+        ([[1, -100], [3, 4]], False),  # nothing predicts a first label
+        ([3, 4], True),
+        ([3, -100], False),
+        ([[1], [2]], False),  # nobody knows: each micro-batch is asked
+        (None, False),
+    ],
+)
+def test_labels_count_in_all_rows_where_each_has_one_that_some_version_counts(labels, count):
+    batch = {} if labels is None else {"labels": torch.tensor(labels)}
+    assert WindowLabels([batch]).count_in_all_rows is count
+    assert not WindowLabels([batch, {"labels": torch.tensor([-100])}]).count_in_all_rows
+    assert not WindowLabels([batch], is_known=False).count_in_all_rows
 
 
 @pytest.mark.parametrize("kind", [Trainer, TrimtabTrainer])

@@ -554,6 +554,17 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
     assert next(evaluation.text(found)) == "not measured  wikitext: S 1.3x P0"
 
 
+def test_the_summary_reads_the_runs_once(evaluation, goals, listed, place, monkeypatch):
+    from measured_runs import comparison
+
+    (place.folder / "cifar-recipes").mkdir()
+    (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
+    read, read_runs = [], goals.read_runs
+    monkeypatch.setattr(goals, "read_runs", lambda paths: read.append(paths) or read_runs(paths))
+    evaluation.summary("cpu", listed.slices("cpu"), place)
+    assert len(read) == 1
+
+
 def test_what_is_written_beside_the_records_is_of_the_records_alone(evaluation, listed, made, place):
     """Of sources that have changed since the command says so, and no file does: a file is the same on every machine."""
     one = made("monitor")

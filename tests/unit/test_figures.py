@@ -111,6 +111,14 @@ def record(*rows, name="r"):
     return Record(name, name, "a machine", rows)
 
 
+def test_a_benchmark_without_a_record_is_said_not_to_be_measured():
+    import figures
+
+    (line,) = figures._or_unmeasured([], "hosts")
+    assert line.startswith("**Not measured**: no record of `benchmarks/hosts.py`")
+    assert figures._or_unmeasured(["a figure"], "hosts") == ["a figure"]
+
+
 def test_a_row_that_is_not_there_or_there_twice_is_refused():
     found = record({"metric": "a", "arm": "x"}, {"metric": "a", "arm": "y"}, {"metric": "b"})
     assert found.one("a", arm="y") == {"metric": "a", "arm": "y"}

@@ -10,6 +10,7 @@ in DDP, as the plan says, in place of the host.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ _DECIDED = {
 }
 _HOST = "TrainingArguments"
 _REPLICAS = (0,)  # stages at which what the host clips and saves is whole on each rank
+_LABELS = ("labels", "shift_labels")  # of which a host's version counts one
+_IGNORED = -100  # a label that does not count
 _OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
 
 
@@ -102,7 +105,7 @@ class TrimtabTrainer(Trainer):
         self.trimtab_run: Run | None = None
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
-        self._batch_rows = 0  # of a batch that is not split: where it counts nothing, it is the host's own affair
+        self._labels = WindowLabels(())
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
@@ -110,33 +113,39 @@ class TrimtabTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = together(self._collected), []
-        self._batch_rows = max(len(batch["labels"]) if "labels" in batch else 0 for batch in batches)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run = self.trimtab_run or self._started(batches)
+        self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
-        return self._as_reported(loss, batches, num_items_in_batch)
+        # Of a loss that counts, the host averages over ranks what is each one's part of all terms'.
+        return loss if num_items_in_batch is None else loss * run.loss_share
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
+        """Draw a window's batches as the host does, and count on this rank: the run sums over ranks, once a window."""
+        with self._alone():
+            return super().get_batch_samples(*args, **kwargs)
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         require_shared(plan, self._num_ranks, _REPLICAS)
         return checked_plan(plan, _HOST)
 
-    def _as_reported(self, loss: Tensor, batches: Sequence[Any], num_of_all: Tensor | int | None) -> Tensor:
-        """Return a window's loss as the host has it on a rank, which it averages over ranks: a part of all terms'."""
-        if self._num_ranks == 1 or num_of_all is None:
-            return loss
-        return loss * (self._count(batches) * self._num_ranks / num_of_all)
+    def _count(self, micro: Any) -> Tensor | int | None:
+        """Return what the host counts in a micro-batch; None where it counts nothing."""
+        return self.get_batch_samples(iter([micro]), 1, self.args.device)[1]
 
-    def _count(self, batches: Sequence[Any]) -> Tensor | int | None:
-        """Return what the host counts in batches of this rank; None where it counts nothing."""
-        with self._alone():
-            return self.get_batch_samples(iter(batches), len(batches), self.args.device)[1]
+    @property
+    def _counts_labels(self) -> bool:
+        """Whether what counts is what the host itself counts, and no subclass something else."""
+        own, name = type(self), "_get_num_items_in_batch"
+        is_drawn = own.get_batch_samples is TrimtabTrainer.get_batch_samples
+        return is_drawn and getattr(own, name, None) is getattr(Trainer, name, self)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the host count on this rank, and ask no other: the run weighs by the terms of all, once a window."""
+        """Have the host count and weigh on this rank, and ask no other: the run weighs by the terms of all."""
         before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             yield
@@ -145,13 +154,13 @@ class TrimtabTrainer(Trainer):
 
     def _counted_loss(self, model: nn.Module, micro: Any) -> Any:
         """Return the host's loss of a micro-batch, as a sum and its count; a mean over rows where it counts nothing."""
-        count = self._count([micro])
+        count = self._count(micro)
         micro = {**micro}  # the host takes labels out of what it is given, and a window may be run once more
         with self._alone():
             if count is None:
                 return self.compute_loss(model, micro)
-            is_part = self._num_ranks > 1 or len(micro["labels"]) < self._batch_rows
-            if is_part and counts_nothing(count):
+            is_part = self._num_ranks > 1 or len(micro["labels"]) < self._labels.batch_rows
+            if is_part and not self._labels.count_in_all_rows and counts_nothing(count):
                 _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
                 return nothing_of(outputs), count
             return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
@@ -159,6 +168,7 @@ class TrimtabTrainer(Trainer):
     def _started(self, batches: Sequence[Any]) -> Run:
         optimizer = self.optimizer.optimizer
         if self.trimtab_plan is None:
+            self._labels = WindowLabels(batches, is_known=False)  # a plan may try other rows, and shapes alone
             how = {"total_steps": self.state.max_steps} | self._planning
             self.trimtab_plan = self._checked(make_plan(self.model, optimizer, self._counted_loss, batches[0], **how))
         limit_s = float(self.args.ddp_timeout)
@@ -208,6 +218,37 @@ class StepsRun(AcceleratedOptimizer):
             raise ValueGivenError("closure", given="one", expected="None: the window's gradient is there already")
         self._is_overflow = not self._run.step()
         self.wrapped._opt_called = True
+
+
+class WindowLabels:
+    """What is asked of a window's labels in each of its micro-batches, and is the same in all.
+
+    Args:
+        is_known: whether these are the rows, and their labels what is counted.
+
+    Attributes:
+        batch_rows: of a batch that is not split: where it counts nothing, it is the host's own affair.
+    """
+
+    def __init__(self, batches: Sequence[Any], *, is_known: bool = True) -> None:
+        self._batches, self._is_known = batches, is_known
+        self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
+
+    @functools.cached_property
+    def count_in_all_rows(self) -> bool:
+        """Whether something counts in every row, and so in every micro-batch; waits for the device once a window."""
+        if not self._is_known:
+            return False
+        columns = [batch[name] for batch in self._batches for name in _LABELS if name in batch]
+        if not columns or not all(isinstance(column, Tensor) and column.dim() for column in columns):
+            return False
+        return bool(torch.stack([_in_all_rows(column) for column in columns]).all())
+
+
+def _in_all_rows(labels: Tensor) -> Tensor:
+    """Return whether labels count in every row, be it of next tokens, whose first label nothing predicts."""
+    counts = labels.ne(_IGNORED)  # (B,) or (B, T)
+    return (counts[..., 1:].flatten(1).any(-1) if counts.dim() > 1 else counts).all()
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class WindowWeights:
         self._add(loss.detach())
         self._count = count if self._num_micro_batches == 1 else self._count + count
         if self._num_micro_batches == 1 or self._divisor is None:
-            return loss / _or_one(count)
+            return loss / or_one(count)
         return loss * (1.0 / self._divisor)
 
     def _add(self, value: Tensor) -> None:
@@ -143,7 +143,7 @@ class WindowWeights:
         """Factor still to be applied to the window's gradients; the float 1.0 when there is none."""
         if not self._is_sum or self._num_micro_batches == 1 or self._divisor is None:
             return 1.0
-        count = _or_one(self._count)  # in double: an integer tensor would divide in float32
+        count = or_one(self._count)  # in double: an integer tensor would divide in float32
         return self._divisor / (count.double() if isinstance(count, Tensor) else count)
 
     @property
@@ -151,7 +151,12 @@ class WindowWeights:
         """Mean loss per term over what the window has seen; a detached scalar on the model's device."""
         if self._loss is None:
             return torch.tensor(math.nan)
-        return self._loss / _or_one(self._count) if self._is_sum else self._loss
+        return self._loss / or_one(self._count) if self._is_sum else self._loss
+
+    @property
+    def share(self) -> float | Tensor:
+        """What this process's mean loss is multiplied by, for the mean over ranks to be that of all terms."""
+        return 1.0
 
     @property
     def divisor(self) -> float | Tensor:
@@ -160,7 +165,7 @@ class WindowWeights:
             return float(self._rows)
         if self._num_micro_batches > 1 and self._divisor is not None:
             return self._divisor
-        count = _or_one(self._count)
+        count = or_one(self._count)
         return count.double() if isinstance(count, Tensor) else float(count)
 
     @property
@@ -184,6 +189,6 @@ def power_of_two(terms: float) -> float:
     return float(2.0 ** round(math.log2(max(1.0, terms))))
 
 
-def _or_one(count: Count) -> Count:
+def or_one(count: Count) -> Count:
     """Return a count to divide by: itself, a fraction too (weights that sum to 0.25), and 1 only in place of 0."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from trimtab.core.plan import Plan
-from trimtab.runtime.accumulation import Count, WindowWeights, power_of_two
+from trimtab.runtime.accumulation import Count, WindowWeights, or_one, power_of_two
 from trimtab.runtime.peers import Peers
 
 
@@ -76,8 +75,16 @@ class RankWeights(WindowWeights):
         agreed, reference = self._peers.agreed(), float(self.divisor)
         terms = agreed.terms if self._is_sum else agreed.rows
         if isinstance(terms, Tensor):
-            return self._peers.num_ranks * reference / torch.where(terms == 0, torch.ones_like(terms), terms)
+            return self._peers.num_ranks * reference / or_one(terms)
         return self._peers.num_ranks * reference / terms if terms else 1.0
+
+    @property
+    def share(self) -> float | Tensor:
+        """As in one process, where ranks have told each other of the window; waits for those that have not."""
+        agreed = self._peers.agreed()
+        own, of_all = (self._count, agreed.terms) if self._is_sum else (self._rows, agreed.rows)
+        own = own.double() if isinstance(own, Tensor) else own
+        return self._peers.num_ranks * own / or_one(of_all)
 
     @property
     def divisor(self) -> float | Tensor:

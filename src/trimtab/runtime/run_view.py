@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Self
 
+from torch import Tensor
+
 from trimtab.core.stop import StopReason
 from trimtab.decide.accumulation import Noise
+from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
+from trimtab.runtime.order import LoopOrder
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.recovery import Recovery
 from trimtab.runtime.stopping import StopTest
@@ -19,9 +23,24 @@ class RunView:
 
     _consumed: Consumed
     _control: BatchControl | FixedBatch
+    _order: LoopOrder
     _precision: MixedPrecision
     _recovery: Recovery
     _stopping: StopTest
+    _weights: WindowWeights
+
+    @property
+    def loss_share(self) -> float | Tensor:
+        """What the open window's mean loss is multiplied by, for its mean over ranks to be that of all their terms.
+
+        Known once the window's last micro-batch was seen; 1.0 in one process. On ranks it waits for what the others
+        say of their parts, as `unscale` and `step` do, and for no device.
+
+        Raises:
+            LoopError: the window's last micro-batch was not seen, or there is no window.
+        """
+        self._order.require_complete("run.loss_share")
+        return self._weights.share
 
     @property
     def num_batches(self) -> int:

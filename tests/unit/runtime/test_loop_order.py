@@ -102,6 +102,13 @@ class Verbs(RuleBasedStateMachine):
             self.forbid(self.run.unscale)
 
     @rule()
+    def loss_share(self):
+        if self.done == 3:
+            assert self.run.loss_share == 1.0
+        else:
+            self.forbid(lambda: self.run.loss_share)
+
+    @rule()
     def discard(self):
         weights = [p.clone() for p in self.model.parameters()]
         self.run.discard()

@@ -43,3 +43,20 @@ def test_a_window_without_terms_leaves_gradients_of_zero_as_they_are(terms):
     correction = weigh(4, 4.0, Agreed(8, terms, 1), 0.0).correction
     factor = correction.float() if isinstance(correction, torch.Tensor) else correction
     assert torch.equal(torch.zeros(3) * factor, torch.zeros(3))
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_ranks_share_makes_its_mean_a_part_of_all_terms(kind):
+    weights = weigh(20, 4.0, Agreed(24, kind(8.0), 1), kind(2.0))
+    assert float(weights.share) == 2 * 2.0 / 8.0
+
+
+def test_a_rank_of_a_mean_has_its_rows_share():
+    weights = RankWeights(Two(4.0, Agreed(20, 20, 1)), 16)
+    weights.open(4, 1)
+    weights.weigh(torch.tensor(1.0, requires_grad=True), None, 4)
+    assert weights.share == 2 * 4 / 20
+
+
+def test_of_a_window_without_terms_a_share_is_a_number():
+    assert weigh(4, 4.0, Agreed(8, 0.0, 1), 0.0).share == 0.0
