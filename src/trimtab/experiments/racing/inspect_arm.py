@@ -19,6 +19,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import alive_between_steps, peak_bytes, storage_bytes
 from trimtab.measure.sharded_norms import is_sharded, local
 from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
+from trimtab.tasks.placement import ahead
 from trimtab.tasks.task import Task, TaskData
 
 _PHASE_STEPS = 4
@@ -49,7 +50,7 @@ def measure_arm(
     with together.entering():
         loop = make(watch.watched_task(), device)
     together.draw_apart(0)
-    batches = watch.drawn(iter(shard(data.batches(0, task.batch_rows))))
+    batches = watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # as in a race
     is_over = False
     try:
         for _ in range(2):
