@@ -20,7 +20,7 @@ from trimtab.core import checks
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
 STEP = "step"  # the one thing every folder has to say: how far it is
 _LONGEST = 2**26
@@ -90,7 +90,7 @@ def manifest_of(folder: Path) -> Manifest:
     if not is_whole:
         raise damaged(folder, NAME, "other bytes than were written")
     if said.get("schema") != SCHEMA:
-        raise FormatError(f"{folder / NAME}: schema", given=repr(said.get("schema")), expected=str(SCHEMA))
+        raise _of_another(folder, said.get("schema"))
     try:
         return from_jsonable(Manifest, said)
     except (FormatError, ValueGivenError) as error:
@@ -119,6 +119,15 @@ def open_file(path: Path) -> tuple[int, int]:
 def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
     """Return the error that names a file of a folder, or the folder."""
     return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
+
+
+def _of_another(folder: Path, schema: object) -> FormatError:
+    """Return the error for a folder of another trimtab, which can read what this one cannot."""
+    by, way_out = "", ""
+    if type(schema) is int:
+        by = f", of {'an older' if schema < SCHEMA else 'a newer'} trimtab"
+        way_out = "Go on with the trimtab that wrote it, or begin in a new folder."
+    return FormatError(f"{folder / NAME}: schema", given=f"{schema!r}{by}", expected=str(SCHEMA), way_out=way_out)
 
 
 def _bytes_of(folder: Path) -> bytes:
