@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trimtab.core.appended import Appended, sync_folder
+from trimtab.core.appended import Appended, not_written, sync
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError
 
@@ -130,9 +130,15 @@ class RecordWriter:
         self._begin()
         size = self._file.sync()
         if not self._is_named:
-            sync_folder(self._file.path.parent)
-            self._is_named = True
+            self._sync_name()
         return size
+
+    def _sync_name(self) -> None:
+        try:
+            sync(self._file.path.parent)
+        except OSError as error:
+            raise not_written(self._file.path, error) from error
+        self._is_named = True
 
     def keep(self, end: int) -> None:
         """Drop what stands after so many bytes: it will be written once more.
