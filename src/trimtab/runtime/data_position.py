@@ -126,14 +126,11 @@ class DataPosition(Part):
         if not (self._is_drawn and self._drawn and begun):
             return None
         back = _loading(loader, _random_of(loader), "here")
-        own = loader.state_dict() if is_stateful(loader) else None
         try:
             with borrowed(loader) as lent:
                 _loading(loader, begun, "state.data.begun")()
                 return next((batch for batch in iterate("loader", lent) if _is_fit(batch)), None)
         finally:
-            if own is not None:
-                loader.load_state_dict(own)
             back()
 
     def state_dict(self) -> dict[str, Any]:

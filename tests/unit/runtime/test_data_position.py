@@ -269,3 +269,35 @@ def test_a_loader_that_holds_itself_has_an_end():
     loader = Stateful()
     loader.wrapped = loader
     assert innermost(loader) is loader
+
+
+def test_a_batch_is_drawn_anew_with_the_loaders_place_saved_and_put_back_once():
+    told = []
+
+    class Told(Stateful):
+        def state_dict(self):
+            told.append("saved")
+            return super().state_dict()
+
+        def load_state_dict(self, state):
+            told.append("put back")
+            super().load_state_dict(state)
+
+    position = DataPosition(is_kept=True)
+    list(position.batches(Told()))
+    assert position.drawn_anew()[0] == 1
+    assert told == ["saved", "put back"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "endless"])
+def test_the_pass_after_a_batch_that_was_drawn_anew_is_as_it_would_have_been(kind):
+    def next_pass(*, draws):
+        seeded()
+        loader, position = LOADERS[kind](), DataPosition(is_kept=True)
+        list(position.batches(loader))
+        if draws:
+            position.drawn_anew()
+        position.over()
+        return [repr(batch) for batch in position.batches(loader)]
+
+    assert next_pass(draws=True) == next_pass(draws=False)
