@@ -178,6 +178,25 @@ def test_a_forged_manifest_leads_nowhere(parent, change):
     assert f"step-2/{NAME}: given" in refusal(parent)
 
 
+OTHER_SCRIPTS = ("²", "٢", "２", "१")
+NOT_AS_WRITTEN = ("+2", " 2", "2\n", "2_0", "02", "0", "-1", "2.0", "", "two", "1" * 10, "1" * 5_000, 2, True, None, [])
+WORLDS = [*({"ranks": ranks} for ranks in (*OTHER_SCRIPTS, *NOT_AS_WRITTEN)), [], "2", None]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: ascii(world)[:30])
+def test_ranks_are_a_number_as_it_is_written(parent, world):
+    """And not what `int` may read as one, or `str.isdigit` take for one."""
+    forge(parent / "step-2", lambda said: said["about"].update(world=world))
+    assert f"step-2/{NAME}: given what no writer of it writes" in refusal(parent)
+
+
+def test_ranks_that_are_a_number_have_files_each(parent):
+    forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "1"}))
+    assert newest_good(parent).manifest.num_ranks == 1
+    forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "999999999"}))
+    assert f"step-2/rank-1-{TENSORS}: given nothing; expected a file of each rank" in refusal(parent)
+
+
 @pytest.mark.parametrize("size", [0, 10**15, -1])
 def test_a_size_is_compared_before_anything_is_read(parent, size):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=size))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 SCHEMA = 2
 NAME = "manifest.json"
 STEP = "step"  # the one thing every folder has to say: how far it is
+WORLD = "world"  # what a run's folder says of ranks, by name
+_RANKS = re.compile("[1-9][0-9]{0,8}")  # as `str` writes a number: `int` would read more, and digits of other scripts
 _LONGEST = 2**26
 _WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
 
@@ -48,6 +51,10 @@ class Manifest:
         for name in self.files:
             if not is_plain(name) or name == NAME:
                 raise FormatError(NAME, given=f"the file {name!r}", expected="the name of a file in the folder")
+        said = self._ranks()
+        if not (isinstance(said, str) and _RANKS.fullmatch(said)):
+            given, expected = f"{said!r:.40} as ranks", "a number above 0, in digits"
+            raise FormatError(f"about[{WORLD!r}]", given=given, expected=expected)
 
     @property
     def step(self) -> int:
@@ -57,9 +64,11 @@ class Manifest:
     @property
     def num_ranks(self) -> int:
         """Ranks that wrote into the folder; 1 where it does not say."""
-        world = self.about.get("world")
-        said = world.get("ranks") if isinstance(world, Mapping) else None
-        return int(said) if isinstance(said, str) and said.isdecimal() and len(said) < 10 else 1
+        return int(self._ranks())
+
+    def _ranks(self) -> Any:
+        world = self.about.get(WORLD, {})
+        return world.get("ranks", "1") if isinstance(world, Mapping) else None
 
     def encoded(self) -> bytes:
         """Return its text, checksum included.
