@@ -59,6 +59,8 @@ RANK = """
 
     rows = options.get("rows", 64)  # of the job, or of each rank's own loader
     x = torch.sin(torch.arange(max(rows) if isinstance(rows, list) else rows)[:, None] * 6.0 + torch.arange(6))
+    if options.get("no_number") is not None and rank == 1:
+        x[options["no_number"]] = float("nan")
     data, order = TensorDataset(x, x.sum(1, keepdim=True)), torch.Generator().manual_seed(5)
     if isinstance(rows, list):
         data = torch.utils.data.Subset(data, range(rows[rank]))
