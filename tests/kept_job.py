@@ -130,9 +130,10 @@ RANK = """
             os.kill(os.getpid(), signal.SIGKILL)
         return (model(batch[0]) - batch[1]).square().mean()
 
+    skips = {} if options.get("no_number") is None else {"nonfinite": "skip"}
     checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **options.get("keep", {}))
     try:
-        with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints) as run:
+        with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints, **skips) as run:
             noted(run.num_windows)
             while run.passes < 4:
                 for window in run.windows(loader):

@@ -117,6 +117,7 @@ def test_ranks_go_on_where_one_has_no_rows(tmp_path, stage, kind):
     whole, consumed = trained(tmp_path / "other", "whole", **options | {"keep": {}})
     assert [] in [rows for _, rows in consumed[1][saved:]]
     assert ("nan" in whole[1].values()) is (kind in NO_NUMBER)
+    assert "nan" not in whole[0].values()  # nor did a window of the second rank end the training of both
     for ours, theirs, seen in zip(said, whole, consumed, strict=True):
         joined = {str(window + 1) for window, rows in seen if not rows}  # of which a rank has no loss of its own
         assert str(saved + 1) in ours
