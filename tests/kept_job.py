@@ -59,6 +59,8 @@ RANK = """
 
     rows = options.get("rows", 64)  # of the job, or of each rank's own loader
     x = torch.sin(torch.arange(max(rows) if isinstance(rows, list) else rows)[:, None] * 6.0 + torch.arange(6))
+    if options.get("no_number") is not None and rank == 1:
+        x[options["no_number"]] = float("nan")
     data, order = TensorDataset(x, x.sum(1, keepdim=True)), torch.Generator().manual_seed(5)
     if isinstance(rows, list):
         data = torch.utils.data.Subset(data, range(rows[rank]))
@@ -128,9 +130,10 @@ RANK = """
             os.kill(os.getpid(), signal.SIGKILL)
         return (model(batch[0]) - batch[1]).square().mean()
 
+    skips = {} if options.get("no_number") is None else {"nonfinite": "skip"}
     checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **options.get("keep", {}))
     try:
-        with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints) as run:
+        with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints, **skips) as run:
             noted(run.num_windows)
             while run.passes < 4:
                 for window in run.windows(loader):

@@ -100,7 +100,9 @@ UNEVEN = {
     "one ends": ([32, 18], 4),
     "one has ended": ([32, 18], 6),
     "one has a single batch": ([32, 4], 5),
+    "one has a batch that voids its window": ([32, 8], 5),
 }
+NO_NUMBER = {"one has a batch that voids its window": 3}  # a row of the second rank's first batch
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -108,12 +110,14 @@ UNEVEN = {
 def test_ranks_go_on_where_one_has_no_rows(tmp_path, stage, kind):
     """It joins the others by what weighs nothing, and its dropout draws as it would have."""
     rows, saved = UNEVEN[kind]
-    options = {"rows": rows, "stage": stage, "keep": {"every_steps": saved}}
+    options = {"rows": rows, "stage": stage, "keep": {"every_steps": saved}, "no_number": NO_NUMBER.get(kind)}
     trained(tmp_path, "dead", dies_after=saved + 1, **options)
     said, _ = trained(tmp_path, "again", **options)
     (tmp_path / "other").mkdir()
     whole, consumed = trained(tmp_path / "other", "whole", **options | {"keep": {}})
     assert [] in [rows for _, rows in consumed[1][saved:]]
+    assert ("nan" in whole[1].values()) is (kind in NO_NUMBER)
+    assert "nan" not in whole[0].values()  # nor did a window of the second rank end the training of both
     for ours, theirs, seen in zip(said, whole, consumed, strict=True):
         joined = {str(window + 1) for window, rows in seen if not rows}  # of which a rank has no loss of its own
         assert str(saved + 1) in ours

@@ -28,7 +28,7 @@ from trimtab.checkpoint.envelope import clean, found, newest_good, retain, seal,
 from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.lock import NAME as LOCK
 from trimtab.checkpoint.lock import locked
-from trimtab.checkpoint.manifest import NAME, Manifest
+from trimtab.checkpoint.manifest import NAME, SCHEMA, Manifest
 from trimtab.checkpoint.state_files import read_state
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
@@ -178,18 +178,55 @@ def test_a_forged_manifest_leads_nowhere(parent, change):
     assert f"step-2/{NAME}: given" in refusal(parent)
 
 
+OTHER_SCRIPTS = ("²", "٢", "２", "१")
+NOT_AS_WRITTEN = ("+2", " 2", "2\n", "2_0", "02", "0", "-1", "2.0", "", "two", "1" * 10, "1" * 5_000, 2, True, None, [])
+WORLDS = [*({"ranks": ranks} for ranks in (*OTHER_SCRIPTS, *NOT_AS_WRITTEN)), [], "2", None]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: ascii(world)[:30])
+def test_ranks_are_a_number_as_it_is_written(parent, world):
+    """And not what `int` may read as one, or `str.isdigit` take for one."""
+    forge(parent / "step-2", lambda said: said["about"].update(world=world))
+    assert f"step-2/{NAME}: given what no writer of it writes" in refusal(parent)
+
+
+def test_ranks_that_are_a_number_have_files_each(parent):
+    forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "1"}))
+    assert newest_good(parent).manifest.num_ranks == 1
+    forge(parent / "step-2", lambda said: said["about"].update(world={"ranks": "999999999"}))
+    assert f"step-2/rank-1-{TENSORS}: given nothing; expected a file of each rank" in refusal(parent)
+
+
 @pytest.mark.parametrize("size", [0, 10**15, -1])
 def test_a_size_is_compared_before_anything_is_read(parent, size):
     forge(parent / "step-2", lambda said: said["files"][TREE].update(bytes=size))
     assert f"step-2/{TREE}: given" in refusal(parent)
 
 
-def test_another_schema_is_refused_by_name(parent):
-    forge(parent / "step-2", lambda said: said.update(schema=2, files="of another kind"))
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        (1, "1, of an older trimtab"),
+        (SCHEMA + 1, f"{SCHEMA + 1}, of a newer trimtab"),
+        (True, "True"),
+        (None, "None"),
+        ("2", "'2'"),
+    ],
+)
+def test_another_schema_is_refused_by_name(parent, schema, given):
+    forge(parent / "step-2", lambda said: said.update(schema=schema, files="of another kind"))
     for read in (verify, lambda folder: newest_good(folder.parent)):
-        with pytest.raises(FormatError, match=rf"step-2/{NAME}: schema: given 2; expected 1") as refused:
+        with pytest.raises(FormatError, match=rf"step-2/{NAME}: schema: given {given}; expected 2") as refused:
             read(parent / "step-2")
-        assert not isinstance(refused.value, DamagedError)  # what a newer version wrote is not to be put aside
+        assert not isinstance(refused.value, DamagedError)  # what another version wrote is not to be put aside
+        assert ("the trimtab that wrote it" in str(refused.value)) is ("trimtab" in given)
+
+
+def test_a_checkpoint_of_an_older_schema_is_no_matter_where_a_newer_one_is_whole(parent):
+    forge(parent / "step-1", lambda said: said.update(schema=1))
+    assert newest_good(parent).manifest.step == 2
+    assert retain(parent, 1) == []  # nor is it deleted: it is not one that this version knows
+    assert (parent / "step-1").is_dir()
 
 
 def test_a_manifest_without_end_is_not_read(parent):

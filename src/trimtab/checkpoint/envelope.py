@@ -9,7 +9,6 @@ folder that is there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import re
@@ -25,10 +24,11 @@ from trimtab.checkpoint.file_names import TENSORS, TREE, prefix_of
 from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
 from trimtab.core import checks
+from trimtab.core.appended import TEMPORARY, not_written, set_apart, sync, write_over
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
 
 LATEST = "latest"
-TEMPORARY, DAMAGED = ".tmp-", ".damaged-"
+DAMAGED = ".damaged-"
 NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
 
 
@@ -74,27 +74,16 @@ def write(
     except SaveError:
         raise
     except OSError as error:
-        raise _not_saved(final, error) from error
+        raise not_written(final, error) from error
     with contextlib.suppress(OSError):  # a hint that nobody relies upon
-        _hint(parent / LATEST, name)
+        write_over(parent / LATEST, f"{name}\n".encode(), is_synced=False)
     return final
-
-
-def _hint(path: Path, name: str) -> None:
-    beside = _set_apart(path)
-    try:
-        with beside.open("x", encoding="utf-8") as file:  # never through a link that somebody laid
-            file.write(f"{name}\n")
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
     """Make a folder beside, which a lock shows to be in use; what becomes of it, no trace of it is left there."""
-    beside, descriptor = _set_apart(final), None
+    beside, descriptor = set_apart(final), None
     beside.mkdir()
     try:
         descriptor = os.open(beside, os.O_RDONLY | os.O_CLOEXEC)
@@ -271,30 +260,13 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         try:
             remove(folder)
         except OSError as error:
-            raise _not_saved(folder, error) from error
+            raise not_written(folder, error) from error
     return old
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders, and say so
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _set_apart(final: Path) -> Path:
-    """Return a name that no committed folder has."""
-    return final.with_name(f"{final.name}{TEMPORARY}{uuid.uuid4().hex}")
 
 
 def remove(folder: Path) -> None:
     """Delete a committed folder: it is none from the first moment on, and never half of one."""
-    aside = _set_apart(folder)
+    aside = set_apart(folder)
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -333,14 +305,3 @@ def _is_left(entry: os.DirEntry[str]) -> bool:
 def _require_absent(final: Path) -> None:
     if os.path.lexists(final):
         raise FormatError(str(final), given="something of that name", expected="a new folder")
-
-
-def _not_saved(final: Path, error: OSError) -> SaveError:
-    said = SaveError(
-        str(final),
-        given=f"a file system that says: {error.strerror or error}",
-        expected="a folder that can be written, and room in it",
-        way_out="Whatever was committed before is as it was.",
-    )
-    said.errno = error.errno
-    return said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from trimtab.core import checks
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import DamagedError, FormatError, ValueGivenError
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "manifest.json"
 STEP = "step"  # the one thing every folder has to say: how far it is
+WORLD = "world"  # what a run's folder says of ranks, by name
+_RANKS = re.compile("[1-9][0-9]{0,8}")  # as `str` writes a number: `int` would read more, and digits of other scripts
 _LONGEST = 2**26
 _WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
 
@@ -48,6 +51,10 @@ class Manifest:
         for name in self.files:
             if not is_plain(name) or name == NAME:
                 raise FormatError(NAME, given=f"the file {name!r}", expected="the name of a file in the folder")
+        said = self._ranks()
+        if not (isinstance(said, str) and _RANKS.fullmatch(said)):
+            given, expected = f"{said!r:.40} as ranks", "a number above 0, in digits"
+            raise FormatError(f"about[{WORLD!r}]", given=given, expected=expected)
 
     @property
     def step(self) -> int:
@@ -57,9 +64,11 @@ class Manifest:
     @property
     def num_ranks(self) -> int:
         """Ranks that wrote into the folder; 1 where it does not say."""
-        world = self.about.get("world")
-        said = world.get("ranks") if isinstance(world, Mapping) else None
-        return int(said) if isinstance(said, str) and said.isdecimal() and len(said) < 10 else 1
+        return int(self._ranks())
+
+    def _ranks(self) -> Any:
+        world = self.about.get(WORLD, {})
+        return world.get("ranks", "1") if isinstance(world, Mapping) else None
 
     def encoded(self) -> bytes:
         """Return its text, checksum included.
@@ -90,7 +99,7 @@ def manifest_of(folder: Path) -> Manifest:
     if not is_whole:
         raise damaged(folder, NAME, "other bytes than were written")
     if said.get("schema") != SCHEMA:
-        raise FormatError(f"{folder / NAME}: schema", given=repr(said.get("schema")), expected=str(SCHEMA))
+        raise _of_another(folder, said.get("schema"))
     try:
         return from_jsonable(Manifest, said)
     except (FormatError, ValueGivenError) as error:
@@ -119,6 +128,15 @@ def open_file(path: Path) -> tuple[int, int]:
 def damaged(folder: Path, name: str, given: str, expected: str = "what the manifest says") -> DamagedError:
     """Return the error that names a file of a folder, or the folder."""
     return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
+
+
+def _of_another(folder: Path, schema: object) -> FormatError:
+    """Return the error for a folder of another trimtab, which can read what this one cannot."""
+    by, way_out = "", ""
+    if type(schema) is int:
+        by = f", of {'an older' if schema < SCHEMA else 'a newer'} trimtab"
+        way_out = "Go on with the trimtab that wrote it, or begin in a new folder."
+    return FormatError(f"{folder / NAME}: schema", given=f"{schema!r}{by}", expected=str(SCHEMA), way_out=way_out)
 
 
 def _bytes_of(folder: Path) -> bytes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from pathlib import Path
 
 from trimtab.core.errors import SaveError
+
+TEMPORARY = ".tmp-"  # in the names of what is not there yet, or no more
 
 
 class Appended:
@@ -113,11 +116,14 @@ class Appended:
 
 def set_apart(path: Path) -> Path:
     """Return a name beside a path's that nobody else has."""
-    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    return path.with_name(f"{path.name}{TEMPORARY}{uuid.uuid4().hex}")
 
 
-def written_beside(path: Path, data: bytes) -> Appended:
+def written_beside(path: Path, data: bytes, *, is_synced: bool = True) -> Appended:
     """Return a new file beside a path's, with this in it and on disk: renamed, it is the path's.
+
+    Args:
+        is_synced: whether to wait for the disk.
 
     Raises:
         SaveError: it could not be written; nothing is left of it. OSError: the folder takes no file.
@@ -125,25 +131,42 @@ def written_beside(path: Path, data: bytes) -> Appended:
     file = Appended(set_apart(path), is_new=True)
     try:
         file.write(data)
-        file.sync()
+        file.sync() if is_synced else file.flush()
     except BaseException:
         file.abandon()
         raise
     return file
 
 
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to disk, where its file system does that."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def write_over(path: Path, data: bytes, *, is_synced: bool = True) -> None:
+    """Give a file other content, whole or not at all, and never through a link that somebody laid.
+
+    Raises:
+        OSError: as of `written_beside`; what was there is as it was.
+    """
+    file = written_beside(path, data, is_synced=is_synced)
     try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
+        file.rename(path)
+    except BaseException:
+        file.abandon()
+        raise
+    file.close()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to disk; raises `OSError` where that fails."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders, and say so
+            raise
     finally:
         os.close(descriptor)
 
 
 def not_written(path: Path, error: OSError) -> SaveError:
-    """Return the error that names a file which the file system did not take."""
+    """Return the error that names a file or folder which the file system did not take."""
     given = f"a file system that says: {error.strerror or error}"
     said = SaveError(
         str(path), given=given, expected="room, and leave to write", way_out="What was there is as it was."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import csv
-import datetime
 import io
 import itertools
 import math
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from trimtab.core import checks
 from trimtab.core.energy import Energy, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
-from trimtab.core.moments import format_moment
+from trimtab.core.moments import format_moment, time_of
 
 KINDS = ("average", "marginal")
 JOULES_PER_KWH = 3.6e6
@@ -161,12 +160,9 @@ def _figure(text: str) -> float | None:
 def _seconds(text: str | None, line: int) -> float:
     expected = "a time of ISO 8601 with its offset from UTC, such as 2026-03-01T00:30+01:00"
     try:
-        found = datetime.datetime.fromisoformat((text or "").strip())
-    except ValueError:
-        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}", expected=expected) from None
-    if found.tzinfo is None:
-        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}, without an offset", expected=expected)
-    return found.timestamp()
+        return time_of(text or "")
+    except ValueError as error:
+        raise FormatError(f"carbon:{line}", given=f"{text!r:.40}, {error}", expected=expected) from None
 
 
 def _grams(text: str | None, line: int) -> float:

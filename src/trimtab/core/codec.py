@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trimtab.core.appended import written_beside
+from trimtab.core.appended import write_over
 from trimtab.core.errors import FormatError
 
 T = TypeVar("T")
@@ -63,13 +63,7 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there is as it was.
     """
-    file = written_beside(Path(path), text.encode())
-    try:
-        file.rename(Path(path))
-    except BaseException:
-        file.abandon()
-        raise
-    file.close()
+    write_over(Path(path), text.encode())
 
 
 def read_json(cls: type[T], path: str | Path) -> T:

@@ -35,11 +35,23 @@ def parse_moment(field: str, text: str, now_s: float) -> float:
         return now_s + number(field, after_s, low=0, open_low=True)
     expected = "a moment of ISO 8601 with its offset, such as 2026-03-02T06:00+01:00, or a duration such as 36h"
     try:
+        return time_of(text)
+    except ValueError as error:
+        raise ValueGivenError(field, given=f"{text!r:.40}, {error}", expected=expected) from None
+
+
+def time_of(text: str) -> float:
+    """Return seconds since 1970 for `2026-03-02T06:00+01:00`, or for one that ends with `Z`.
+
+    Raises:
+        ValueError: it is none, or without its offset from UTC; which of the two is all that it says.
+    """
+    try:
         found = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
-        raise ValueGivenError(field, given=f"{text!r:.40}", expected=expected) from None
+        raise ValueError("which is no time") from None
     if found.tzinfo is None:
-        raise ValueGivenError(field, given=f"{text!r:.40}, without an offset", expected=expected)
+        raise ValueError("without an offset")
     return found.timestamp()
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
-from trimtab.core.appended import Appended, sync_folder
+from trimtab.core.appended import Appended, not_written, sync
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError
 
@@ -130,9 +130,15 @@ class RecordWriter:
         self._begin()
         size = self._file.sync()
         if not self._is_named:
-            sync_folder(self._file.path.parent)
-            self._is_named = True
+            self._sync_name()
         return size
+
+    def _sync_name(self) -> None:
+        try:
+            sync(self._file.path.parent)
+        except OSError as error:
+            raise not_written(self._file.path, error) from error
+        self._is_named = True
 
     def keep(self, end: int) -> None:
         """Drop what stands after so many bytes: it will be written once more.
@@ -200,17 +206,7 @@ def read_header(path: str | Path) -> Header:
     Raises:
         FormatError: no such file, no header, or another schema.
     """
-    try:
-        with Path(path).open("rb") as file:
-            line = file.readline()
-    except OSError as error:
-        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
-    header = _parse(str(path), 1, line) if line.endswith(b"\n") else None
-    if not isinstance(header, Header):
-        raise FormatError(str(path), given="a torn line" if line else "no header", expected="a header line first")
-    if header.schema != RECORD_SCHEMA:
-        raise FormatError(f"{path}: schema", given=repr(header.schema), expected=str(RECORD_SCHEMA))
-    return header
+    return _read(path, lambda file: file.readline())[0]
 
 
 def read_together(environments: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -230,21 +226,12 @@ def read_record(path: str | Path) -> RunRecord:
     Raises:
         FormatError: no such file, no header, another schema, or a damaged line that is not the last.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")  # bytes: a torn line may end inside a character
-    except OSError as error:
-        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
-    torn = lines.pop()
-    rows = [_parse(str(path), number, line) for number, line in enumerate(lines, 1)]
-    if not rows or not isinstance(rows[0], Header):
-        raise FormatError(str(path), given=f"{'a torn line' if torn else 'no header'}", expected="a header line first")
-    if rows[0].schema != RECORD_SCHEMA:
-        raise FormatError(f"{path}: schema", given=repr(rows[0].schema), expected=str(RECORD_SCHEMA))
-    if any(isinstance(row, Header) for row in rows[1:]):
+    header, rows = _read(path, lambda file: file.read())
+    if any(isinstance(row, Header) for row in rows):
         raise FormatError(str(path), given="a second header", expected="one run a file")
     ends = [row for row in rows if isinstance(row, End)]
     return RunRecord(
-        rows[0],
+        header,
         tuple(row for row in rows if isinstance(row, StepRecord)),
         tuple(row for row in rows if isinstance(row, Evaluation)),
         tuple(row for row in rows if isinstance(row, Event)),
@@ -252,8 +239,20 @@ def read_record(path: str | Path) -> RunRecord:
     )
 
 
-def _parse(path: str, number: int, line: bytes) -> Line:
-    where = f"{path}:{number}"
+def _read(path: str | Path, read: Callable[[BinaryIO], bytes]) -> tuple[Header, list[Line]]:
+    """Return the header, and the whole lines after it, of what is read of a file."""
+    try:
+        with Path(path).open("rb") as file:
+            *lines, torn = read(file).split(b"\n")  # bytes: a torn line may end inside a character
+    except OSError as error:
+        raise FormatError(str(path), given=f"nothing that can be read ({error})", expected="a record") from None
+    rows = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
+    if not rows or not isinstance(rows[0], Header):
+        raise FormatError(str(path), given="a torn line" if torn else "no header", expected="a header line first")
+    return rows[0], rows[1:]
+
+
+def _parse(where: str, line: bytes) -> Line:
     try:
         data = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -261,5 +260,8 @@ def _parse(path: str, number: int, line: bytes) -> Line:
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise FormatError(where, given=f"kind {kind!r}", expected="one of " + ", ".join(_KINDS))
-    line_value: Line = from_jsonable(_KINDS[kind], data)
+    try:
+        line_value: Line = from_jsonable(_KINDS[kind], data)  # which refuses a header of another schema
+    except FormatError as error:
+        raise FormatError(f"{where}: {error.field}", given=error.given, expected=error.expected) from None
     return line_value

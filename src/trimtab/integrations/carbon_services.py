@@ -27,6 +27,7 @@ from urllib.parse import urlencode
 
 from trimtab.core.carbon import Intensity
 from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.moments import time_of
 from trimtab.integrations.intensity import IntensitySource, known_around, named
 from trimtab.integrations.web import TIMEOUT_S, json_of, missing
 
@@ -211,12 +212,9 @@ def _text(row: Mapping[str, object], name: str) -> str:
 def _time(row: Mapping[str, object], name: str) -> float:
     text = _text(row, name)
     try:
-        found = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        raise _unfit(f"a {name} that is no time", "a time of ISO 8601") from None
-    if found.tzinfo is None:
-        raise _unfit(f"a {name} without its offset from UTC", "a time of ISO 8601 with it")
-    return found.timestamp()
+        return time_of(text)
+    except ValueError as error:
+        raise _unfit(f"a {name}, {error}", "a time of ISO 8601 with its offset from UTC") from None
 
 
 def _number(row: Mapping[str, object], name: str) -> float | None:

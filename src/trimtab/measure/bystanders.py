@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.held import HeldTensor, host_copy, is_container
+from trimtab.measure.held import HeldGradient, HeldTensor, is_container, tensors_of
 from trimtab.measure.snapshot import Snapshot
 
 _DEPTH = 4  # a loss, what it calls, what that is a method of, what it holds
@@ -27,18 +27,18 @@ class Bystanders:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
-        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        found = {id(each): each for module in modules_of(loss_fn) for each in _tensors(module)}
+        own = {id(tensor) for tensor in tensors_of(model)}
+        found = {id(each): each for module in modules_of(loss_fn) for each in tensors_of(module)}
         others = [tensor for key, tensor in found.items() if key not in own]
         self._buffers = [HeldTensor(each) for each in others if not isinstance(each, nn.Parameter)]
-        self._grads = [(each, each.grad, None if each.grad is None else host_copy(each.grad)) for each in others]
+        self._grads = [HeldGradient(each) for each in others]
 
     def restore(self) -> None:
         """Put everything back."""
         for buffer in self._buffers:
             buffer.restore()
-        for owner, grad, copy in self._grads:
-            owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
+        for grad in self._grads:
+            grad.restore()
 
     def __enter__(self) -> Bystanders:
         return self
@@ -66,11 +66,6 @@ def modules_of(loss_fn: Any) -> Iterator[nn.Module]:
             yield value
         else:
             pending.extend((each, depth + 1) for each in _referred(value))
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _referred(value: Any) -> Iterator[Any]:

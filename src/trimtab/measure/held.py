@@ -1,4 +1,4 @@
-"""Containers and tensors that objects hold by reference: found, copied, and put back in place.
+"""Containers, tensors and gradients that objects hold by reference: found, copied, and put back in place.
 
 Dicts, lists, tuples, sets and deques are followed, to any depth and through cycles. Other objects are not entered and
 not copied: what a trial changes inside them stays.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Exactly these: a subclass may refuse to be emptied and filled again.
 _CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
@@ -53,6 +53,19 @@ class HeldTensor:
             self._data.copy_(self._copy)
 
 
+class HeldGradient:
+    """A tensor's gradient and its values, to be put back on the same object; also that it has none."""
+
+    def __init__(self, owner: Tensor) -> None:
+        self._owner, self._grad = owner, owner.grad
+        self._copy = None if owner.grad is None else host_copy(owner.grad)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        grad, copy = self._grad, self._copy
+        self._owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
+
+
 class HeldContainer:
     """A container's items, to be put back into the same object."""
 
@@ -67,6 +80,12 @@ class HeldContainer:
             self._container.update(self._items)
         else:
             self._container.extend(self._items)
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's parameters, and then its buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def host_copy(tensor: Tensor) -> Tensor:

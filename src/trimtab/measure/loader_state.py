@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trimtab.core.errors import ValueGivenError
-
 
 @contextlib.contextmanager
 def borrowed(data: Any) -> Iterator[Any]:
@@ -62,23 +60,10 @@ def _without_lasting(data: Any) -> Any:
 
     The copy keeps it only as long as itself. Workers that are there already are shared.
     """
-    keeps_one = isinstance(data, DataLoader) and (_has_lasting_workers(data) or is_stateful(data))
+    keeps_one = isinstance(data, DataLoader) and (has_lasting_workers(data) or is_stateful(data))
     return copy.copy(data) if keeps_one else data
 
 
-def _has_lasting_workers(data: Any) -> bool:
+def has_lasting_workers(data: Any) -> bool:
+    """Return whether a loader's workers live on from one pass into the next."""
     return isinstance(data, DataLoader) and data.persistent_workers and data.num_workers > 0
-
-
-def require_state_kept(data: Any) -> None:
-    """Raise `ValueGivenError` for a loader whose workers carry random numbers from one pass into the next.
-
-    Those started anew would begin others, in another order of the rows. One with `load_state_dict()` sees to it itself.
-    """
-    if _has_lasting_workers(getattr(data, "wrapped", data)) and not is_stateful(data):
-        raise ValueGivenError(
-            "loader",
-            given="persistent_workers=True, in a run with checkpoints",
-            expected="workers that begin with each pass, as those of a run that goes on do",
-            way_out="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
-        )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.held import HeldContainer, HeldTensor, host_copy, is_container, reachable
+from trimtab.measure.held import HeldContainer, HeldGradient, HeldTensor, is_container, reachable, tensors_of
 from trimtab.measure.process_state import ProcessState
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -24,8 +24,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._process = ProcessState.capture()
-        self._grads = [(t, t.grad, None if t.grad is None else host_copy(t.grad)) for t in _tensors(model)]
-        named = {id(t): t for t in _tensors(model)}
+        self._grads = [HeldGradient(tensor) for tensor in tensors_of(model)]
+        named = {id(t): t for t in tensors_of(model)}
         others = list(reachable(_roots(model, optimizer)))
         named |= {id(value): value for value in others if isinstance(value, Tensor)}
         self._containers = [HeldContainer(value) for value in others if is_container(value)]
@@ -37,8 +37,8 @@ class Snapshot:
             container.restore()
         for tensor in self._tensors:
             tensor.restore()
-        for owner, grad, copy in self._grads:
-            owner.grad = grad if grad is None or copy is None else grad.copy_(copy)
+        for grad in self._grads:
+            grad.restore()
         self._process.restore()
 
     def __enter__(self) -> Snapshot:
@@ -57,7 +57,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for tensor in _tensors(model):
+    for tensor in tensors_of(model):
         yield from _tensor_facts(tensor)
         yield from _tensor_facts(tensor.grad)
     for value in reachable(_roots(model, optimizer)):
@@ -91,11 +91,6 @@ def _tensor_facts(tensor: Tensor | None) -> Iterator[Any]:
         return
     yield tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.data_ptr(), tensor.requires_grad
     yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _roots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

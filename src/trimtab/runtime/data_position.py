@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
-from trimtab.measure.loader_state import borrowed, generators_of, is_stateful
+from trimtab.measure.loader_state import borrowed, generators_of, has_lasting_workers, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
 from trimtab.runtime.batches import holds_nan, iterate
 from trimtab.runtime.joining import NoRows
@@ -126,14 +126,11 @@ class DataPosition(Part):
         if not (self._is_drawn and self._drawn and begun):
             return None
         back = _loading(loader, _random_of(loader), "here")
-        own = loader.state_dict() if is_stateful(loader) else None
         try:
             with borrowed(loader) as lent:
                 _loading(loader, begun, "state.data.begun")()
                 return next((batch for batch in iterate("loader", lent) if _is_fit(batch)), None)
         finally:
-            if own is not None:
-                loader.load_state_dict(own)
             back()
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,6 +179,29 @@ def _is_fit(batch: Any) -> bool:
     return not isinstance(batch, NoRows) and not holds_nan(batch)
 
 
+def innermost(loader: Any) -> Any:
+    """Return the loader that others draw from, through those that hold one as `wrapped`."""
+    seen = set[int]()
+    while id(loader) not in seen and getattr(loader, "wrapped", None) is not None:
+        seen.add(id(loader))
+        loader = loader.wrapped
+    return loader
+
+
+def require_state_kept(loader: Any) -> None:
+    """Raise `ValueGivenError` for a loader whose workers carry random numbers from one pass into the next.
+
+    Those started anew would begin others, in another order of the rows. One with `load_state_dict()` sees to it itself.
+    """
+    if has_lasting_workers(innermost(loader)) and not is_stateful(loader):
+        raise ValueGivenError(
+            "loader",
+            given="persistent_workers=True, in a run with checkpoints",
+            expected="workers that begin with each pass, as those of a run that goes on do",
+            way_out="DataLoader(..., persistent_workers=False), or a loader that has state_dict and load_state_dict.",
+        )
+
+
 def length_of(loader: Any) -> int | None:
     """Return the batches of a pass, where a loader tells them."""
     try:
@@ -192,7 +212,7 @@ def length_of(loader: Any) -> int | None:
 
 def _lengths_of(loader: Any) -> dict[str, int]:
     """Return the batches of a pass, and the rows of the data set, where they are told."""
-    told = {"batches": loader, "rows": getattr(getattr(loader, "wrapped", loader), "dataset", None)}
+    told = {"batches": loader, "rows": getattr(innermost(loader), "dataset", None)}
     return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
 
 

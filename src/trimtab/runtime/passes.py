@@ -11,11 +11,10 @@ import torch
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
-from trimtab.measure.loader_state import require_state_kept
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.batches import count_rows
-from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.data_position import DataPosition, require_state_kept
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.joining import Joining, NoRows
 from trimtab.runtime.keeping import Keeper

@@ -123,3 +123,24 @@ def test_what_is_kept_of_a_long_record_is_not_read(tmp_path):
         assert path.stat().st_size == 2**26
         with pytest.raises(FormatError, match="a line that goes on there; expected the 1000 that stood"):
             record.keep(1000)
+
+
+@pytest.mark.parametrize(("number", "is_taken"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_new_records_name_is_on_disk_or_the_error_names_it(tmp_path, monkeypatch, number, is_taken):
+    sync, of_folders = os.fsync, []
+
+    def fails_of_folders(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            of_folders.append(descriptor)
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    with RecordWriter(tmp_path / "r.jsonl", Header("it")) as record, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_of_folders)
+        if is_taken:  # a file system that syncs no folders, and says so
+            assert record.end() == record.end() == (tmp_path / "r.jsonl").stat().st_size
+            assert len(of_folders) == 1
+        else:
+            for _ in range(2):  # it is tried again
+                with pytest.raises(SaveError, match=r"r\.jsonl: given a file system that says: Input/output error"):
+                    record.end()

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.moments import format_moment, parse_duration, parse_moment
+from trimtab.core.moments import format_moment, parse_duration, parse_moment, time_of
 
 NOW = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC).timestamp()
 
@@ -33,6 +33,16 @@ def test_what_is_no_duration(text):
 )
 def test_a_moment(text, after_s):
     assert parse_moment("--by", text, NOW) == NOW + after_s
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("2026-03-01T06:00", "without an offset"), ("2026-02-30T06:00Z", "which is no time"), ("", "no time")],
+)
+def test_what_is_no_time_says_why(text, says):
+    assert time_of(" 2026-03-01T06:00Z\n") == NOW + 6 * 3600
+    with pytest.raises(ValueError, match=says):
+        time_of(text)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def test_a_word_that_one_has_not_heard_stays(store):
     heartbeat.say(store, "one", "1", readers=2)
     heard_by(store, "one").join()
     heartbeat.say(store, "two", "2", readers=2)
+    assert store.check(["one"])  # of one that is gone `get` would wait
     assert store.get("one") == b"1"
     heard_by(store, "one").join()
     heartbeat.say(store, "three", "3", readers=2)

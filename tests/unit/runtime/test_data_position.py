@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.distributed.dealing import shard
-from trimtab.runtime.data_position import DataPosition
+from trimtab.runtime.data_position import DataPosition, innermost, require_state_kept
 from trimtab.runtime.joining import NoRows
 
 
@@ -230,3 +230,74 @@ def test_a_batch_that_holds_no_number_is_none_to_join_others_with():
     assert other.taken_first().tolist() == [1.0]
     assert [*drawn] == [torch.zeros(1)]
     assert position.drawn_anew().tolist() == [1.0]
+
+
+class Stream(IterableDataset):
+    """Rows without an index, of which a loader is dealt as it is."""
+
+    def __len__(self):
+        return 23
+
+    def __iter__(self):
+        return iter(range(23))
+
+
+def dealt_twice(**options):
+    loader = DataLoader(Stream(), batch_size=4, **options)
+    once = shard(loader, 0, 2)
+    return loader, once, shard(once, 0, 2)
+
+
+def test_workers_that_stay_are_found_through_all_that_deal_a_loader_out():
+    loaders = dealt_twice(num_workers=1, persistent_workers=True)
+    for each in loaders:
+        assert innermost(each) is loaders[0]
+        with pytest.raises(ValueGivenError, match="persistent_workers=True, in a run with checkpoints"):
+            require_state_kept(each)
+    for each in dealt_twice(num_workers=1):
+        require_state_kept(each)
+
+
+def test_rows_of_data_are_counted_through_all_that_deal_a_loader_out():
+    for each in dealt_twice():
+        position = DataPosition(is_kept=True)
+        next(position.batches(each))
+        assert position.state_dict()["length"] == {"batches": 6, "rows": 23}
+
+
+def test_a_loader_that_holds_itself_has_an_end():
+    loader = Stateful()
+    loader.wrapped = loader
+    assert innermost(loader) is loader
+
+
+def test_a_batch_is_drawn_anew_with_the_loaders_place_saved_and_put_back_once():
+    told = []
+
+    class Told(Stateful):
+        def state_dict(self):
+            told.append("saved")
+            return super().state_dict()
+
+        def load_state_dict(self, state):
+            told.append("put back")
+            super().load_state_dict(state)
+
+    position = DataPosition(is_kept=True)
+    list(position.batches(Told()))
+    assert position.drawn_anew()[0] == 1
+    assert told == ["saved", "put back"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "endless"])
+def test_the_pass_after_a_batch_that_was_drawn_anew_is_as_it_would_have_been(kind):
+    def next_pass(*, draws):
+        seeded()
+        loader, position = LOADERS[kind](), DataPosition(is_kept=True)
+        list(position.batches(loader))
+        if draws:
+            position.drawn_anew()
+        position.over()
+        return [repr(batch) for batch in position.batches(loader)]
+
+    assert next_pass(draws=True) == next_pass(draws=False)
