@@ -40,13 +40,13 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
         for each in found:
             finding, run = each.finding, each.run
             where = f"{numbers[id(run)]}: {say.one_line(run.task)}{_part(finding)}{_beside_of(finding, run)}"
-            rows.append((claim.says, claim.source, where, *figures(finding, run), _verdict(each)))
+            rows.append((claim.says, _verdict(each), *figures(finding, run), where, claim.source))
         if not found and whole:
             empty = Verdict(status_without(claim), unmeasured(claim, runs))
-            rows.append((claim.says, claim.source, "", "", "", "", empty))
+            rows.append((claim.says, empty, "", "", "", "", claim.source))
     return Table(
         title,
-        ("Claim", "Source", "Run", *_FIGURES, "Verdict"),
+        ("Claim", "Verdict", *_FIGURES, "Run", "Source"),  # the widest last: a narrow page cuts off where it lies
         tuple(rows),
         "Nothing was measured of it.",
         "Pass: the whole interval is beyond what is claimed; fail: short of it. Between them, or below 5 pairs, there "
