@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import select
 import signal
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint import envelope
+from trimtab.checkpoint.manifest import NAME
 from trimtab.checkpoint.state_files import read_state, write_state
 
 KILLED = -signal.SIGKILL
@@ -104,3 +107,13 @@ def kill_while_saving(parent: Path, delay_s: Callable[[], float], kills: int, si
         assert 1 <= len(envelope.found(parent)) <= 3
         last = step
     return last, cut
+
+
+def forge(folder: Path, change) -> None:
+    """Write a manifest as one who can write there could: whatever it says, its checksum is right."""
+    said = json.loads((folder / NAME).read_text())
+    del said["sha256"]
+    change(said)
+    text = json.dumps(said, sort_keys=True, indent=1)
+    said["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / NAME).write_text(json.dumps(said, sort_keys=True, indent=1) + "\n")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import pickle
 import random
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving import KILLED, ended, forked, kill_while_saving, loaded, save
+from saving import KILLED, ended, forge, forked, kill_while_saving, loaded, save
 
 from trimtab.checkpoint import checksums, envelope
 from trimtab.checkpoint.envelope import clean, found, newest_good, retain, seal, verify, write
@@ -136,16 +134,6 @@ CHANGES = {
 def test_what_is_not_the_folder_that_was_written_is_refused(parent, name, change):
     change(parent)
     assert f"step-2/{name}: given" in refusal(parent)
-
-
-def forge(folder: Path, change) -> None:
-    """Write a manifest as one who can write there could: whatever it says, its checksum is right."""
-    said = json.loads((folder / NAME).read_text())
-    del said["sha256"]
-    change(said)
-    text = json.dumps(said, sort_keys=True, indent=1)
-    said["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (folder / NAME).write_text(json.dumps(said, sort_keys=True, indent=1) + "\n")
 
 
 def named(name):

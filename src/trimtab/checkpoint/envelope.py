@@ -197,8 +197,11 @@ def found(parent: Path) -> list[Path]:
     return [folder for folder in committed(parent) if _step(folder) is not None]
 
 
-def newest_good(parent: Path) -> Found:
+def newest_good(parent: Path, reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None) -> Found:
     """Return the newest folder of which every byte is as it was written.
+
+    Args:
+        reads: takes a folder that is whole; one of which it raises `DamagedError` counts as one that is not.
 
     Raises:
         FormatError: one that may be newer has another schema: whoever wrote it can read it.
@@ -206,7 +209,9 @@ def newest_good(parent: Path) -> Found:
     refused: list[Refused] = []
     for folder in committed(parent):
         try:
-            return Found(folder, verify(folder), refused)
+            manifest = verify(folder)
+            reads(folder, manifest)
+            return Found(folder, manifest, refused)
         except DamagedError as error:
             refused.append(Refused(folder, error))
     return Found(None, None, refused)

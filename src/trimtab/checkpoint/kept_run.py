@@ -21,6 +21,7 @@ from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
 from trimtab.checkpoint.ranks import KeptRanks, found_of, is_in_shards, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
+from trimtab.checkpoint.said import said_of
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
@@ -92,7 +93,7 @@ class KeptRun:
         if settings.resume == "never":
             (settings.path / journal.NAME).unlink(missing_ok=True)
             return None
-        found = newest_good(settings.path)
+        found = newest_good(settings.path, said_of)
         if found.folder is None and found.refused:
             damaged = "; ".join(str(error) for error in found.refused)
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")

@@ -11,6 +11,7 @@ from typing import Any
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.checkpoint.run_state import Given
+from trimtab.checkpoint.said import Said, said_of
 from trimtab.checkpoint.world import accepted
 from trimtab.core import checks
 from trimtab.core.codec import from_jsonable
@@ -75,13 +76,13 @@ class Checkpoints:
         Raises:
             FormatError: it is of another version of trimtab.
         """
-        about = self._saved()
-        return None if about is None else from_jsonable(Plan, about["plan"])
+        said = self._saved()
+        return None if said is None else from_jsonable(Plan, said.plan)
 
     def saved_rows(self) -> int:
         """Return the rows that the run was last saved after; 0 where it was not saved yet."""
-        about = self._saved()
-        return 0 if about is None else int(about["rows"])
+        said = self._saved()
+        return 0 if said is None else said.rows
 
     def require_as_asked(self) -> None:
         """Raise where `resume` wants a checkpoint and there is none, or none and there is one; `start` looks closer.
@@ -96,12 +97,12 @@ class Checkpoints:
             given, way_out = f"{there[0].name} in {self.path}", 'resume="auto" goes on from it.'
             raise FormatError("checkpoints.resume", given=given, expected="a folder without any", way_out=way_out)
 
-    def _saved(self) -> Mapping[str, Any] | None:
+    def _saved(self) -> Said | None:
         if self.resume == "never":
             return None
         for folder in committed(self.path):
             with contextlib.suppress(DamagedError):
-                return manifest_of(folder).about
+                return said_of(folder, manifest_of(folder))
         return None
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving import ended, forked
+from saving import ended, forge, forked
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -79,6 +79,23 @@ def saved(tmp_path):
 def test_it_goes_on(saved, tmp_path):
     rest = Loop(saved).train(8)
     assert rest == Loop(tmp_path / "other").train(8)[4:]
+
+
+@pytest.mark.parametrize("name", ["rows", "plan", "world", "in_shards", "accepted"])
+@pytest.mark.parametrize("instead", ["left out", "as text"])
+def test_what_says_what_no_run_does_is_put_aside_and_the_one_before_gone_on_from(saved, name, instead):
+    def change(said):
+        if instead == "left out":
+            del said["about"][name]
+        else:
+            said["about"][name] = "12"
+
+    forge(saved / "step-4", change)
+    loop = Loop(saved)
+    assert loop.checkpoints.saved_rows() == 12
+    given = r"step-4/manifest.json: given what no (run says of itself|writer of it writes).*step-3 is gone on from"
+    with pytest.warns(UserWarning, match=given), loop.start() as run:
+        assert run.num_windows == 3
 
 
 def test_the_last_two_are_kept(saved):
