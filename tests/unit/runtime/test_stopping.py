@@ -133,6 +133,25 @@ def test_the_average_is_saved():
         other.load_state_dict(test.state_dict() | {"average": -1.0})
 
 
+@pytest.mark.parametrize("saved_after", range(1, 40))
+def test_a_save_ends_no_run_sooner_nor_does_going_on_from_it(saved_after):
+    norms = [1.0] * 20 + [0.0] * 30
+
+    def windows(test: StopTest, begun: int = 0, until: int = len(norms)) -> int:
+        for index, norm in enumerate(norms[begun:until], begun):
+            if test.reason is not None:
+                return index
+            test.stepped(torch.tensor(norm))
+        return until
+
+    alone, saved, resumed = (StopTest(trimtab.Stop(grad_norm=0.5)) for _ in range(3))
+    expected = windows(alone)
+    assert 20 < expected < len(norms)
+    at = windows(saved, until=min(saved_after, expected))
+    resumed.load_state_dict(saved.state_dict())
+    assert windows(saved, at) == windows(resumed, at) == expected
+
+
 def test_a_run_that_was_over_stays_so_when_resumed():
     with started(trimtab.Stop(target=1.0)) as run:
         run.evaluated(2.0)
