@@ -7,6 +7,7 @@ thread or process group begun.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -56,6 +57,8 @@ def _load(running: Running, *, modules: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         for name in modules:
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is forked neither searches the imports for garbage nor copies the pages they lie in
 
 
 def _start(running: Running, **program: Any) -> int:
