@@ -815,7 +815,10 @@ def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> No
     assert re.search(r"after 8\.[23] months", doubling)
     assert "assumption" in doubling
     none = replace(gain(), plan=gain().reference)
-    assert "doubles: never" in gain_tables.projection_sentences(none)[1]
+    assert "cannot be told apart" in gain_tables.projection_sentences(none)[1]
+    assert "changes nothing" in gain_tables.projection_sentences(replace(gain(), changes=""))[1]
+    slower = replace(gain(), plan=gain().reference, reference=gain().plan)
+    assert "doubles: never" in gain_tables.projection_sentences(slower)[1]
 
 
 def test_of_few_laps_no_interval_is_shown() -> None:

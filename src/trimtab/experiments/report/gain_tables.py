@@ -37,7 +37,8 @@ def phase_gain_table(gain: Gain) -> Table:
         ("Phase", *_SAVED),
         tuple((_NAMES.get(row.phase, row.phase), *_saved(row)) for row in rows),
         "No phases were measured.",
-        f"Mean of {len(gain.plan.laps)} paired laps, run in turns; the rows above the last add up to it. A share "
+        f"Mean of {len(gain.plan.laps)} paired laps, run in turns in one process, which is one seed: where its arms "
+        "lie in memory is in all laps alike, and in no interval. The rows above the last add up to it. A share "
         f"stands where what the step saves is clear of nothing. {_clock(found)}",
         _SAVED,
     )
@@ -161,9 +162,19 @@ def projection_sentences(gain: Gain) -> tuple[str, ...]:
     return (
         f"Net speed-up [21]: {say.ratio(net.gain)} if nothing were computed again, over 1 and the "
         f"{say.share(net.overhead)} that computing it again takes: {say.ratio(net.net)}, of steps under the clock.",
-        f"Doubling [22, 23]: by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
+        f"Doubling [22, 23]: {_doubling(gain, speedup)}",
+    )
+
+
+def _doubling(gain: Gain, speedup: Interval) -> str:
+    if not gain.changes:
+        return "the plan changes nothing: there is no gain that could go on."
+    if speedup.low <= 1 <= speedup.high:
+        return f"the steps of both cannot be told apart ({say.ratio(speedup.mean)}): nothing is projected by that."
+    return (
+        f"by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
         f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much as "
-        "this one is an assumption, and so is how long it takes; neither was measured.",
+        "this one is an assumption, and so is how long it takes; neither was measured."
     )
 
 
