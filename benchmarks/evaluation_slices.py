@@ -166,8 +166,8 @@ def _by_hand() -> Iterator[Slice]:
     as they and what is freed show in quality and in time to a target.
     """
     for folder, task, plan, how, minutes in (
-        ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 7),
-        ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 7),
+        ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
+        ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 8.2),
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
     ):
         says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
