@@ -249,9 +249,11 @@ def _train(folder: Path, say: Callable[[str], Any], options: Mapping[str, Any]) 
                 done += 1
                 if done == options.get("dies_after"):
                     sys.exit(9)
-                if done == WINDOWS:
+                if done == WINDOWS or done % options.get("leaves_after", WINDOWS) == 0:
                     break
             torch.rand(1)  # an evaluation
+            if options.get("saves_between"):
+                run.checkpoint()
         weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
         say(f"end {float(weights.double().sum()).hex()} {float(model.calls)}{noise_of(run, options)}")
 

@@ -311,6 +311,28 @@ def test_a_forward_beyond_fp16_is_computed_in_a_wider_precision(one_in):
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
+def beyond_fp16(windows, state=None):
+    """Return a run's state after windows whose forward is beyond fp16, its precision, and its losses."""
+    loop = Loop()
+    torch.manual_seed(0)
+    loop.model = Huge()
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3)
+    with trimtab.start(loop.model, optimizer, Plan.fixed(ROWS, precision="fp16")) as run:
+        if state is not None:
+            run.load_state_dict(state)
+        losses = [float(run.train_step(run.window(loop.batches[0]), loop.loss)).hex() for _ in range(windows)]
+        return run.state_dict(), run.plan.precision.value, losses
+
+
+def test_windows_that_were_lost_before_a_resume_count_towards_leaving_fp16():
+    saved, before, lost = beyond_fp16(7)
+    assert (before, set(lost)) == ("fp16", {"nan"})  # and so the weights are those of the start
+    _, left, whole = beyond_fp16(12)
+    assert left != "fp16"
+    _, after, rest = beyond_fp16(5, saved)
+    assert (after, rest) == (left, whole[7:])
+
+
 def test_overflows_do_not_use_up_the_patience_with_skipped_windows():
     voids = Voids("skip")
     for _ in range(2 * PATIENCE):

@@ -189,7 +189,7 @@ class KeptRun:
         """
         assert self._run is not None
         if self._signals.came is not None:
-            self._run.interrupt()
+            self._run.ask_to_end()
         leaves = self._run.stop_reason is StopReason.INTERRUPTED
         if leaves or self._pace.is_due(self._run.num_windows):
             self.save()

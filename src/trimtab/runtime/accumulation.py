@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimtab.core import checks
 from trimtab.core.errors import LossError
+from trimtab.core.state_parts import Load, Part, require_keys
 
 Count = Tensor | int | float
 _LARGEST = sys.float_info.max
@@ -69,20 +72,19 @@ def _bad_loss(given: str, way_out: str) -> LossError:
     return LossError("loss", given=given, expected=expected, way_out=way_out)
 
 
-class WindowWeights:
+class WindowWeights(Part):
     """The weighting of one window after another; `open` begins a window."""
 
     def __init__(self) -> None:
         self._kept: float | None = None  # terms a row, once a whole window was seen
+        self._first: float | None = None  # n_ref that ranks agreed upon, until then
         self._divisor: float | None = None  # of this window
         self._is_whole = False
         self.open(rows=1, num_micro_batches=1)
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
         """Begin a window of `rows` rows in `num_micro_batches` micro-batches, meant to be of `num_batches` batches."""
-        if self._kept is None and self._divisor is not None and self._is_whole:
-            terms = float(self._count)
-            self._kept = terms / self._rows if 0 < terms < math.inf else None
+        self._keep()
         self._divisor = None if self._kept is None else power_of_two(self._kept * rows)
         self._is_whole, self._rows = False, rows
         self._num_micro_batches = num_micro_batches
@@ -90,9 +92,35 @@ class WindowWeights:
         self._loss: Tensor | None = None
         self._count: Count = 0
 
+    def _keep(self) -> None:
+        """Keep the terms a row of the first window that was seen whole; waits for the device where they are there."""
+        if self._kept is None and self._divisor is not None and self._is_whole:
+            terms = float(self._count)
+            self._kept = terms / self._rows if 0 < terms < math.inf else None
+
     def close(self) -> None:
         """The window's step is done: it was seen whole."""
         self._is_whole = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the divisor of the windows to come: under fp16 another one overflows elsewhere."""
+        self._keep()
+        return {"terms_per_row": self._kept, "first": self._first}
+
+    def loading(self, state: Mapping[str, Any]) -> Load:
+        """Return what continues from `state_dict()`; raises `FormatError` or `ValueGivenError` where it is none."""
+        names = ("terms_per_row", "first")
+        require_keys("state.weights", state, names)
+        kept, first = (
+            None if state[name] is None else checks.number(f"state.weights.{name}", state[name], low=0, open_low=True)
+            for name in names
+        )
+
+        def load() -> None:
+            self._kept, self._first = kept, first
+            self._divisor, self._is_whole = None, False
+
+        return load
 
     def weigh(self, loss: Tensor, count: Count | None, rows: int) -> Tensor:
         """Return the scalar to call backward on for a micro-batch of `rows` rows.

@@ -8,6 +8,7 @@ are drawn once more and dropped: what follows is in the order, and by the chance
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,30 +30,51 @@ class DataPosition(Part):
         is_kept: whether it will be asked for; else what a pass began with is not looked at.
 
     Attributes:
-        passes: over the loader that are over; one that the loop left early is once the next begins.
         accepted: is told of data of another length, which a run may then be gone on with; None: they are refused.
     """
 
     def __init__(self, *, is_kept: bool) -> None:
         self._is_kept = is_kept
         self.accepted: Callable[[str], None] | None = None
-        self.passes = self._drawn = 0
+        self._over = self._drawn = 0
+        self._is_open = self._is_left = False  # a pass was drawn from and is not over; the loop will not go on with it
+        self._stays = False
+        self._handled: BaseException | None = None  # as the pass began: an error that ends it is another
         self._is_drawn = False  # to the end, though the last window may not be over
         self._loader: Any = None
-        self._begun: Mapping[str, Any] | None = None  # random numbers as the pass under way began; None between two
+        self._begun: Mapping[str, Any] | None = None  # random numbers as the pass or stream began; None between two
         self._saved: Mapping[str, Any] | None = None  # what the next pass continues from
         self._first: Any = None  # batch with rows of a pass that was drawn once more
 
+    @property
+    def passes(self) -> int:
+        """Passes over the loader that are over: one that the loop left early too, once it is known to be left."""
+        return self._over + (self._is_left and not self._stays)
+
+    @property
+    def number(self) -> int:
+        """Of the pass under way, which `left` is told."""
+        return self._over
+
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass, or after a load of what is left of the one that was under way.
+        """Return the batches of a pass, or after a load of what is left of the one that was under way.
+
+        What another pass was left at is over at once, before any batch is drawn: a run may be saved in between.
 
         Raises:
-            FormatError: the loader is another than was saved, or its pass ends before that place.
+            FormatError: when drawn from: the loader is another than was saved, or its pass ends before that place.
         """
+        if self._saved is None:
+            if self._is_open:
+                self.over()
+            if innermost(loader) is not innermost(self._loader):
+                self._forget()
+        self._handled = sys.exception()
+        return self._batches(loader)
+
+    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         saved, self._saved = self._saved, None
-        if self._begun is not None and saved is None:
-            self.over()
-        self._loader = loader
+        self._loader, self._is_open = loader, True
         if saved is not None:
             self._compare(saved["length"], _lengths_of(loader))
         if saved is not None and saved["begun"] is not None:
@@ -60,7 +82,8 @@ class DataPosition(Part):
         else:
             if saved is not None:
                 loading_generators(generators_of(loader), saved["here"]["generators"], "state.data.here.generators")()
-            self._drawn, self._begun = 0, _random_of(loader) if self._is_kept else {}
+            if self._begun is None:
+                self._drawn, self._begun = 0, _random_of(loader) if self._is_kept else {}
             batches = iterate("loader", loader)
         for batch in batches:
             self._drawn += 1
@@ -80,8 +103,21 @@ class DataPosition(Part):
             )
 
     def over(self) -> None:
-        """The pass is: its last window too."""
-        self.passes, self._drawn, self._begun, self._is_drawn = self.passes + 1, 0, None, False
+        """The pass is: its last window too. What a stream has left is of the next one."""
+        self._over, self._is_open, self._is_left = self._over + 1, False, False
+        if self._is_drawn or not _is_stream(self._loader):
+            self._forget()
+
+    def left(self, number: int) -> None:
+        """The loop will draw no more from the pass of that number: it is over, unless an error that is met ended it."""
+        self._is_left = self._is_open and number == self._over
+
+    def stays(self) -> None:
+        """The run ends, to be gone on with from here: a pass that the loop leaves for that is not over."""
+        self._stays = True
+
+    def _forget(self) -> None:
+        self._drawn, self._begun, self._is_drawn = 0, None, False
 
     def _continued(self, loader: Any, saved: Mapping[str, Any]) -> Iterator[Any]:
         begin, here = (_loading(loader, saved[name], f"state.data.{name}") for name in ("begun", "here"))
@@ -141,13 +177,16 @@ class DataPosition(Part):
         """
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
-        under_way = self._begun is not None
+        is_failing = sys.exception() not in (None, self._handled)  # and who saves then means to go on with the pass
+        is_left = self._is_left and not self._stays and not is_failing
+        is_over = is_left and not _is_stream(self._loader)
+        under_way = self._begun is not None and not is_over
         return {
-            "passes": self.passes,
-            "drawn": self._drawn,
-            "is_drawn": self._is_drawn,
+            "passes": self._over + is_left,
+            "drawn": 0 if is_over else self._drawn,
+            "is_drawn": self._is_drawn and not is_over,
             "length": _lengths_of(self._loader),
-            "begun": self._begun,
+            "begun": self._begun if under_way else None,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
         }
@@ -167,8 +206,9 @@ class DataPosition(Part):
         here = loading_random_state(state["here"]["random"], f"{where}.here.random")
 
         def load() -> None:
-            self.passes, self._drawn, self._is_drawn = passes, drawn, bool(state["is_drawn"])
+            self._over, self._drawn, self._is_drawn = passes, drawn, bool(state["is_drawn"])
             self._begun, self._saved = state["begun"], state
+            self._is_open, self._is_left = self._begun is not None, False
             here()
 
         return load
@@ -177,6 +217,11 @@ class DataPosition(Part):
 def _is_fit(batch: Any) -> bool:
     """Return whether a rank may join others with a batch: one that holds no number voided its window."""
     return not isinstance(batch, NoRows) and not holds_nan(batch)
+
+
+def _is_stream(loader: Any) -> bool:
+    """Return whether a loader is its own iterator: of one that was left early the next pass draws the rest."""
+    return isinstance(innermost(loader), Iterator)
 
 
 def innermost(loader: Any) -> Any:

@@ -44,7 +44,7 @@ class Passes(RunView):
 
     @property
     def passes(self) -> int:
-        """Passes over the loader that are over, before the run was gone on with too.
+        """Passes over the loader that are over, before the run was gone on with too; those that the loop left are.
 
         A loop over passes ends where the run is stopped, so those that are asked for then are counted; a checkpoint
         counts none of them, and a run that goes on from it sees what was left.
@@ -72,7 +72,15 @@ class Passes(RunView):
         self._keeper.save()
 
     def interrupt(self) -> None:
-        """Have the run end where it can be gone on with: here, or of several ranks after their next window."""
+        """Have the run end where it can be gone on with: here, or of several ranks after their next window.
+
+        A pass that the loop leaves for it is not over.
+        """
+        self._position.stays()
+        self.ask_to_end()
+
+    def ask_to_end(self) -> None:
+        """Interrupt the run for a signal, which is no reason to leave a pass: where the loop does, it has its own."""
         self._stopping.asked = StopReason.INTERRUPTED
         if self._peers.num_ranks == 1:
             self._stopping.adopt(StopReason.INTERRUPTED)
@@ -81,14 +89,30 @@ class Passes(RunView):
         """Yield windows of the loader's batches, one optimizer step each: of one, or several where the plan freed it.
 
         Ends early where a `Stop` condition is met. Of a run that is gone on with, the first call yields what was left
-        of the pass that was under way; `run.passes` says how many were over before it.
+        of the pass that was under way; `run.passes` says how many were over before it. A pass that the loop leaves, by
+        `break` or as it begins another, is over; by an error it is for a checkpoint that is saved as that is handled
+        under way yet.
 
         Raises:
             LoopError: a window was opened and neither stepped nor discarded; the last one too.
         """
         if self._keeper.keeps:
             require_state_kept(loader)
-        batches = self._position.batches(loader)
+        batches = iter(()) if self._has_ended() else self._position.batches(loader)
+        number = self._position.number
+        try:
+            yield from self._windows(batches)
+        except GeneratorExit:  # the loop dropped this generator, which it does at once where nobody else holds it
+            if not self._has_ended():
+                self._position.left(number)
+            raise
+
+    def _has_ended(self) -> bool:
+        """Return whether a `Stop` condition ends the pass, or an interruption has: it is not over then."""
+        reason = self.stop_reason
+        return reason is not None and (reason is not StopReason.INTERRUPTED or self._num_stopped > 0)
+
+    def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         self._joining.begin_pass()
         while True:
             self._require_open()

@@ -27,7 +27,6 @@ class RankWeights(WindowWeights):
         self._peers, self._batch_rows = peers, batch_rows
         self._planned = batch_rows
         self._is_padding = False
-        self._first: float | None = None  # n_ref of sums until a window was seen whole
         super().__init__()
 
     def open(self, rows: int, num_micro_batches: int, num_batches: int = 1) -> None:
@@ -35,6 +34,9 @@ class RankWeights(WindowWeights):
         super().open(rows, num_micro_batches, num_batches)
         self._planned = self._batch_rows * num_batches
         self._divisor = self._first if self._kept is None else power_of_two(self._kept * self._planned)
+
+    def _keep(self) -> None:
+        """Keep nothing: what all ranks had of a window is known as it closes."""
 
     def close(self) -> None:
         """The window's step is done; what it held in all says how many terms a row has."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
+from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batch_control import BatchControl
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.fixed_batch import FixedBatch
@@ -26,6 +27,7 @@ class Resumable:
     _consumed: Consumed
     _voids: Voids
     _stopping: StopTest
+    _weights: WindowWeights
     _recovery: Recovery
     _control: BatchControl | FixedBatch
     _precision: MixedPrecision
@@ -41,7 +43,7 @@ class Resumable:
     def state_dict(self) -> dict[str, Any]:
         """Return counters, the precision in use and its loss scaler, k with its averages, limits in force, momentum.
 
-        Plain numbers, but for the momentum of a plan with Muon, which are tensors.
+        And terms a row, where a loss counts them. Plain numbers, but for the momentum of a plan with Muon: tensors.
         """
         return {name: part.state_dict() for name, part in self._parts()}
 
@@ -65,7 +67,7 @@ class Resumable:
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         yield from (("consumed", self._consumed), ("voids", self._voids), ("stop", self._stopping))
-        yield "memory", self._recovery.limit
+        yield from (("weights", self._weights), ("memory", self._recovery.limit))
         if isinstance(self._control, BatchControl):
             yield "batch", self._control
         if self.plan.optimizer.value == "muon":

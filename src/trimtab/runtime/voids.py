@@ -28,6 +28,7 @@ SCALE_FLOOR = 2.0**-4
 # are, or so many of these in a row.
 _LOOK_BACK, _TOO_MANY = 64, 0.5
 _TOO_MANY_LOST, _LOST_IN_A_ROW = 0.25, 8
+_COUNTS = ("in_a_row", "lost_in_a_row", "total")
 _BEYOND = "a value of the forward may be beyond fp16's 65504"
 
 
@@ -121,13 +122,13 @@ class Voids(Part):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        counts = {"in_a_row": self.in_a_row, "total": self.total, "windows": self._windows}
-        return counts | {"share": self._share, "lost": self._lost, "policy": self._policy}
+        counts = {"in_a_row": self.in_a_row, "lost_in_a_row": self._lost_in_a_row, "total": self.total}
+        return counts | {"windows": self._windows, "share": self._share, "lost": self._lost, "policy": self._policy}
 
     def loading(self, state: Mapping[str, Any]) -> Load:
         """Return what continues from `state_dict()`; a run's own policy stays. Raises `UsageError` where it is none."""
-        require_keys("state.voids", state, ("in_a_row", "total", "windows", "share", "lost", "policy"))
-        in_a_row, total = (checks.integer(f"state.voids.{name}", state[name], low=0) for name in ("in_a_row", "total"))
+        require_keys("state.voids", state, (*_COUNTS, "windows", "share", "lost", "policy"))
+        in_a_row, lost_in_a_row, total = (checks.integer(f"state.voids.{name}", state[name], low=0) for name in _COUNTS)
         windows, share, lost = (
             checks.number(f"state.voids.{name}", state[name], low=0) for name in ("windows", "share", "lost")
         )
@@ -135,7 +136,7 @@ class Voids(Part):
             checks.one_of("state.voids.policy", state["policy"], POLICIES)
 
         def load() -> None:
-            self.in_a_row, self.total = in_a_row, total
+            self.in_a_row, self._lost_in_a_row, self.total = in_a_row, lost_in_a_row, total
             self._windows, self._share, self._lost = windows, share, lost
             self._policy = self._own or state["policy"]
 

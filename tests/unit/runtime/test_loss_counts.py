@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import trimtab
-from trimtab.core.errors import LossError
+from trimtab.core.errors import LossError, UsageError
 from trimtab.core.plan import Plan
 from trimtab.runtime.accumulation import WindowWeights, as_loss
 
@@ -66,6 +68,31 @@ def test_a_window_that_counts_nothing_leaves_the_scale_open():
     assert scale_of(weights, [0, 0]) == [1 / 8, 1 / 8]
     assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
     assert scale_of(weights, [0, 512]) == [1 / 1024, 1 / 1024]
+
+
+@pytest.mark.parametrize("make", [int, torch.tensor])
+@pytest.mark.parametrize("windows", [1, 2])
+def test_the_scale_of_a_run_that_goes_on_is_that_of_one_that_was_not_cut_off(make, windows):
+    weights, other = WindowWeights(), WindowWeights()
+    for _ in range(windows):
+        scale_of(weights, [make(4096)] * 4)
+    other.load_state_dict(json.loads(json.dumps(weights.state_dict())))
+    assert set(scale_of(weights, [make(1)] * 4)) == set(scale_of(other, [make(1)] * 4)) == {1 / 16384}
+    assert other.state_dict() == weights.state_dict()
+
+
+def test_a_scale_that_is_open_stays_so_where_a_run_goes_on():
+    weights = WindowWeights()
+    scale_of(weights, [0, 0])
+    weights.load_state_dict(weights.state_dict())
+    assert scale_of(weights, [512, 512]) == [1 / 1024, 1 / 1024]
+
+
+@pytest.mark.parametrize("state", [{}, {"terms_per_row": 0.0, "first": None}, {"terms_per_row": 2.0, "first": "8"}])
+def test_a_state_that_is_no_scale_is_refused(state):
+    weights = WindowWeights()
+    with pytest.raises(UsageError, match=r"state\.weights"):
+        weights.load_state_dict(state)
 
 
 def test_a_window_that_was_given_up_sets_no_scale():

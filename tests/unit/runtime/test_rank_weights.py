@@ -60,3 +60,19 @@ def test_a_rank_of_a_mean_has_its_rows_share():
 
 def test_of_a_window_without_terms_a_share_is_a_number():
     assert weigh(4, 4.0, Agreed(8, 0.0, 1), 0.0).share == 0.0
+
+
+@pytest.mark.parametrize(("first", "rest"), [(0.0, 1.0), (4096.0, 1.0)])
+def test_the_reference_of_a_rank_that_goes_on_is_that_of_one_that_was_not_cut_off(first, rest):
+    """Of a first window without terms too: what ranks agreed upon then serves until one has some."""
+    before = RankWeights(Two(64.0, Agreed(32, first, 1)), 16)
+    before.open(16, 2)
+    before.weigh(torch.tensor(1.0, requires_grad=True), first, 16)
+    before.close()
+    after = RankWeights(Two(2.0**20, Agreed(32, rest, 1)), 16)
+    after.load_state_dict(before.state_dict())
+    for weights in (before, after):
+        weights.open(16, 2)
+        weights.weigh(torch.tensor(1.0, requires_grad=True), rest, 16)
+    assert after.divisor == before.divisor
+    assert after.state_dict() == before.state_dict()
