@@ -26,7 +26,7 @@ from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
-from trimtab.checkpoint.world import WAYS_OUT, changes, in_words, require_accepted, world_of
+from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -68,6 +68,7 @@ class KeptRun:
         self._also = Given(settings.also)
         self._last_begun = 0
         self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
+        self._noted: Mapping[str, str] = {}  # and what is refused for nothing
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._pace = Pace(settings, ranks)
@@ -76,7 +77,7 @@ class KeptRun:
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found: Mapping[str, Any] | None = said
-            self._world = world_of(model, plan, ranks.num)
+            self._world = world_of(model, plan, ranks.each(device_of(model), "devices"))
             ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
@@ -141,7 +142,8 @@ class KeptRun:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.together(load, "loaded")
-        self._accepted = about.get("accepted", {}) | in_words({name: apart[name] for name in apart if name in WAYS_OUT})
+        accepted, noted = parted(apart)
+        self._accepted, self._noted = about["accepted"] | accepted, about.get("noted", {}) | noted
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
@@ -265,7 +267,7 @@ class KeptRun:
         settings, run = self._settings, self._run
         assert run is not None
         about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
-        about |= {"in_shards": self._in_shards, "accepted": self._accepted}
+        about |= {"in_shards": self._in_shards, "accepted": self._accepted, "noted": self._noted}
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
