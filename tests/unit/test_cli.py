@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from saving import forge
 
 from trimtab import cli
 from trimtab.calibrate import trials
@@ -335,6 +336,17 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     lost = trimtab("checkpoint", "verify", "kept/step-9")
     assert (lost.code, "--  step-9" in lost.out) == (1, True)
     explained(trimtab(*kept, "--resume", "never"), "step-9 in kept", "a folder without any")
+
+
+def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    trimtab("train", "tiny:task", "--plan", "plan.json", "--checkpoints", "kept", "--steps", 2)
+    assert trimtab("checkpoint", "verify", "kept").code == 0
+    forge(tmp_path / "kept" / "step-2", lambda said: said["about"].pop("plan"))
+    done = trimtab("checkpoint", "verify", "kept")
+    assert done.code == 1
+    assert "--  step-2" in done.out
+    assert "manifest.json: given what no run says of itself" in done.out
 
 
 @pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
