@@ -349,6 +349,20 @@ def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
     assert "manifest.json: given what no run says of itself" in done.out
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "other.jsonl"])
+def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_path, name):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    Path("notes.txt").write_text("what I learned\n")
+    other = ("train", "tiny:task", "--plan", "plan.json", "--steps", 2, "--seed", 3, "--record", "other.jsonl")
+    assert trimtab(*other).code == 0
+    before = Path(name).read_bytes()
+    for plan in ((), ("--plan", "plan.json")):  # before one would be made
+        done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", name, *plan)
+        explained(done, f"--record: given {name}", "expected", "another file")
+    assert Path(name).read_bytes() == before
+    assert not Path("new").exists()
+
+
 @pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
 def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
     done = trimtab("train", "tiny:task", "--steps", 2, *option)

@@ -128,12 +128,18 @@ class KeptRun:
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
         windows = 0 if self._found is None else int(self._found["about"]["step"])
-        self._ranks.together(partial(self._journal.prepare, windows), "prepared")  # what may fail, before all else
+        self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
         self._journal.begin()
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
+
+    def _prepare(self, windows: int) -> None:
+        assert self._run is not None
+        if self._found is None and self._run.recorder is not None:
+            self._run.recorder.require_own()
+        self._journal.prepare(windows)
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
         apart = changes(about["world"], self._world)
@@ -167,8 +173,11 @@ class KeptRun:
         cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
         of = cut if "shards" in state else self._parts
         parts = of | {"run": run, "data": run.position}
-        recorder = run.recorder if state.get("record") is not None else None
-        load_record = None if recorder is None else recorder.loading(state["record"])
+        load_record = None
+        if run.recorder is not None and state.get("record") is not None:
+            load_record = run.recorder.loading(state["record"])
+        elif run.recorder is not None:  # the run had none: it begins here
+            run.recorder.require_own()
         load_parts = loading_parts(
             parts, {name: each for name, each in state.items() if name not in ("also", "record")}
         )
@@ -343,6 +352,8 @@ def kept(
     try:
         keeper.attach(run)
     except BaseException as error:
+        if run.recorder is not None:
+            run.recorder.refuse()
         run.close(error)
         raise
     return run
