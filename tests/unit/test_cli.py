@@ -363,6 +363,24 @@ def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_pat
     assert not Path("new").exists()
 
 
+SECRET = "hunter2-and-nobody-else-s"
+
+
+def test_nothing_that_a_run_leaves_holds_what_the_environment_keeps_secret(trimtab, tmp_path, monkeypatch):
+    for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "TRIMTAB_SECRET"):
+        monkeypatch.setenv(name, f"{SECRET}-{name}")
+    Path("plan.json").write_text(json.dumps(PLAN))
+    kept = ("train", "tiny:task", "--checkpoints", "kept", "--every", 1, "--record", "run.jsonl")
+    said = [trimtab(*kept, "--plan", "plan.json", "--steps", 2), trimtab(*kept, "--steps", 4, "--json")]
+    said += [trimtab("report", "run.jsonl", "--out", "pages"), trimtab("checkpoint", "verify", "kept")]
+    assert [done.code for done in said] == [0] * 4
+    assert not any(SECRET in done.out + done.err for done in said)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.jsonl", "manifest.json", "tensors.safetensors", "decisions.jsonl"} <= {path.name for path in left}
+    assert any(path.suffix == ".html" for path in left)
+    assert not [path for path in left if SECRET.encode() in path.read_bytes()]
+
+
 @pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])
 def test_what_is_said_of_checkpoints_that_there_are_none_of_is_refused(trimtab, option):
     done = trimtab("train", "tiny:task", "--steps", 2, *option)
