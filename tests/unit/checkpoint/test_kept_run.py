@@ -122,6 +122,16 @@ def test_another_run_is_refused_and_nothing_is_changed(saved, changed, says):
     Loop(saved).train(6)  # nobody holds the folder
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_type_is_refused_and_nothing_is_changed(saved, dtype):
+    loop = Loop(saved)
+    loop.model.to(dtype)
+    before, kind = loop.weights(), str(dtype).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"0\.weight: given {kind} of shape \(4, 4\); expected float32 of shape"):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
+
+
 def test_another_optimizer_is_refused(saved):
     loop = Loop(saved)
     loop.optimizer = torch.optim.AdamW([{"params": [p]} for p in loop.model.parameters()], lr=0.01)
@@ -511,14 +521,6 @@ def test_a_run_that_follows_a_killed_one_says_so(tmp_path):
         assert event.detail["was_killed"] == was_killed
 
 
-def test_versions_are_said_and_refused_for_nothing(saved, monkeypatch, tmp_path):
-    world = manifest_of(saved / "step-4").about["world"]
-    assert {"python", "os", "torch", "numpy"} <= world.keys()
-    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
-    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
-        Loop(saved).train(5, record=record)
-    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
-    assert event.detail["changed"] == {"python": f"{world['python']} -> 3.99.1"}
 def test_another_gpu_is_refused_or_accepted_and_written_down(tmp_path, monkeypatch):
     named = {0: "Card A", 1: "Card B"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: named[device.index])
@@ -570,3 +572,11 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, where, why):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def test_versions_are_said_and_refused_for_nothing(saved, monkeypatch, tmp_path):
+    world = manifest_of(saved / "step-4").about["world"]
+    assert {"python", "os", "torch", "numpy"} <= world.keys()
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    with trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it"), continues=True) as record:
+        Loop(saved).train(5, record=record)
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
+    assert event.detail["changed"] == {"python": f"{world['python']} -> 3.99.1"}
