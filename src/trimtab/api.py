@@ -342,9 +342,11 @@ def start(
     options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
     options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}
     settings: Checkpoints | None = _typed("checkpoints", checkpoints, Checkpoints, None)
-    return (
-        Run(model, optimizer, plan, **options) if settings is None else kept(settings, model, optimizer, plan, options)
-    )
+    if settings is not None:
+        return kept(settings, model, optimizer, plan, options)
+    if record is not None:
+        record.require_own()
+    return Run(model, optimizer, plan, **options)
 
 
 def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from saving import forge
 
 from trimtab import cli
 from trimtab.calibrate import trials
@@ -335,6 +336,49 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
     lost = trimtab("checkpoint", "verify", "kept/step-9")
     assert (lost.code, "--  step-9" in lost.out) == (1, True)
     explained(trimtab(*kept, "--resume", "never"), "step-9 in kept", "a folder without any")
+
+
+def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    trimtab("train", "tiny:task", "--plan", "plan.json", "--checkpoints", "kept", "--steps", 2)
+    assert trimtab("checkpoint", "verify", "kept").code == 0
+    forge(tmp_path / "kept" / "step-2", lambda said: said["about"].pop("plan"))
+    done = trimtab("checkpoint", "verify", "kept")
+    assert done.code == 1
+    assert "--  step-2" in done.out
+    assert "manifest.json: given what no run says of itself" in done.out
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "other.jsonl"])
+def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_path, name):
+    Path("plan.json").write_text(json.dumps(PLAN))
+    Path("notes.txt").write_text("what I learned\n")
+    other = ("train", "tiny:task", "--plan", "plan.json", "--steps", 2, "--seed", 3, "--record", "other.jsonl")
+    assert trimtab(*other).code == 0
+    before = Path(name).read_bytes()
+    for plan in ((), ("--plan", "plan.json")):  # before one would be made
+        done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", name, *plan)
+        explained(done, f"--record: given {name}", "expected", "another file")
+    assert Path(name).read_bytes() == before
+    assert not Path("new").exists()
+
+
+SECRET = "hunter2-and-nobody-else-s"
+
+
+def test_nothing_that_a_run_leaves_holds_what_the_environment_keeps_secret(trimtab, tmp_path, monkeypatch):
+    for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "TRIMTAB_SECRET"):
+        monkeypatch.setenv(name, f"{SECRET}-{name}")
+    Path("plan.json").write_text(json.dumps(PLAN))
+    kept = ("train", "tiny:task", "--checkpoints", "kept", "--every", 1, "--record", "run.jsonl")
+    said = [trimtab(*kept, "--plan", "plan.json", "--steps", 2), trimtab(*kept, "--steps", 4, "--json")]
+    said += [trimtab("report", "run.jsonl", "--out", "pages"), trimtab("checkpoint", "verify", "kept")]
+    assert [done.code for done in said] == [0] * 4
+    assert not any(SECRET in done.out + done.err for done in said)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.jsonl", "manifest.json", "tensors.safetensors", "decisions.jsonl"} <= {path.name for path in left}
+    assert any(path.suffix == ".html" for path in left)
+    assert not [path for path in left if SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize("option", [("--every", 4), ("--accept", "torch")])

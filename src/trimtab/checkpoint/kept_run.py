@@ -26,7 +26,7 @@ from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
-from trimtab.checkpoint.world import WAYS_OUT, changes, in_words, require_accepted, world_of
+from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -68,6 +68,7 @@ class KeptRun:
         self._also = Given(settings.also)
         self._last_begun = 0
         self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
+        self._noted: Mapping[str, str] = {}  # and what is refused for nothing
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._pace = Pace(settings, ranks)
@@ -76,7 +77,7 @@ class KeptRun:
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found: Mapping[str, Any] | None = said
-            self._world = world_of(model, plan, ranks.num)
+            self._world = world_of(model, plan, ranks.each(device_of(model), "devices"))
             ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:
@@ -127,12 +128,18 @@ class KeptRun:
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
         windows = 0 if self._found is None else int(self._found["about"]["step"])
-        self._ranks.together(partial(self._journal.prepare, windows), "prepared")  # what may fail, before all else
+        self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
             self._go_on(run, Path(self._found["folder"]), self._found["about"])
         self._journal.begin()
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
+
+    def _prepare(self, windows: int) -> None:
+        assert self._run is not None
+        if self._found is None and self._run.recorder is not None:
+            self._run.recorder.require_own()
+        self._journal.prepare(windows)
 
     def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
         apart = changes(about["world"], self._world)
@@ -141,7 +148,8 @@ class KeptRun:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.together(load, "loaded")
-        self._accepted = about.get("accepted", {}) | in_words({name: apart[name] for name in apart if name in WAYS_OUT})
+        accepted, noted = parted(apart)
+        self._accepted, self._noted = about["accepted"] | accepted, about.get("noted", {}) | noted
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
@@ -165,8 +173,11 @@ class KeptRun:
         cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
         of = cut if "shards" in state else self._parts
         parts = of | {"run": run, "data": run.position}
-        recorder = run.recorder if state.get("record") is not None else None
-        load_record = None if recorder is None else recorder.loading(state["record"])
+        load_record = None
+        if run.recorder is not None and state.get("record") is not None:
+            load_record = run.recorder.loading(state["record"])
+        elif run.recorder is not None:  # the run had none: it begins here
+            run.recorder.require_own()
         load_parts = loading_parts(
             parts, {name: each for name, each in state.items() if name not in ("also", "record")}
         )
@@ -265,7 +276,7 @@ class KeptRun:
         settings, run = self._settings, self._run
         assert run is not None
         about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
-        about |= {"in_shards": self._in_shards, "accepted": self._accepted}
+        about |= {"in_shards": self._in_shards, "accepted": self._accepted, "noted": self._noted}
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 
@@ -341,6 +352,8 @@ def kept(
     try:
         keeper.attach(run)
     except BaseException as error:
+        if run.recorder is not None:
+            run.recorder.refuse()
         run.close(error)
         raise
     return run

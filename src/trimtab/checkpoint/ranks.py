@@ -81,6 +81,10 @@ class KeptRanks:
                 raise FormatError(f"rank {rank}", given=word, expected="every rank to go on with the run")
         return made[0]
 
+    def each(self, word: str, about: str) -> list[str]:
+        """Return what every rank says, by rank."""
+        return [word] if self.num == 1 else words_at_work(lambda: word, self._topic(about))
+
     def _topic(self, about: str) -> str:
         return f"kept/{next(KeptRanks._asked)}/{about}"
 

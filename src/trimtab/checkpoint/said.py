@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ class Said:
 
     Args:
         step: windows. rows: samples. world: what must be as it was, by name. plan: as JSON. in_shards: whether no rank
-            held the whole. accepted: what had changed since the run began and was accepted, in words.
+            held the whole. accepted: what had changed since the run began and was accepted, in words. noted: what had
+            changed and is refused for nothing.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Said:
     plan: Mapping[str, Any]
     in_shards: bool
     accepted: Mapping[str, str]
+    noted: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.integer("rows", self.rows, low=0)

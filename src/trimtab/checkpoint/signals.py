@@ -1,5 +1,8 @@
 """SIGTERM and SIGINT while a run is kept: the run is saved and left where the window is over; a second one ends it.
 
+Either is seen where the interpreter next runs, not before a call of torch is over. A thread that a wakeup descriptor
+rouses could end it then; but forked workers write to that too, and newer Pythons warn of a fork beside a thread.
+
 Who signals a whole group signals the loader's workers too, and torch raises in the middle of a window where one of them
 has died. From the first signal on it is not told of that, until the run is left.
 """
@@ -57,7 +60,7 @@ class Signals:
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
         elif time.monotonic() - self._at_s > _SAME_S:
-            _end_by(number)  # whatever runs
+            _end_by(number)  # whatever is left of the window
 
     def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
         """Do in a forked process as it would without this; but a loader's worker draws on, for the window under way."""

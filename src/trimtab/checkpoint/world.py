@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.measure.machine import environment
+from trimtab.measure.machine import device_name, environment
 from trimtab.measure.process_state import fp32_places
 
 # What a resumed run is refused for unless it is accepted by name, with what else could be done about it.
@@ -34,17 +34,27 @@ _SAID_ALONE = (
 )  # changes that are noted, and refused for nothing
 
 
-def world_of(model: nn.Module, plan: Plan, num_ranks: int) -> dict[str, str]:
-    """Return what a run's numbers depend on: versions, threads, device, types, ranks, and the plan's values."""
-    here, first = environment(), next(model.parameters())
+def device_of(model: nn.Module) -> str:
+    """Return what kind of device a model is on, with a GPU's own name: another model of GPU rounds otherwise."""
+    device = next(model.parameters()).device
+    return f"cuda ({device_name(device)})" if device.type == "cuda" else device.type
+
+
+def world_of(model: nn.Module, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
+    """Return what a run's numbers depend on: versions, threads, devices, types, ranks, and the plan's values.
+
+    Args:
+        devices: of each rank, as `device_of` names it.
+    """
+    here = environment()
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     values = (f"{name}={getattr(plan, name).value}" for name in Plan.marks())
     facts = {name: here[name] for name in ("torch", "threads", *_SAID_ALONE) if name in here}
     return facts | {
-        "device": first.device.type,
+        "device": " and ".join(sorted(set(devices))),
         "dtype": ", ".join(kinds),
         "fp32": ", ".join(place.fp32_precision for place in fp32_places()),
-        "ranks": str(num_ranks),
+        "ranks": str(len(devices)),
         "plan": f"batch_rows={plan.batch_rows}, batch_rule={plan.batch_rule}, " + ", ".join(values),
     }
 
@@ -80,6 +90,13 @@ def in_words(found: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     """Return the changes for a record."""
     shown = {name: _differing(*both) if name == "plan" else both for name, both in found.items()}
     return {name: f"{then} -> {now}" for name, (then, now) in shown.items()}
+
+
+def parted(found: Mapping[str, tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return changes in words: those that had to be accepted, and those that are noted alone."""
+    words = in_words(found)
+    asked = {name: change for name, change in words.items() if name in WAYS_OUT}
+    return asked, {name: change for name, change in words.items() if name not in WAYS_OUT}
 
 
 def _differing(then: str, now: str) -> tuple[str, str]:

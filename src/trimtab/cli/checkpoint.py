@@ -43,15 +43,17 @@ def verify(
 
 def _row(folder: Path) -> dict[str, Any]:
     from trimtab.checkpoint import envelope
+    from trimtab.checkpoint.said import said_of
     from trimtab.core.errors import FormatError
     from trimtab.core.units import format_bytes
 
     try:
         found = envelope.verify(folder)
+        said = said_of(folder, found)  # as who goes on from it reads it
     except FormatError as error:
         return {"folder": folder.name, "is_whole": False, "says": str(error)}
     row = {"folder": folder.name, "is_whole": True}
     size = sum(file.bytes for file in found.files.values())
-    about = {name: found.about.get(name) for name in ("step", "rows")}
+    about = {"step": said.step, "rows": said.rows}
     says = f"{about['step']} windows, {about['rows']} rows; {len(found.files)} files of {format_bytes(size)}"
     return row | about | {"bytes": size, "says": says}

@@ -159,6 +159,20 @@ def require_folder(out: Path | None) -> None:
         raise FormatError("--out", given=f"{out}, whose folder does not exist", expected="a file in a folder that does")
 
 
+def require_record(record: Path | None, kept: Checkpoints | None, task: str, seed: int) -> None:
+    """Raise where a record cannot be written, or is another's, before anything is measured.
+
+    Raises:
+        FormatError: as said. Whether it is one of this plan too is asked once there is a plan.
+    """
+    from trimtab.core.record import Header, require_own
+
+    if kept is None:
+        require_new(record)
+    elif record is not None and record.exists() and not kept.saved_rows():
+        require_own(record, Header(task, seed), ("name", "seed"), "--record")
+
+
 def require_new(record: Path | None) -> None:
     """Raise where a record is there already, or cannot be written."""
     if record is not None and record.exists():

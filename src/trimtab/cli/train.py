@@ -33,7 +33,7 @@ from trimtab.cli.options import (
     kept_in,
     refuse_adapt,
     refuse_memory,
-    require_new,
+    require_record,
 )
 from trimtab.cli.printing import print_figures, say
 
@@ -83,7 +83,7 @@ def train(
     beside = {"pauses": pauses, "takes": takes, "watts": energy_watts, "idle_watts": idle_watts, "is_dry": dry_run}
     process = {"is_kept": kept is not None, "num_ranks": max(ranks, here.num_ranks)}
     hours = clean_hours(when_clean, carbon_kind, by, **beside, **process)
-    require_new(None if here.rank or kept else record)
+    require_record(None if here.rank else record, kept, loaded.name, seed)
     require_trackers(tracks, record)
     if plan_file is not None:
         refuse_adapt(adapt, "--plan")

@@ -21,6 +21,9 @@ RECORD_SCHEMA = 2
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
 BRIEF = "brief"
 SOURCES = "sources"  # of an environment: the state of this package's code
+_BEGUN = b'{"kind": "header"'
+_LONGEST_HEADER = 2**24  # bytes: a plan is in it
+_SETTINGS = ("batch_rows", "num_ranks", "batch_rule", "recompute_blocks")  # of a plan, beside what it chose
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class RecordWriter:
 
     Args:
         path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
-            one that begins writes it anew.
+            one that begins writes it anew, where it is empty or was begun by that run.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
@@ -160,18 +163,36 @@ class RecordWriter:
         self._file.cut(end)
         self._is_open_ended = False
 
-    def _begin(self) -> None:
-        """Write the header of a run that begins, over what another one wrote."""
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the run has neither begun here nor been gone on with: what is in the file is as it was."""
+        return self._is_open_ended
+
+    def require_own(self) -> None:
+        """Raise where a run that begins would write over what is not its own.
+
+        Raises:
+            FormatError: as of the function.
+        """
         if self._is_open_ended:
+            require_own(self._file.path, self._header)
+
+    def _begin(self) -> None:
+        """Write the header of a run that begins, over what it wrote before it was cut off."""
+        if self._is_open_ended:
+            self.require_own()
             self._file.cut(0)
             self._is_open_ended = False
             self.write(self._header)
 
     def write(self, line: Line) -> None:
-        """Append one line; it is held in memory until the next `flush`, and longer where the disk is full."""
+        """Append one line; it is held in memory until the next `flush`, and longer where the disk is full.
+
+        Raises:
+            FormatError: it would be the first of a run in a file that is not its own.
+        """
         self._begin()
-        data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
-        self._file.write((json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode())
+        self._file.write(_encoded(line))
 
     def flush(self) -> None:
         """Hand what was written to the operating system.
@@ -198,6 +219,53 @@ def write_record(path: str | Path, record: RunRecord) -> None:
         body: tuple[Line, ...] = (*record.steps, *record.evaluations, *record.events)
         for line in body if record.end is None else (*body, record.end):
             writer.write(line)
+
+
+def require_own(path: Path, own: Header, names: Iterable[str] = ("name", "seed", "plan"), field: str = "") -> None:
+    """Raise where a file is neither empty nor the record of a run that began as this one does.
+
+    Of a plan its settings count, and not what was measured on the way to them: planned again, a run has the same.
+
+    Args:
+        names: of the header, which have to be alike. field: what the error is about; "": the file.
+
+    Raises:
+        FormatError: it is another run's record, or none; it can be anything that somebody wants to keep.
+    """
+    if not path.is_file():  # a pipe or a device holds nothing
+        return
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_HEADER)
+    if line.endswith(b"\n"):
+        given = _of_another(path, line[:-1], own, names)
+    else:  # nothing, or half a header: the run was cut off as it wrote it
+        given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else "what is no record"
+    if given:
+        given, expected = f"{path}, {given}" if field else given, "an empty file, or the record of this run"
+        way_out = "Move it away, or give the run another file."
+        raise FormatError(field or str(path), given=given, expected=expected, way_out=way_out)
+
+
+def _of_another(path: Path, line: bytes, own: Header, names: Iterable[str]) -> str:
+    """Return in words why a file that begins with a line is not a run's own; "" where it is."""
+    try:
+        found = _parse(str(path), line)
+        if not isinstance(found, Header):
+            return "what is no record"
+        apart = [name for name in names if _compared(getattr(found, name)) != _compared(getattr(own, name))]
+    except (FormatError, RecursionError):
+        return "what is no record"
+    return f"the record of a run of another {apart[0]}" if apart else ""
+
+
+def _compared(value: Any) -> Any:
+    """Return what of a header's value makes another run: of a plan, its settings."""
+    if not isinstance(value, Mapping):
+        return value
+    plain = json.loads(json.dumps(to_jsonable(value)))
+    found = {name: plain.get(name) for name in _SETTINGS}
+    chosen = {name: each["value"] for name, each in plain.items() if isinstance(each, dict) and "value" in each}
+    return found | chosen if chosen else plain
 
 
 def read_header(path: str | Path) -> Header:
@@ -250,6 +318,12 @@ def _read(path: str | Path, read: Callable[[BinaryIO], bytes]) -> tuple[Header, 
     if not rows or not isinstance(rows[0], Header):
         raise FormatError(str(path), given="a torn line" if torn else "no header", expected="a header line first")
     return rows[0], rows[1:]
+
+
+def _encoded(line: Line) -> bytes:
+    """Return a line of the file."""
+    data = {"kind": _NAMES[type(line)]} | to_jsonable(line)
+    return (json.dumps(data, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def _parse(where: str, line: bytes) -> Line:

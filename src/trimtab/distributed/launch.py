@@ -11,8 +11,9 @@ from typing import Any
 
 from trimtab.core.errors import RankError
 
-# What a rank runs: the command itself, with what it was called with.
-_PROGRAM = ("-m", "trimtab.cli")
+# What a rank runs: the command itself, with what it was called with. `-P`, as `-m` alone would import first from the
+# current folder whatever has the name of a package; a task of the user's is found there by its own name.
+_PROGRAM = ("-P", "-m", "trimtab.cli")
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:

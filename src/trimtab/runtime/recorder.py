@@ -79,8 +79,17 @@ class Recorder(Part):
         self._index = self._num_pending = 0
         self._train_s, self._last = 0.0, time.perf_counter()
         self._energy, self._energy_from = energy, 0
+        self._is_refused = False
         if energy is not None:
             _checked(energy).start()
+
+    def require_own(self) -> None:
+        """Raise `FormatError` where a run that begins would write over what is not its own."""
+        self._writer.require_own()
+
+    def refuse(self) -> None:
+        """Have a file that the run did not come to write stay as it is: it was refused."""
+        self._is_refused = self._writer.is_open_ended
 
     def step(self, step: Step) -> None:
         """Note one window."""
@@ -180,6 +189,8 @@ class Recorder(Part):
         Raises:
             SaveError: as of `stepped`.
         """
+        if self._is_refused:
+            return
         self._hand_over()
         detail = {}
         if self._energy is not None:

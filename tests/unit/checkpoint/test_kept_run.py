@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trimtab
-from trimtab.checkpoint import envelope
+from trimtab.checkpoint import envelope, kept_run
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import manifest_of
-from trimtab.checkpoint.world import WAYS_OUT
+from trimtab.checkpoint.world import WAYS_OUT, device_of
 from trimtab.core.errors import (
     DamagedError,
     FormatError,
@@ -119,6 +120,16 @@ def test_another_run_is_refused_and_nothing_is_changed(saved, changed, says):
     assert all(map(torch.equal, before, loop.weights()))
     assert not loop.optimizer.state
     Loop(saved).train(6)  # nobody holds the folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_type_is_refused_and_nothing_is_changed(saved, dtype):
+    loop = Loop(saved)
+    loop.model.to(dtype)
+    before, kind = loop.weights(), str(dtype).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"0\.weight: given {kind} of shape \(4, 4\); expected float32 of shape"):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
 
 
 def test_another_optimizer_is_refused(saved):
@@ -508,6 +519,57 @@ def test_a_run_that_follows_a_killed_one_says_so(tmp_path):
             Loop(tmp_path / "run").train(2, record=record)
         (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "resumed")
         assert event.detail["was_killed"] == was_killed
+
+
+def test_another_gpu_is_refused_or_accepted_and_written_down(tmp_path, monkeypatch):
+    named = {0: "Card A", 1: "Card B"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: named[device.index])
+
+    def on(index):
+        model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", index))]))
+        return device_of(model)
+
+    assert (on(0), on(1), device_of(nn.Linear(1, 1))) == ("cuda (Card A)", "cuda (Card B)", "cpu")
+    monkeypatch.setattr(kept_run, "device_of", lambda model: on(0))
+    Loop(tmp_path / "run").train(4)
+    monkeypatch.setattr(kept_run, "device_of", lambda model: on(1))
+    said = r"resume: device: given cuda \(Card B\); expected cuda \(Card A\), .*accepts="
+    with pytest.raises(ValueGivenError, match=said):
+        Loop(tmp_path / "run").start()
+    Loop(tmp_path / "run", accepts=("device",)).train(5)
+    about = manifest_of(committed(tmp_path / "run")[0]).about
+    assert about["accepted"] == {"device": "cuda (Card A) -> cuda (Card B)"}
+    assert about["world"]["device"] == "cuda (Card B)"
+
+
+def test_what_has_changed_and_needs_no_leave_is_in_every_later_manifest(saved, monkeypatch):
+    """Without a record it would be written nowhere."""
+    then = manifest_of(saved / "step-4").about
+    assert then["noted"] == {}
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    Loop(saved).train(5)
+    monkeypatch.setattr("numpy.__version__", "9.9.9")
+    Loop(saved).train(6)
+    for step, names in ((5, {"python"}), (6, {"python", "numpy"})):
+        about = manifest_of(saved / f"step-{step}").about
+        assert about["noted"].keys() == names
+        assert about["noted"]["python"] == f"{then['world']['python']} -> 3.99.1"
+        assert about["accepted"] == {}
+
+
+def test_what_was_saved_before_anything_was_noted_is_gone_on_with(saved):
+    forge(saved / "step-4", lambda said: said["about"].pop("noted"))
+    with Loop(saved).start() as run:
+        assert run.num_windows == 4
+
+
+@pytest.mark.parametrize(("where", "why"), [("absent/run", "No such file"), ("file", "Not a directory")])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, where, why):
+    (tmp_path / "file").write_text("mine")
+    said = rf"checkpoints\.folder: given .*{where} \({why}.*\); expected a folder that can be written, or made"
+    with pytest.raises(FormatError, match=said):
+        Loop(tmp_path / where).start()
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_versions_are_said_and_refused_for_nothing(saved, monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 from trimtab.checkpoint import shard_files
 from trimtab.checkpoint.ranks import require_kept
 from trimtab.checkpoint.shards import Shards, WithoutParameters, merged
-from trimtab.core.errors import FormatError, OptimizerError, ValueGivenError
+from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 
 
@@ -92,6 +92,21 @@ def test_groups_are_of_the_parameters_that_they_were(tmp_path, change, groups, s
     change(members)
     with pytest.raises(OptimizerError, match=said):
         Shards(model, optimizer, tmp_path).loading(saved(members, groups))
+
+
+def test_a_model_of_another_type_is_refused(tmp_path, monkeypatch):
+    model, optimizer = stepped()
+    shards = Shards(model, optimizer)
+    files = {
+        name: SimpleNamespace(size=each.shape, properties=SimpleNamespace(dtype=each.dtype))
+        for name, each in shards.tensors().items()
+    }
+    monkeypatch.setattr(shard_files, "written", lambda folder: files)
+    Shards(model, optimizer, tmp_path).loading(shards.state_dict())
+    other, its = loop()
+    other[2].double()
+    with pytest.raises(ModelError, match=r"2\.weight: given float64 of shape \(1, 4\); expected float32 of shape"):
+        Shards(other, its, tmp_path).loading(shards.state_dict())
 
 
 def test_what_ranks_said_of_their_shards_is_put_together():

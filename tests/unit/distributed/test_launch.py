@@ -1,0 +1,57 @@
+"""How ranks are started: what runs in them is this package and what the user named, and nothing that lies about."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.launcher import api
+
+from trimtab.core.codec import to_json
+from trimtab.core.plan import Plan
+from trimtab.distributed.launch import launch
+
+ROOT = Path(__file__).parents[3]
+TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"
+PLANTED = "open('ran', 'a').write(__name__)\nraise ImportError('planted')\n"
+
+
+@pytest.fixture
+def rank(monkeypatch, tmp_path):
+    """Return what runs a rank's own command in a folder where somebody left files by the names of packages."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(
+        api, "elastic_launch", lambda config, program: lambda *given: commands.append([program, *given])
+    )
+    for name in ("typer", "numpy", "torch", "trimtab"):
+        (tmp_path / f"{name}.py").write_text(PLANTED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    environment.pop("PYTHONSAFEPATH", None)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        launch(arguments, 2)
+        command = commands.pop()
+        assert command[0] == sys.executable
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_a_rank_runs_nothing_that_lies_in_the_current_folder(rank, tmp_path):
+    done = rank("train", "--help")
+    assert not (tmp_path / "ran").exists()
+    assert (done.returncode, "--ranks" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_rank_finds_the_task_that_was_named_there(rank, tmp_path):
+    shutil.copy(TINY_TASK, tmp_path / "mine.py")
+    (tmp_path / "plan.json").write_text(to_json(Plan.fixed(32)))
+    done = rank("train", "mine:task", "--plan", "plan.json", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 64
+    assert not (tmp_path / "ran").exists()
