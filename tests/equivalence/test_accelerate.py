@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import accelerate
 import pytest
 import torch
@@ -18,7 +21,12 @@ ROWS = 8
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Each test's Accelerator is its own: the host keeps one state for a process."""
+    """Each test's Accelerator is its own."""
+    reset()
+
+
+def reset() -> None:
+    """Forget the Accelerator that there is: the host keeps one state for a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
@@ -74,10 +82,89 @@ def test_it_plans_what_was_prepared():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({"mixed_precision": "bf16"}, "the precision is the plan's"), ({"gradient_accumulation_steps": 4}, "a window is")],
-)
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+def trained(run, batches, schedule=None) -> None:
+    for window in run.windows(batches):
+        run.train_step(window, loss_fn)
+        if schedule is not None:
+            schedule.step()
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_the_hosts_checkpoints_hold_what_trains_and_it_goes_on_as_if_never_cut(tmp_path, is_registered):
+    """Weights and moments; of a run that is registered its progress too, which a plan's schedule goes by."""
+    how = {"plan": trimtab.Plan.fixed(ROWS, 3)}
+    if is_registered:
+        how = {"plan": trimtab.Plan.fixed(ROWS, 3, schedule="warmup_cosine"), "total_samples": 160}
+    whole = Accelerator(cpu=True)
+    model, optimizer, loader = whole.prepare(*parts())
+    with start(whole, model, optimizer, **how) as run:
+        if is_registered:
+            whole.register_for_checkpointing(run)
+        for window in run.windows(loader):
+            run.train_step(window, loss_fn)
+            if run.applied_steps == 11:
+                whole.save_state(tmp_path)
+    reset()
+    again = Accelerator(cpu=True)
+    other, stepped, rest = again.prepare(*parts())
+    with torch.no_grad():
+        other[0].weight.zero_()
+    if not is_registered:  # and so is loaded before there is a run
+        again.load_state(tmp_path)
+        assert len(stepped.state) == 4
+    with start(again, other, stepped, **how) as run:
+        if is_registered:
+            again.register_for_checkpointing(run)
+            again.load_state(tmp_path)
+            assert run.applied_steps == 11
+        trained(run, again.skip_first_batches(rest, 11))
+    assert difference(other, model) == 0
+
+
+def example_main(path) -> None:
+    spec = importlib.util.spec_from_file_location("example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(epochs=1)
+
+
+def test_the_example_prepares_what_the_host_saves(monkeypatch):
+    made, before = [], Accelerator.__init__
+
+    def noting(self, *args, **kwargs):
+        made.append(self)
+        before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "__init__", noting)
+    example_main(Path(__file__).parents[2] / "examples" / "accelerate_trimmed.py")
+    assert len(made[0]._models) == len(made[0]._optimizers) == 1
+
+
+def test_its_loaders_are_gone_on_with_from_our_checkpoints(tmp_path):
+    """On ranks the host's checkpoints do not hold the model: there these do."""
+    plan, kept = trimtab.Plan.fixed(ROWS, 3), trimtab.Checkpoints(tmp_path, every_steps=4)
+    whole = Accelerator(cpu=True)
+    model, optimizer, loader = parts()
+    with start(whole, model, optimizer, plan) as run:
+        trained(run, whole.prepare(loader))
+    for num_windows in (11, 20):
+        reset()
+        again = Accelerator(cpu=True)
+        other, stepped, loader = parts()
+        with start(again, other, stepped, plan, checkpoints=kept) as run:
+            for window in run.windows(again.prepare(loader)):
+                run.train_step(window, loss_fn)
+                if run.applied_steps == num_windows:
+                    break
+    assert difference(other, model) == 0
+
+
+@pytest.mark.parametrize(("given", "said"), [({"mixed_precision": "bf16"}, "the precision is the plan's")])
 def test_what_decides_as_a_plan_does_is_refused(given, said):
     accelerator = Accelerator(cpu=True, **given)
     model, optimizer, _ = parts()
