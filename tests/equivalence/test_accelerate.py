@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,6 +163,79 @@ def test_its_loaders_are_gone_on_with_from_our_checkpoints(tmp_path):
                 if run.applied_steps == num_windows:
                     break
     assert difference(other, model) == 0
+
+
+def by_its_accumulation(steps: int, rows: int) -> nn.Module:
+    """Return what the host's loop trains, whose schedule goes on once a step."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = accelerator.prepare(*parts(rows))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model, batch))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    return accelerator.unwrap_model(model)
+
+
+def by_our_windows(steps: int, rows: int, micro: int) -> nn.Module:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = accelerator.prepare(*parts(rows))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
+    with start(accelerator, model, optimizer, trimtab.Plan.fixed(ROWS, micro)) as run:
+        for _ in range(2):
+            trained(run, loader, schedule)
+        assert run.num_batches == steps
+        assert run.applied_steps == 2 * -(-rows // (ROWS * steps))
+    return accelerator.unwrap_model(model)
+
+
+def by_hand(window: int, rows: int) -> nn.Module:
+    """Return what a plain loop trains, a step for each so many rows."""
+    model, optimizer, loader = parts(rows)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    inputs, targets = loader.dataset.tensors
+    for _ in range(2):
+        for batch in zip(inputs.split(window), targets.split(window), strict=True):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_its_windows_are_of_as_many_batches_as_it_accumulates(micro, steps):
+    plain = by_its_accumulation(steps, 160)
+    reset()
+    assert difference(by_our_windows(steps, 160, micro), plain) <= 1e-12
+
+
+def test_a_short_last_window_is_the_plain_loops_where_the_host_divides_it_by_all_steps():
+    rows = 5 * ROWS + 4  # of two and a half windows; its last batch is a half
+    plain = by_its_accumulation(2, rows)
+    reset()
+    ours, by_rows = by_our_windows(2, rows, 3), by_hand(2 * ROWS, rows)
+    assert difference(ours, by_rows) <= 1e-12
+    assert difference(plain, by_rows) > 1e-9
+
+
+def test_a_batch_that_the_plan_freed_is_not_accumulated_by_the_host():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _ = parts()
+    plan = trimtab.Plan.fixed(ROWS, batch_rule=trimtab.BatchRule("fixed", k=2))
+    with pytest.raises(ValueGivenError, match=r"gradient_accumulation_steps.*freed"):
+        start(accelerator, model, optimizer, plan)
+
+
+def test_windows_end_with_the_loader():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    model, optimizer, _ = parts()
+    with pytest.raises(ValueGivenError, match="sync_with_dataloader"):
+        start(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, optimizer, trimtab.Plan.fixed(ROWS))
 
 
 @pytest.mark.parametrize(("given", "said"), [({"mixed_precision": "bf16"}, "the precision is the plan's")])
