@@ -30,7 +30,7 @@ def main(epochs: int = 10) -> float:
     model = nn.Sequential(nn.Linear(2, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(spiral(), batch_size=256)
-    loader = accelerator.prepare(loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with start(accelerator, model, optimizer, plan(accelerator, model, optimizer, loss_fn, next(iter(loader)))) as run:
         for _ in range(epochs):
             for window in run.windows(loader):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,7 +22,12 @@ ROWS = 8
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Each test's Accelerator is its own: the host keeps one state for a process."""
+    """Each test's Accelerator is its own."""
+    reset()
+
+
+def reset() -> None:
+    """Forget the Accelerator that there is: the host keeps one state for a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
@@ -74,10 +83,162 @@ def test_it_plans_what_was_prepared():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({"mixed_precision": "bf16"}, "the precision is the plan's"), ({"gradient_accumulation_steps": 4}, "a window is")],
-)
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+def trained(run, batches, schedule=None) -> None:
+    for window in run.windows(batches):
+        run.train_step(window, loss_fn)
+        if schedule is not None:
+            schedule.step()
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_the_hosts_checkpoints_hold_what_trains_and_it_goes_on_as_if_never_cut(tmp_path, is_registered):
+    """Weights and moments; of a run that is registered its progress too, which a plan's schedule goes by."""
+    how = {"plan": trimtab.Plan.fixed(ROWS, 3)}
+    if is_registered:
+        how = {"plan": trimtab.Plan.fixed(ROWS, 3, schedule="warmup_cosine"), "total_samples": 160}
+    whole = Accelerator(cpu=True)
+    model, optimizer, loader = whole.prepare(*parts())
+    with start(whole, model, optimizer, **how) as run:
+        if is_registered:
+            whole.register_for_checkpointing(run)
+        for window in run.windows(loader):
+            run.train_step(window, loss_fn)
+            if run.applied_steps == 11:
+                whole.save_state(tmp_path)
+    reset()
+    again = Accelerator(cpu=True)
+    other, stepped, rest = again.prepare(*parts())
+    with torch.no_grad():
+        other[0].weight.zero_()
+    if not is_registered:  # and so is loaded before there is a run
+        again.load_state(tmp_path)
+        assert len(stepped.state) == 4
+    with start(again, other, stepped, **how) as run:
+        if is_registered:
+            again.register_for_checkpointing(run)
+            again.load_state(tmp_path)
+            assert run.applied_steps == 11
+        trained(run, again.skip_first_batches(rest, 11))
+    assert difference(other, model) == 0
+
+
+def example_main(path) -> None:
+    spec = importlib.util.spec_from_file_location("example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(epochs=1)
+
+
+def test_the_example_prepares_what_the_host_saves(monkeypatch):
+    made, before = [], Accelerator.__init__
+
+    def noting(self, *args, **kwargs):
+        made.append(self)
+        before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "__init__", noting)
+    example_main(Path(__file__).parents[2] / "examples" / "accelerate_trimmed.py")
+    assert len(made[0]._models) == len(made[0]._optimizers) == 1
+
+
+def test_its_loaders_are_gone_on_with_from_our_checkpoints(tmp_path):
+    """On ranks the host's checkpoints do not hold the model: there these do."""
+    plan, kept = trimtab.Plan.fixed(ROWS, 3), trimtab.Checkpoints(tmp_path, every_steps=4)
+    whole = Accelerator(cpu=True)
+    model, optimizer, loader = parts()
+    with start(whole, model, optimizer, plan) as run:
+        trained(run, whole.prepare(loader))
+    for num_windows in (11, 20):
+        reset()
+        again = Accelerator(cpu=True)
+        other, stepped, loader = parts()
+        with start(again, other, stepped, plan, checkpoints=kept) as run:
+            for window in run.windows(again.prepare(loader)):
+                run.train_step(window, loss_fn)
+                if run.applied_steps == num_windows:
+                    break
+    assert difference(other, model) == 0
+
+
+def by_its_accumulation(steps: int, rows: int) -> nn.Module:
+    """Return what the host's loop trains, whose schedule goes on once a step."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = accelerator.prepare(*parts(rows))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model, batch))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    return accelerator.unwrap_model(model)
+
+
+def by_our_windows(steps: int, rows: int, micro: int) -> nn.Module:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = accelerator.prepare(*parts(rows))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9))
+    with start(accelerator, model, optimizer, trimtab.Plan.fixed(ROWS, micro)) as run:
+        for _ in range(2):
+            trained(run, loader, schedule)
+        assert run.num_batches == steps
+        assert run.applied_steps == 2 * -(-rows // (ROWS * steps))
+    return accelerator.unwrap_model(model)
+
+
+def by_hand(window: int, rows: int) -> nn.Module:
+    """Return what a plain loop trains, a step for each so many rows."""
+    model, optimizer, loader = parts(rows)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    inputs, targets = loader.dataset.tensors
+    for _ in range(2):
+        for batch in zip(inputs.split(window), targets.split(window), strict=True):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_its_windows_are_of_as_many_batches_as_it_accumulates(micro, steps):
+    plain = by_its_accumulation(steps, 160)
+    reset()
+    assert difference(by_our_windows(steps, 160, micro), plain) <= 1e-12
+
+
+def test_a_short_last_window_is_the_plain_loops_where_the_host_divides_it_by_all_steps():
+    rows = 5 * ROWS + 4  # of two and a half windows; its last batch is a half
+    plain = by_its_accumulation(2, rows)
+    reset()
+    ours, by_rows = by_our_windows(2, rows, 3), by_hand(2 * ROWS, rows)
+    assert difference(ours, by_rows) <= 1e-12
+    assert difference(plain, by_rows) > 1e-9
+
+
+def test_a_batch_that_the_plan_freed_is_not_accumulated_by_the_host():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _ = parts()
+    plan = trimtab.Plan.fixed(ROWS, batch_rule=trimtab.BatchRule("fixed", k=2))
+    with pytest.raises(ValueGivenError, match=r"gradient_accumulation_steps.*freed"):
+        start(accelerator, model, optimizer, plan)
+
+
+def test_windows_end_with_the_loader():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    model, optimizer, _ = parts()
+    with pytest.raises(ValueGivenError, match="sync_with_dataloader"):
+        start(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, optimizer, trimtab.Plan.fixed(ROWS))
+
+
+@pytest.mark.parametrize(("given", "said"), [({"mixed_precision": "bf16"}, "the precision is the plan's")])
 def test_what_decides_as_a_plan_does_is_refused(given, said):
     accelerator = Accelerator(cpu=True, **given)
     model, optimizer, _ = parts()

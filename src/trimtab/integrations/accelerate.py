@@ -26,7 +26,8 @@ def plan(
     """Return `trimtab.plan` of what an Accelerator prepared; the model is on its device then.
 
     Args:
-        model, optimizer: as prepared, or before; on several ranks before. example_batch: of this rank.
+        model, optimizer: as prepared, or before; on several ranks before. example_batch: one of the loader's, of this
+            rank: each is split by itself, also where a window is of several.
         how: more arguments of `trimtab.plan`.
 
     Raises:
@@ -43,11 +44,13 @@ def plan(
 def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan, **running: Any) -> Run:
     """Return `trimtab.start` of what an Accelerator prepared: `run.windows(loader)` is then the loop.
 
-    `accelerator.accumulate`, `accelerator.backward` and the optimizer's `step` are not called in it.
+    `accelerator.accumulate`, `accelerator.backward` and the optimizer's `step` are not called in it. A window is of
+    `gradient_accumulation_steps` of the loader's batches, and the last one of a pass of those that are left.
 
     Args:
-        model, optimizer: as prepared, or before. On several ranks a prepared model stays in the Accelerator's DDP, by
-            a plan without a `zero_stage`; any other is shared as the plan's says.
+        model, optimizer: as prepared, so that `accelerator.save_state` has them, or before. On several ranks a prepared
+            model stays in the Accelerator's DDP, by a plan without a `zero_stage`; any other is shared as the plan's
+            says.
         running: more arguments of `trimtab.start`.
 
     Raises:
@@ -57,7 +60,11 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
     inner = accelerator.unwrap_model(model)
     is_wrapped = accelerator.num_processes > 1 and inner is not model
     require_shared(plan, accelerator.num_processes, (None,) if is_wrapped else STAGES)
-    return started(model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running)
+    _refuse_windows(accelerator, plan)
+    run = started(model if is_wrapped else inner.to(accelerator.device), _inner(optimizer), plan, **running)
+    if (num_batches := accelerator.gradient_accumulation_steps) > 1:
+        run.of_batches(num_batches)
+    return run
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
@@ -78,9 +85,15 @@ def _refuse(accelerator: Accelerator) -> None:
         way_out = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
         given = f"{accelerator.mixed_precision!r}"
         raise ValueGivenError("Accelerator(mixed_precision=...)", given=given, expected="'no'", way_out=way_out)
-    if accelerator.gradient_accumulation_steps > 1:
-        way_out = (
-            "Leave it out: a window is a loader's batch, which the plan splits. Have the loader yield all its rows."
-        )
-        given = f"{accelerator.gradient_accumulation_steps}"
+
+
+def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:
+    """Raise where two say of how many batches a window is, or where it would not end with the loader."""
+    if (num_batches := accelerator.gradient_accumulation_steps) == 1:
+        return
+    if isinstance(plan, Plan) and plan.batch_rule is not None:
+        given, way_out = f"{num_batches}, and a batch that the plan freed", "Leave the one out, or the other."
         raise ValueGivenError("gradient_accumulation_steps", given=given, expected="1", way_out=way_out)
+    if not accelerator.gradient_state.sync_with_dataloader:
+        given, way_out = "False", "Leave it out: the last window of a pass is of the batches that are left."
+        raise ValueGivenError("sync_with_dataloader", given=given, expected="True", way_out=way_out)

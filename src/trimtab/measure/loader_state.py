@@ -37,7 +37,8 @@ def borrowed(data: Any) -> Iterator[Any]:
 
 def is_stateful(loader: Any) -> bool:
     """Return whether a loader can be told where to go on."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has both, whatever it wraps
+    return callable(getattr(inner, "state_dict", None)) and callable(getattr(inner, "load_state_dict", None))
 
 
 def generators_of(data: Any) -> list[torch.Generator]:

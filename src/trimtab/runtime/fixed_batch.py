@@ -10,10 +10,16 @@ from trimtab.runtime.window import Window
 
 
 class FixedBatch:
-    """As `BatchControl`, where there is nothing to control."""
+    """As `BatchControl`, where there is nothing to control.
 
-    num_batches = 1
+    Args:
+        num_batches: of the loader in a window, where a host's setting says so.
+    """
+
     noise = None
+
+    def __init__(self, num_batches: int = 1) -> None:
+        self.num_batches = num_batches
 
     def micro_batch_of(self, rows: int, planned: int, num_batches: int) -> int:
         """Return what is planned."""

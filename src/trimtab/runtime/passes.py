@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trimtab.core import checks
 from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
@@ -148,6 +149,20 @@ class Passes(RunView):
                 raise
             return None
         return drawn
+
+    def of_batches(self, num_batches: int) -> None:
+        """Have each window of `windows` be of so many loader batches; the last of a pass of those that are left.
+
+        Raises:
+            LoopError: the plan freed the batch, so that it says how many; or a window is open.
+        """
+        num_batches = checks.integer("num_batches", num_batches)
+        self._require_open()
+        self._order.require_idle("run.of_batches")
+        if isinstance(self._control, BatchControl):
+            given, expected = "a plan that freed the batch", "one that leaves it, or windows of what it says"
+            raise LoopError("run.of_batches", given=given, expected=expected)
+        self._control = FixedBatch(num_batches)
 
     def window(self, *batches: Any) -> Window:
         """Return one batch as a window, or several as one: as many as `num_batches` says, to follow the plan.

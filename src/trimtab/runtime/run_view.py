@@ -44,7 +44,7 @@ class RunView:
 
     @property
     def num_batches(self) -> int:
-        """Loader batches of the next window; 1 unless the plan freed the batch."""
+        """Loader batches of the next window; 1 unless the plan freed the batch, or `of_batches` said how many."""
         return self._control.num_batches
 
     @property
