@@ -915,6 +915,28 @@ def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     assert decided.stderr == "False False\n"  # a profile is decided without torch
 
 
+@pytest.mark.parametrize(
+    "way", [("-c", "from trimtab.cli import main; main()"), ("-m", "trimtab.cli")], ids=("script", "-m")
+)
+def test_without_its_packages_the_command_says_which_extra_has_them(tmp_path, way):
+    """As with the wheel and what it declares alone: that is explained too, and no traceback."""
+    (tmp_path / "typer.py").write_text("raise ImportError('blocked')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(SOURCE)))}
+    command = [sys.executable, *way, "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    explained(Done(done.returncode, done.stdout, done.stderr), "no typer", "pip install 'trimtab[cli]'")
+
+
+def test_without_its_packages_its_parts_are_no_less_an_error(tmp_path):
+    code = "import sys; sys.modules['typer'] = None\nfrom trimtab.core.errors import DependencyError\n"
+    code += "try:\n    from trimtab.cli import app\nexcept DependencyError as error:\n    print(error)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert "trimtab[cli]" in done.stdout, done.stderr
+
+
 def test_an_interrupt_ends_it_quietly(tmp_path):
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     name = changed(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ _WANDB_QUIET = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
+# What turns off a package's own reports on its use, by its documentation; read where it is imported, or begins.
+_UNREPORTED = {"mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true"), "wandb": ("WANDB_ERROR_REPORTING", "false")}
 
 
 @runtime_checkable
@@ -84,7 +87,8 @@ class TensorBoard:
 class MLflow:
     """A run of an experiment, by a client of its own: the process's active run is not touched.
 
-    Events are tags, the last of each name, as MLflow has no texts by step.
+    Events are tags, the last of each name, as MLflow has no texts by step. Its reports on its use are turned off for
+    the process (`MLFLOW_DISABLE_TELEMETRY`), unless that is set, or MLflow was imported before.
 
     Args:
         experiment: its name; made where there is none.
@@ -134,7 +138,8 @@ class MLflow:
 class WandB:
     """A run of Weights & Biases, beside any that the process has.
 
-    What it would collect by itself (console, code, git, command, host, packages, system figures) is off.
+    What it would collect by itself (console, code, git, command, host, packages, system figures) is off; so are its
+    reports on its use, for the process, unless that is set (`WANDB_ERROR_REPORTING`).
 
     Args:
         project: its name. options: further arguments of `wandb.init`, such as `entity`, `mode` or `dir`; `settings`
@@ -220,7 +225,12 @@ def tracker_named(given: str) -> Tracker:
 
 @contextlib.contextmanager
 def _needed(package: str) -> Iterator[None]:
-    """Say, of an import inside the block that fails, which extra has the package."""
+    """Say, of an import inside the block that fails, which extra has the package.
+
+    The package's own reports are turned off before, where the environment says nothing of them.
+    """
+    if package in _UNREPORTED:
+        os.environ.setdefault(*_UNREPORTED[package])
     try:
         yield
     except ImportError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
@@ -16,6 +16,10 @@ from trimtab.tasks.task import DataSource, TaskData
 
 _WAY_OUT = (
     "Have each item be a tuple of tensors or numbers, each of one shape in all items: pad or crop in the dataset."
+)
+_UNCOUNTED = (
+    "Give the dataset that a DataLoader draws from, or list(...) of a stream that memory holds. Data that it does not "
+    "hold is no task's: train in a loop of your own, by run.windows(loader)."
 )
 
 
@@ -27,7 +31,7 @@ def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judge
         judged_rows: rows of a batch that is judged by.
 
     Raises:
-        ValueGivenError: a dataset has no length or no items, its items do not make tensors, or another time others.
+        ValueGivenError: a dataset has no length, no items or none by index; these make no tensors, or others each time.
     """
     columns = {field: _columns(field, data) for field, data in (("train", train), ("held_out", held_out))}
     rows = checks.integer("judged_rows", judged_rows)
@@ -39,12 +43,22 @@ def of_datasets(train: Dataset[Any], held_out: Dataset[Any], *, name: str, judge
     return TaskData(columns["train"], tuple(zip(*judged, strict=True)), source)
 
 
-def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
+def _length(field: str, dataset: Any) -> int:
+    """Return how many items there are; a loader or a stream is refused here, as it has none that can be asked for."""
+    has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     try:
         rows = len(dataset)
     except TypeError:
-        expected = "a dataset with a length, as torch.utils.data.TensorDataset"
-        raise ValueGivenError(field, given=f"a {type(dataset).__name__} without one", expected=expected) from None
+        has_items = False
+    if not has_items:
+        given = f"a {type(dataset).__name__}, which has no length or no items by index"
+        expected = "a dataset with both, as torch.utils.data.TensorDataset"
+        raise ValueGivenError(field, given=given, expected=expected, way_out=_UNCOUNTED)
+    return rows
+
+
+def _columns(field: str, dataset: Any) -> tuple[Tensor, ...]:
+    rows = _length(field, dataset)
     if rows == 0:
         raise ValueGivenError(field, given="a dataset of no items", expected="one item or more")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 
 import pytest
@@ -130,6 +131,29 @@ def test_trackio_has_a_run(tmp_path, packages):
     }
     assert (calls.rows, calls.texts) == (FIGURES, [(1, "event/precision", PRECISION)])
     assert calls.closed == ["finished"]
+
+
+@pytest.mark.parametrize(
+    ("make", "switch", "off"),
+    [
+        (lambda: MLflow("mine"), "MLFLOW_DISABLE_TELEMETRY", "true"),
+        (lambda: WandB("mine"), "WANDB_ERROR_REPORTING", "false"),
+    ],
+    ids=["mlflow", "wandb"],
+)
+def test_a_package_reports_nothing_of_itself_unless_its_user_says_so(monkeypatch, make, switch, off):
+    def imported(name):  # where the package reads its switch
+        seen.append(os.environ.get(switch))
+        return tracker_packages.module(name)
+
+    seen = []
+    monkeypatch.setattr(importlib, "import_module", imported)
+    monkeypatch.delenv(switch, raising=False)
+    make()
+    assert set(seen) == {off}
+    monkeypatch.setenv(switch, "as the user has it")
+    make()
+    assert (seen[-1], os.environ[switch]) == ("as the user has it", "as the user has it")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.tasks import of_datasets
@@ -29,6 +29,11 @@ class ByChance(Items):
 class Endless(IterableDataset):
     def __iter__(self):
         return iter([])
+
+
+class Counted(Endless):
+    def __len__(self):
+        return 3
 
 
 def test_rows_are_those_of_the_datasets_in_their_order():
@@ -56,17 +61,23 @@ def test_numbers_and_lone_tensors_make_columns():
     assert [column.shape for column in alone.columns] == [(2, 2)]
 
 
+INSTEAD = r"the dataset that a DataLoader draws from.*run\.windows\(loader\)"
+
+
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        (Endless(), "train: given a Endless without one"),
+        (Endless(), rf"train: given a Endless, which has no length.*{INSTEAD}"),
+        (Counted(), rf"train: given a Counted, .*or no items by index.*{INSTEAD}"),
+        (DataLoader(TensorDataset(torch.ones(4, 2))), rf"train: given a DataLoader, .*by index.*{INSTEAD}"),
+        (iter([torch.ones(2)]), rf"train: given a list_iterator, which has no length.*{INSTEAD}"),
         (Items(), "a dataset of no items"),
         (Items(torch.ones(2), torch.ones(3)), "items that do not make tensors.*pad or crop"),
         (Items({"x": torch.ones(2)}), "items that are a dict"),
         (Items("a", "b"), "items that are a str"),
         (ByChance(1, 2), "differ when they are read again.*SampleDraws"),
     ],
-    ids=("without a length", "empty", "ragged", "mappings", "words", "by chance"),
+    ids=("stream", "stream with a length", "loader", "iterator", "empty", "ragged", "mappings", "words", "by chance"),
 )
 def test_what_makes_no_tensors_is_refused_with_the_way_out(train, said):
     with pytest.raises(ValueGivenError, match=said):
