@@ -40,8 +40,8 @@ class Training:
     """What is trained.
 
     Args:
-        steps: windows. record: a new file; or any, where there are checkpoints. tracks: what follows that record, as
-            `tracker_named` reads it. grid: grams per kWh, by which carbon is told.
+        steps: windows. record: a new file; or this run's own, where there are checkpoints. tracks: what follows that
+            record, as `tracker_named` reads it. grid: grams per kWh, by which carbon is told.
 
     Raises:
         FormatError: the plan was made for another batch, or other ranks.
