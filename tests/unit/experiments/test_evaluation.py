@@ -16,8 +16,8 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap
 from trimtab.core.record import write_record
-from trimtab.experiments.ablation.result import ChangeTime
-from trimtab.experiments.comparison.result import Ratio, TargetRow, ThirdRow, Verdict
+from trimtab.experiments.ablation.result import AblatedArm, ChangeTime, Effect
+from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
 from trimtab.experiments.evaluation.files import KINDS, read_runs
 from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
@@ -334,6 +334,31 @@ def test_a_component_is_judged_alone_and_not_in_the_plan():
     (alone,) = judge([of_ablation("a", ablation(1.3))])[claim]
     assert (alone.status, alone.finding.part) == (PASS, "precision")
     assert judge([of_ablation("a", ablation(1.3, setting="in the plan"))])[claim] == ()
+    assert judge([of_ablation("a", ablation(1.3, setting="interaction"))])[claim] == ()
+
+
+def test_an_ablation_is_shown_with_its_interactions_the_whole_and_what_is_told_from_nothing(tmp_path):
+    made = ablation(1.3)
+    apart = Effect("precision", "interaction", "throughput", "S", around(0.9), GAIN)
+    whole = RatioRow("throughput", "plan", "reference", "S", around(1.2), GAIN)
+    control = RatioRow("throughput", "unchanged_again", "unchanged", "", around(0.95), GAIN)
+    arms = [AblatedArm("plan", "the plan", ("precision",)), AblatedArm("unchanged", "the loop, nothing changed", ())]
+    made = replace(
+        made,
+        effects=(*made.effects, apart),
+        arms=(*arms, AblatedArm("unchanged_again", "the loop again", ())),
+        whole=(whole,),
+        controls=(control,),
+        interaction_control=around(0.97),
+    )
+    page = write_evaluation([of_ablation("a", made)], tmp_path, "x")["md"].read_text()
+    for line in (
+        "| precision bf16 | + mixed precision | throughput | interaction | -10.00% |",
+        "| the plan |  | throughput | the reference | +20.00% |",
+        "| the loop again |  | throughput | the loop, nothing changed | -5.00% |",
+        "| nothing (control of interactions) |  | throughput | interaction | -3.00% |",
+    ):
+        assert line in page
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
 from trimtab.decide.attribution import shares
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
-from trimtab.experiments.ablation.result import ALONE, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
+from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import as_ratio, crossing
@@ -303,7 +303,7 @@ def of_ablation(name: str, found: Ablation) -> Run:
 def _components(found: Ablation) -> Iterator[Finding]:
     names = {THROUGHPUT: "component_throughput", MEMORY: "component_memory", QUALITY: "component_quality"}
     for effect in found.effects:
-        if effect.setting not in (ALONE, WITHIN) or not effect.change or effect.other:
+        if not effect.change or effect.other:
             continue
         is_open = effect.verdict.kind == NO_VERDICT
         yield Finding(
@@ -319,3 +319,16 @@ def _components(found: Ablation) -> Iterator[Finding]:
     for each in found.times:
         if each.change:
             yield _time(each.row, "component_time", "plan", each.setting, each.change)
+    yield from _whole(found, names)
+
+
+def _whole(found: Ablation, names: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what all changes together are worth, and what is told from nothing: loops against themselves."""
+    labels = {arm.name: arm.label for arm in found.arms} | {"reference": "the reference"}
+    for row in (*found.whole, *found.controls):
+        if row.ratio is not None and row.metric in names:
+            part, against = (labels.get(name, name) for name in (row.arm, row.against))
+            yield Finding(names[row.metric], "plan", against, row.tier, figure=row.ratio, part=part)
+    if found.interaction_control is not None:
+        of = "nothing (control of interactions)"
+        yield Finding("component_throughput", "plan", INTERACTION, figure=found.interaction_control, part=of)

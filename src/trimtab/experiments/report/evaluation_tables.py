@@ -207,10 +207,15 @@ def component_table(run: Run, tier: str) -> Table:
             *figures(each, run),
         )
         for each in run.findings
-        if each.tier == tier and each.measure.startswith("component_")
+        if each.tier in (tier, "") and each.measure.startswith("component_")
     )
-    columns = ("Change", "Paper's component", "Measure", "Set in", "With it", "95% interval", "n")
-    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", "", columns[4:])
+    columns = ("Change", "Paper's component", "Measure", "Set in, or against", "With it", "95% interval", "n")
+    note = (
+        "Alone: over the loop that changes nothing. In the plan: over the plan without it. Interaction: what it is "
+        "worth in the plan over what it is worth alone. A loop again is the same loop once more: what is no further "
+        "from nothing than that is not told from nothing."
+    )
+    return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", note, columns[4:])
 
 
 def _measure(component: Finding) -> str:
