@@ -15,7 +15,7 @@ from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap
-from trimtab.core.record import write_record
+from trimtab.core.record import End, write_record
 from trimtab.experiments.ablation.result import AblatedArm, ChangeTime, Effect
 from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
@@ -595,6 +595,25 @@ def test_the_page_has_the_papers_tables_beside_what_was_measured(folder):
     statuses = {row["claim"]: row["status"] for row in rows if row["metric"] == "claim" and row.get("arm") == "paper"}
     assert statuses["27.4% more images per second"] == FAIL
     assert statuses["accuracy within 0.5%"] == PASS
+
+
+def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
+    absent = of_comparison("a", comparison())
+    counted_by = "measured by rapl package-0; idle 20 W, which is in every figure"
+    found = Finding("energy", "plan_S", "reference", "S", value=2.0, figure=around(0.8))
+    metered = replace(absent, findings=(found,), meter=counted_by)
+    ends = {"energy_j": 40.0, "energy_s": 2.0, "energy": "estimated"}
+    given = of_record("r", replace(recorded(), end=End("closed", ends)))
+    missing = of_record("m", replace(recorded(), end=End("closed", ends | {"energy_j": None, "energy_reason": "gone"})))
+    unasked = of_record("u", recorded())
+    page = write_evaluation([absent, metered, given, missing, unasked], tmp_path, "x")["md"].read_text()
+    shown = page[page.index("## Energy") : page.index("## Single runs")].splitlines()
+    rows = [line.split(" | ") for line in shown if line.startswith("| ") and line[2].isdigit()]
+    assert [row[0].strip("| ")[0] for row in rows] == ["1", "2", "3", "4"]
+    assert rows[0][2].startswith("not measured")
+    assert rows[1][2:5] == [counted_by, "2 J", "-20.00%"]
+    assert rows[2][1:4] == ["one run", "estimated", "2 J"]
+    assert rows[3][2:4] == ["not measured: gone", "not measured"]
 
 
 def test_a_perplexity_that_rises_is_told_as_a_rise(tmp_path):

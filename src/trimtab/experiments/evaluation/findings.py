@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
@@ -40,6 +41,7 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.data_source.get("sha256", ""),
         found.higher_is_better,
         _trained(found),
+        meter=found.meter.describe(),
     )
 
 
@@ -268,6 +270,10 @@ def of_record(name: str, found: RunRecord) -> Run:
     if found.evaluations:
         metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
         findings.append(Finding("final_metric", "run", value=value, said=metric))
+    ending = {} if found.end is None else found.end.detail
+    joules = ending.get("energy_j")
+    if isinstance(joules, int | float) and rows:
+        findings.append(Finding("energy", "run", value=joules / rows))
     data = header.detail.get("data", {})
     return Run(
         name,
@@ -278,7 +284,16 @@ def of_record(name: str, found: RunRecord) -> Run:
         tuple(findings),
         labels={"run": "one run"},
         data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",
+        meter=_meter_of(ending),
     )
+
+
+def _meter_of(ending: Mapping[str, Any]) -> str:
+    """Return what counted a run's joules, by how its record ends; why nothing did; "" where it was not asked to."""
+    provenance = ending.get("energy")
+    if not isinstance(provenance, str):
+        return ""
+    return provenance if ending.get("energy_j") is not None else f"not measured: {ending.get('energy_reason', '')}"
 
 
 def of_ablation(name: str, found: Ablation) -> Run:

@@ -56,6 +56,7 @@ class Run:
         data_sha256: of what it was trained on, "" where that is not recorded. higher_is_better: of its metric.
         trained: what its reference was trained on and came to, in words; "" where that is not known.
         planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
+        meter: what counted its joules, or why nothing did, in words; "" where joules are not asked of its kind.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Run:
     higher_is_better: bool = True
     trained: str = ""
     planned: str = ""
+    meter: str = ""
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:

@@ -68,6 +68,7 @@ def _sections(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]], com
     yield Section("Table III: what each component is worth", tuple(_components(runs)), brief=True)
     yield Section("Where the gain comes from (section V.D)", tuple(_gains(runs)), brief=True)
     yield Section("Table IV: ranks", tuple(_ranks(runs)), brief=True)
+    yield Section("Energy", (tables.energy_table(runs),), brief=True)
     yield Section("Single runs", (tables.record_table(runs),))
     where = (Bullets(sameness(runs)), tables.run_table(runs), tables.machine_table(runs))
     yield Section("Runs and machines", where, brief=True)

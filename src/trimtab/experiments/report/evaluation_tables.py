@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from trimtab.core.units import format_count
+from trimtab.core.units import format_count, format_joules
 from trimtab.experiments.comparison.result import Ratio, Verdict
 from trimtab.experiments.evaluation.machines import letters
 from trimtab.experiments.evaluation.paper_arithmetic import checks
@@ -306,6 +306,31 @@ def _machines(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
             said = ", ".join(f"{name} {say.one_line(value)}" for name, value in versions)
             processor = say.one_line(facts.get("cpu", "unknown")) + cores
             yield letter, processor, say.one_line(facts.get("gpu", "none")), said or "not recorded", ", ".join(which)
+
+
+def energy_table(runs: Sequence[Run]) -> Table:
+    """Return joules per row of each arm, over those of the reference, with what counted them or why nothing did."""
+    rows = tuple(
+        row
+        for number, run in enumerate(runs, 1)
+        if run.meter
+        for row in _joules(f"{number}: {say.one_line(run.task)}", run)
+    )
+    note = (
+        "Below nothing: the arm takes less. Joules are of the whole device or processor, with all else that ran there."
+    )
+    columns = ("Run", "Arm", "Meter", "Energy per row", *_FIGURES)
+    return Table("", columns, rows, "No run was asked for joules.", note, columns[3:])
+
+
+def _joules(name: str, run: Run) -> Iterator[tuple[str, ...]]:
+    found = [each for each in run.findings if each.measure == "energy" and each.value is not None]
+    for each in found:
+        figure = figures(each, run) if each.figure is not None else ("", "", "")
+        arm = say.one_line(run.labels.get(each.arm, each.arm))
+        yield name, arm, say.one_line(run.meter), format_joules(each.value or 0.0), *figure
+    if not found:
+        yield name, "", say.one_line(run.meter), say.UNMEASURED, "", "", ""
 
 
 def record_table(runs: Sequence[Run]) -> Table:
