@@ -193,15 +193,17 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
         says = f"{task}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), "--whole", "0", minutes=4, needs=("gpu",))
-        yield from _growing(
-            f"{kind}-scale",
-            f"{task} on 1, 2 and 4 ranks, rounds",
-            _FIVE,
-            lambda rounds, task=task: ("scale", task, "--ranks", "1,2,4", "--rounds", str(rounds), "--scaling", "weak"),
-            result=f"{kind}-scale/scaling.json",
-            minutes=6,
-            needs=("gpu", "4 gpus"),
-        )
+        for folder, ranks, most in ((f"{kind}-scale", "1,2,4", "4 gpus"), (f"{kind}-scale2", "1,2", "2 gpus")):
+            scale = ("scale", task, "--ranks", ranks, "--scaling", "weak", "--rounds")
+            yield from _growing(
+                folder,
+                f"{task} on {ranks} ranks, rounds",
+                _FIVE,
+                lambda rounds, scale=scale: (*scale, str(rounds)),
+                result=f"{folder}/scaling.json",
+                minutes=6,
+                needs=("gpu", most),
+            )
     strong = ("wikitext2_gpt2", "--adapt", "none", "--against", "strong", "--memory")
     arm = "gpt2-recipes/arm-strong.json"
     limits = (("gpt2-half", HALF + arm, "half of P2's memory", arm), ("gpt2-small", "4.5GB", "4.5 GB", ""))
