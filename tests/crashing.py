@@ -34,6 +34,7 @@ from trimtab.decide.batch_decider import BatchDecider
 from trimtab.decide.noise import NoiseAverage
 from trimtab.measure.random_state import loading_random_state, random_state
 from trimtab.runtime import data_position
+from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.consumed import Consumed
 from trimtab.runtime.data_position import DataPosition
 from trimtab.runtime.muon import Momentum
@@ -41,6 +42,8 @@ from trimtab.runtime.out_of_memory import MicroBatchLimit
 from trimtab.runtime.precision import MixedPrecision
 from trimtab.runtime.recorder import Recorder
 from trimtab.runtime.recovery import Recovery
+from trimtab.runtime.schedule import RateFollower
+from trimtab.runtime.voids import Voids
 
 ROWS, WINDOWS = 8, 60
 
@@ -78,8 +81,43 @@ class Net(nn.Module):
         return self.head(x) * (1 + 0.001 * self.calls)
 
 
+class Told:
+    """Batches in one order, by a loader that is told where to go on."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        data = Noisy(1)
+        while self.at < 10:
+            rows = [data[index] for index in range(8 * self.at, 8 * self.at + 8)]
+            self.at += 1
+            yield [torch.stack(column) for column in zip(*rows, strict=True)]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
 def loss_fn(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
+
+
+# What a term of the first window counts, of a loss that counts terms: what all windows are divided by follows from it.
+FIRST_TERMS = 4096
+
+
+def token_loss(run: Any, factor: float) -> Any:
+    """Return a loss that counts the rows that are not masked, none in some micro-batches."""
+
+    def loss(model, batch):
+        counted = (batch[0][:, :1] > 0) * (FIRST_TERMS if run.num_windows == 0 else 1)
+        return factor * ((model(batch[0]) - batch[1]).square() * counted).sum(), counted.sum()
+
+    return loss
 
 
 def whole(value):
@@ -100,6 +138,11 @@ def without_hidden(self, state):
 def from_the_start(self, state, loading=Consumed.loading):
     """Load counters whose schedule begins anew."""
     return loading(self, dict(state) | {"scheduled": 0.0})
+
+
+def without_tokens(self, state, loading=Consumed.loading):
+    """Load counters whose tokens begin anew."""
+    return loading(self, dict(state) | {"tokens": 0.0})
 
 
 def without(kind):
@@ -128,6 +171,12 @@ FORGOTTEN = {
     "Muon's momentum": [(Momentum, "loading", nothing)],
     "noise averages": [(NoiseAverage, "loading", nothing)],
     "decided batch": [(BatchDecider, "_continue_with", nothing)],
+    "rate that follows the batch": [(RateFollower, "loading", nothing)],
+    "lost windows": [(Voids, "loading", nothing)],
+    "fp16 that was left": [(MixedPrecision, "loading", nothing)],
+    "tokens": [(Consumed, "loading", without_tokens)],
+    "terms a row": [(WindowWeights, "loading", nothing)],
+    "a loader's own place": [(Told, "load_state_dict", nothing)],
     "plan": [(Checkpoints, "saved_plan", lambda self: None), (kept_run, "require_accepted", nothing)],
     "record": [(Recorder, "loading", nothing)],
 }
@@ -184,6 +233,24 @@ def plan_of(options: Mapping[str, Any]) -> trimtab.Plan:
     )
 
 
+def loader_of(options: Mapping[str, Any]) -> Any:
+    """Return a rank's loader."""
+    if options.get("told"):
+        return Told()
+    ranks, order = options.get("ranks", 1), torch.Generator().manual_seed(7)  # the same on all ranks
+    return trimtab.shard(DataLoader(Noisy(ranks), batch_size=ROWS * ranks, shuffle=True, generator=order))
+
+
+def total_of(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return how long a run is, for its schedule: its first window has half of the terms, where they are counted."""
+    ranks = options.get("ranks", 1)
+    return (
+        {"total_tokens": FIRST_TERMS * ROWS * ranks}
+        if options.get("tokens")
+        else {"total_samples": WINDOWS * ROWS * ranks}
+    )
+
+
 def seed(options: Mapping[str, Any]) -> None:
     """Seed every global generator."""
     number = options.get("seed", 0) + options.get("rank", 0)
@@ -220,7 +287,7 @@ def train(folder: Path, losses: Path, options: dict) -> None:
 
 def _train(folder: Path, say: Callable[[str], Any], options: Mapping[str, Any]) -> None:
     seed(options)
-    model, ranks = Net(), options.get("ranks", 1)
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.8)
     keep = {"every_steps": 4, "every_s": None, "also": {"scheduler": scheduler}} | options.get("keep", {})
@@ -228,19 +295,19 @@ def _train(folder: Path, say: Callable[[str], Any], options: Mapping[str, Any]) 
     for verb in faults.get("killed_in", ()):
         killing(folder, verb)
     how = {"nonfinite": "skip", "out_of_memory": "split"} if faults else {}
-    order = torch.Generator().manual_seed(7)  # the same on all ranks
-    loader = trimtab.shard(DataLoader(Noisy(ranks), batch_size=ROWS * ranks, shuffle=True, generator=order))
+    loader, factor = loader_of(options), options.get("factor", 1.0)
     with trimtab.start(
         model,
         optimizer,
         checkpoints.saved_plan() or plan_of(options),
-        total_samples=WINDOWS * ROWS * ranks,
+        **total_of(options),
         clip_norm=1.0,
         checkpoints=checkpoints,
         record=options.get("record"),
         **how,
     ) as run:
-        done, loss = run.num_windows, faulty(run, faults, options.get("factor", 1.0))
+        done, loss = run.num_windows, faulty(run, faults, factor)
+        loss = token_loss(run, factor) if options.get("tokens") else loss
         while done < WINDOWS:
             for window in run.windows(loader):
                 run.train_step(window, loss)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from crashing import FORGOTTEN, WINDOWS, train
 from test_crash import said
+
+from trimtab.checkpoint.state_files import read_state
 
 DIED, SAVED = 14, 12  # in the second pass: the order of the first is that of a new loader's
 # Runs in which the parts matter, and these parts.
@@ -32,10 +35,57 @@ RUNS = {
             "micro_batch": 4,
             "says_noise": True,
         },
-        ("noise averages", "decided batch"),
+        ("noise averages", "decided batch", "rate that follows the batch"),
     ),
+    "lost under fp16": ({"precision": "fp16", "faults": {"no_number": [*range(6, 14)]}}, ("lost windows",)),
+    "left fp16": ({"precision": "fp16", "faults": {"no_number": [*range(8)]}}, ("fp16 that was left",)),
+    "counted": ({"tokens": True, "precision": "fp16", "micro_batch": 2, "factor": 64.0}, ("tokens", "terms a row")),
+    "told": ({"told": True}, ("a loader's own place",)),
     "recorded": ({"record": True}, ("record",)),
 }
+# Which part each leaf of a checkpoint is of, by how its name begins.
+IN_STATE = {
+    "model.own": "weights",
+    "model.hidden": "hidden buffers",
+    "optimizer": "optimizer",
+    "also.scheduler": "scheduler",
+    "run.consumed.scheduled": "progress",
+    "run.consumed.tokens": "tokens",
+    "run.voids": "lost windows",
+    "run.weights": "terms a row",
+    "run.memory": "memory limit",
+    "run.muon": "Muon's momentum",
+    "run.precision.name": "fp16 that was left",
+    "run.precision.scaler": "loss scale",
+    "run.batch.decided.batches": "decided batch",
+    "run.batch.decided.base_batches": "decided batch",
+    "run.batch.decided.noise": "noise averages",
+    "run.batch.rate": "rate that follows the batch",
+    "data.drawn": "place in the data",
+    "data.is_drawn": "place in the data",
+    "data.begun": "place in the data",
+    "data.loader": "a loader's own place",
+    "data.here.random.cpu": "torch's random numbers",
+    "data.here.random.python": "Python's random numbers",
+    "data.here.random.numpy": "NumPy's random numbers",
+    "data.here.generators": "the loader's random numbers",
+    "record": "record",
+}
+# Leaves that decide no loss of these runs, and why.
+NO_LOSS = {
+    "run.consumed.rows": "counts rows for the record and the user",
+    "run.consumed.applied": "counts steps for the user",
+    "run.consumed.windows": "names windows and checkpoints: a run that counts anew is refused by a save that is there",
+    "run.consumed.per_row": "stands in for a count on an accelerator, which is read a window late",
+    "run.stop": "decides where a run ends, which tests/unit/runtime/test_stopping.py holds, and no window before",
+    "run.batch.decided.times": "are seconds, others each time: what they decide is in decisions.jsonl",
+    "run.batch.decided.account": "weighs seconds too; which windows are measured these runs decide otherwise",
+    "run.batch.probing": "decides when a larger window is tried, which none of these runs does",
+    "data.passes": "is for the loop, which may end by it",
+    "data.length": "refuses other data",
+    "data.here.random.cuda": "is of accelerators",
+}
+NAMED = IN_STATE | NO_LOSS
 CASES = [(kind, part) for kind, (_, parts) in RUNS.items() for part in parts if part != "record"]
 
 
@@ -107,8 +157,34 @@ def test_without_one_part_they_do(dead, whole, tmp_path, kind, part):
     assert len(differing) > len(expected) / 2
 
 
+def leaves(state, name: str = "") -> Iterator[str]:
+    """Yield the names of all that a state holds, as far down as they are named here."""
+    if isinstance(state, dict) and name not in NAMED:
+        for key, value in state.items():
+            yield from leaves(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name
+
+
 def test_every_part_is_left_out_once():
+    """The plan is beside the state, and what the run's record says is no loss: it has a test of its own."""
     assert sorted(part for _, parts in RUNS.values() for part in parts) == sorted(FORGOTTEN)
+    assert set(FORGOTTEN) == {*IN_STATE.values(), "plan"}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_all_that_a_checkpoint_holds_is_left_out_or_decides_no_loss(dead, kind):
+    found = {*leaves(read_state(dead(kind) / "run" / f"step-{SAVED}"))}
+    named = {leaf: name for leaf in found for name in NAMED if leaf == name or leaf.startswith(name + ".")}
+    assert found == named.keys()
+    parts = {IN_STATE[name] for name in named.values() if name in IN_STATE}
+    assert parts >= {*RUNS[kind][1]} - {"plan"}
+
+
+def test_no_leaf_is_named_that_no_checkpoint_holds(dead):
+    found = {leaf for kind in RUNS for leaf in leaves(read_state(dead(kind) / "run" / f"step-{SAVED}"))}
+    assert [name for name in NAMED if not any(f"{leaf}.".startswith(name + ".") for leaf in found)] == []
+    assert not IN_STATE.keys() & NO_LOSS.keys()
 
 
 @pytest.mark.parametrize("forgets", [None, "record"])
