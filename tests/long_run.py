@@ -2,7 +2,8 @@
 
     python long_run.py FOLDER WINDOWS
 
-Prints a line of JSON every hundredth of the way: bytes resident, threads, open files, bytes of the record.
+Prints a line of JSON every hundredth of the way: bytes resident, threads, open files, bytes of the record and of the
+decisions, files in the folder of the run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import gc
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -24,16 +24,18 @@ from trimtab.core.record import Header, RecordWriter
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def held(record: Path) -> dict[str, int]:
-    """Return what the process holds now."""
+def held(record: Path, run: Path) -> dict[str, int]:
+    """Return what the process holds now, and what it left on disk."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
     files = len(os.listdir("/proc/self/fd"))
     return {
         "resident": resident,
-        "threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),  # of torch and the interpreter, not Python's alone
         "files": files,
         "record": record.stat().st_size,
+        "decisions": (run / "decisions.jsonl").stat().st_size,
+        "on_disk": sum(each.is_file() for each in run.rglob("*")),
     }
 
 
@@ -57,7 +59,7 @@ def train(folder: Path, windows: int) -> None:
             for window in run.windows(loader):
                 run.train_step(window, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
                 if run.num_windows % (windows // 100) == 0:
-                    sys.stdout.write(json.dumps({"window": run.num_windows} | held(path)) + "\n")
+                    sys.stdout.write(json.dumps({"window": run.num_windows} | held(path, folder / "run")) + "\n")
                 if run.num_windows >= windows:
                     break
 

@@ -28,4 +28,6 @@ def test_a_thousand_windows_leave_nothing_behind(tmp_path):
     assert last["threads"] == middle["threads"]
     assert last["files"] == middle["files"]
     assert last["record"] / last["window"] < 1_000
+    assert (last["decisions"] - middle["decisions"]) / (last["window"] - middle["window"]) < 150
+    assert last["on_disk"] == middle["on_disk"] < 20
     assert len(list((tmp_path / "run").glob("step-*"))) == 2

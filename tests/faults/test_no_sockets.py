@@ -32,7 +32,8 @@ COMMANDS = {
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(TESTS.parent / "src"), "TRIMTAB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent / "src")}
+    env.pop("TRIMTAB_OFFLINE", None)  # which refuses before a socket would be asked for
     return subprocess.run([sys.executable, "-c", BLOCKED + code], cwd=folder, env=env, capture_output=True, text=True)
 
 

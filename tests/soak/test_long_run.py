@@ -20,5 +20,7 @@ def test_nothing_grows(tmp_path):
     assert slope * WINDOWS < 2**20, f"{slope:.1f} bytes a window"
     assert {each["threads"] for each in later} == {later[0]["threads"]}
     assert {each["files"] for each in later} == {later[0]["files"]}
-    bytes_a_window = [each["record"] / each["window"] for each in later]
-    assert max(bytes_a_window) < 1.1 * min(bytes_a_window) < 1_000
+    assert {each["on_disk"] for each in later} == {later[0]["on_disk"]}
+    for name, most in (("record", 1_000), ("decisions", 150)):
+        bytes_a_window = [each[name] / each["window"] for each in later]
+        assert max(bytes_a_window) < 1.1 * min(bytes_a_window) < most
