@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,12 +67,17 @@ def data(rows: int = STEPS * ROWS, *, dropped: bool = False) -> TensorDataset:
     return TensorDataset(inputs, targets)
 
 
-def trained(module, strategy, folder, *, rows: int = STEPS * ROWS, dropped: bool = False, batch: int = ROWS, **changes):
+def fitted(module, strategy, folder, loaders, *, ckpt_path=None, **changes):
+    """Return the trainer that has fitted a module to a loader, or to one and another that judges."""
     given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
     given |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
     trainer = pl.Trainer(strategy=strategy, **{**given, **changes})
-    trainer.fit(module, DataLoader(data(rows, dropped=dropped), batch_size=batch))
+    trainer.fit(module, *(loaders if isinstance(loaders, list) else [loaders]), ckpt_path=ckpt_path)
     return trainer
+
+
+def trained(module, strategy, folder, *, rows: int = STEPS * ROWS, dropped: bool = False, batch: int = ROWS, **changes):
+    return fitted(module, strategy, folder, DataLoader(data(rows, dropped=dropped), batch_size=batch), **changes)
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
@@ -185,6 +191,46 @@ def test_callbacks_see_the_gradient(tmp_path):
     assert len(ours.norms) == STEPS
 
 
+class Judged(Module):
+    """Is validated, and keeps what that found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def validation_step(self, batch, batch_idx):
+        inputs, targets = batch
+        assert not torch.is_grad_enabled()
+        self.found.append(float(nn.functional.cross_entropy(self.net(inputs), targets)))
+        self.log("val_loss", self.found[-1], batch_size=len(inputs))
+
+
+def test_the_hosts_checkpoints_go_on_and_it_validates_inside_a_window(tmp_path):
+    """After every third batch, of windows of two: weights, schedule and what validation found are the host's.
+
+    Both go on with a pass anew, as the host does with a loader that cannot tell its place.
+    """
+
+    def fit(folder, *, ours, **how):
+        module = Judged()
+        kept = ModelCheckpoint(folder, monitor="val_loss", save_top_k=-1, filename="{step}", every_n_train_steps=7)
+        strategy = TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, 3)) if ours else "auto"
+        changes = {"accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+        changes |= {"enable_checkpointing": True, "callbacks": [kept], "limit_val_batches": 2}
+        loaders = [DataLoader(data(), batch_size=ROWS // 2) for _ in range(2)]
+        fitted(module, strategy, folder, loaders, **changes, **how)
+        return module
+
+    plain, cut = (fit(tmp_path / name, ours=name == "ours") for name in ("plain", "ours"))
+    assert cut.found == pytest.approx(plain.found, rel=1e-9)
+    assert len(plain.found) == 2 * 13
+    assert difference(cut, plain) <= 1e-12
+    goes_on = {name: {"ckpt_path": str(tmp_path / name / "step=14.ckpt")} for name in ("plain", "ours")}
+    plain, again = (fit(tmp_path / name, ours=name == "ours", **goes_on[name]) for name in ("plain", "ours"))
+    assert again.found == pytest.approx(plain.found, rel=1e-9)
+    assert difference(again, plain) <= 1e-12
+
+
 def test_an_error_closes_the_run(tmp_path):
     class Stops(pl.Callback):
         def on_train_batch_end(self, *given):
@@ -216,14 +262,31 @@ def test_several_devices_are_refused(tmp_path, changes):
         trained(Module(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, **changes)
 
 
-def test_fabric_gives_the_device_and_the_loaders():
+def by_fabric() -> nn.Module:
+    """Return what a loop of one's own trains on what Fabric set up."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module = Module()
+    net, optimizer = fabric.setup(module.net, torch.optim.AdamW(module.net.parameters(), lr=1e-2))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
+    for inputs, targets in fabric.setup_dataloaders(DataLoader(data(), batch_size=ROWS)):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(net(inputs), targets))
+        optimizer.step()
+        schedule.step()
+    return module
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_fabric_gives_the_device_and_the_loaders(micro):
     fabric = Fabric(accelerator="cpu", devices=1)
     module = Module()
     optimizer = torch.optim.AdamW(module.net.parameters(), lr=1e-2)
-    loader = fabric.setup_dataloaders(DataLoader(data(40), batch_size=8))
+    loader = fabric.setup_dataloaders(DataLoader(data(), batch_size=ROWS))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with start(fabric, module.net, optimizer, trimtab.Plan.fixed(8, 3)) as run:
+    with start(fabric, module.net, optimizer, trimtab.Plan.fixed(ROWS, micro)) as run:
         for window in run.windows(loader):
             run.train_step(window, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
             schedule.step()
-    assert difference(module, by_hand(40, 8)) <= 1e-12
+    assert run.applied_steps == STEPS
+    assert difference(module, by_fabric()) <= 1e-12
+    assert difference(module, by_hand(STEPS * ROWS, ROWS)) <= 1e-12

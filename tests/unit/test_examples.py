@@ -36,7 +36,13 @@ def test_the_trimmed_example_reaches_the_plain_examples_loss(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("host", "length"), [("transformers", {"steps": 4}), ("lightning", {"steps": 12}), ("accelerate", {"epochs": 1})]
+    ("host", "length"),
+    [
+        ("transformers", {"steps": 4}),
+        ("lightning", {"steps": 12}),
+        ("accelerate", {"epochs": 1}),
+        ("fabric", {"epochs": 1}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*treespec.*:FutureWarning")
 def test_a_hosts_examples_train_alike_and_are_one_diff_apart(monkeypatch, tmp_path, host, length) -> None:

@@ -79,10 +79,15 @@ def started(
         return start(model, optimizer, plan, **running)
 
 
-def together(batches: Sequence[Any]) -> list[Any]:
-    """Return batches as one where their rows are of one shape, so that micro-batches may be larger; else unchanged."""
+def together(batches: Sequence[Any], planning: Mapping[str, Any]) -> list[Any]:
+    """Return batches as one where their rows are of one shape, so that micro-batches may be larger; else unchanged.
+
+    Args:
+        planning: with the longest batch, what is planned is a batch of the loader: rows that happen to be of one shape
+            are left apart, as they would be more than was measured.
+    """
     first = batches[0]
-    if len(batches) == 1 or not all(_is_alike(first, batch) for batch in batches):
+    if len(batches) == 1 or "longest_batch" in planning or not all(_is_alike(first, batch) for batch in batches):
         return list(batches)
     if isinstance(first, Mapping):
         return [{name: torch.cat([batch[name] for batch in batches]) for name in first}]

@@ -117,7 +117,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
         self._collected.append(batch)
         if not self._is_last:
             return torch.zeros((), device=self.root_device)
-        batches, self._collected = together(self._collected), []
+        batches, self._collected = together(self._collected, self._planning), []
 
         def loss_fn(model: nn.Module, micro: Any) -> Any:
             with self.precision_plugin.train_step_context():

@@ -112,7 +112,7 @@ class TrimtabTrainer(Trainer):
         self._collected.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._collected = together(self._collected), []
+        batches, self._collected = together(self._collected, self._planning), []
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()

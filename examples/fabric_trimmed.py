@@ -1,0 +1,42 @@
+"""A small network on a spiral's arms, by our windows on Fabric."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trimtab
+from trimtab.integrations.lightning import start
+
+
+def spiral(rows: int = 4_000) -> TensorDataset:
+    """Return points on three arms with some noise, and the arm of each."""
+    generator = torch.Generator().manual_seed(0)
+    arm = torch.randint(0, 3, (rows,), generator=generator)
+    radius = torch.rand(rows, generator=generator)
+    angle = 5 * radius + 2 * torch.pi * arm / 3 + 0.1 * torch.randn(rows, generator=generator)
+    return TensorDataset(torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1), arm)
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def main(epochs: int = 10) -> float:
+    """Train, and return the last batch's loss."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = fabric.setup_dataloaders(DataLoader(spiral(), batch_size=256))
+    with start(fabric, model, optimizer, trimtab.plan(model, optimizer, loss_fn, next(iter(loader)))) as run:
+        for _ in range(epochs):
+            for window in run.windows(loader):
+                loss = run.train_step(window, loss_fn)
+    return float(loss.detach())
+
+
+if __name__ == "__main__":
+    print(f"loss {main():.4f}")
