@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 from markdown_pages import NAMES, blocks, read
@@ -75,6 +77,63 @@ def test_the_task_of_your_own_can_be_planned_and_trained() -> None:
     plan = trimtab.Plan.fixed(task.batch_rows)
     found = train_whole(Training(task, plan, 200), silent)
     assert found["accuracy"] > task.targets[0]
+
+
+# Which examples a page's diffs stand for, in their order.
+DIFFS = {"README.md": ("",), "docs/hosts.md": ("transformers_", "lightning_", "accelerate_")}
+
+
+class Called(NamedTuple):
+    """A call: the last part of its name, how many arguments it has, and which of them by name."""
+
+    name: str
+    number: int
+    keywords: frozenset[str]
+
+    def is_within(self, others: set[Called]) -> bool:
+        same = (each for each in others if each.name == self.name)
+        return any(self.number <= each.number and self.keywords <= each.keywords for each in same)
+
+
+def calls(text: str) -> set[Called]:
+    found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return {
+        Called(ast.unparse(node.func).rpartition(".")[2], len(node.args) + len(node.keywords), keywords(node))
+        for node in found
+    }
+
+
+def keywords(call: ast.Call) -> frozenset[str]:
+    return frozenset(each.arg for each in call.keywords if each.arg)
+
+
+def added(diff: str) -> str:
+    """Return the lines that a diff adds, as a program of their own."""
+    return "\n".join(line[2:] for line in diff.splitlines() if line.startswith("+"))
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "example"),
+    [(page, number, name) for page, names in DIFFS.items() for number, name in enumerate(names)],
+)
+def test_what_a_diff_adds_is_called_in_its_example(page: str, number: int, example: str) -> None:
+    diffs = [block.text for block in blocks(read(page)) if block.language == "diff"]
+    assert len(diffs) == len(DIFFS[page])
+    shown = calls(added(diffs[number]))
+    there = calls((ROOT / "examples" / f"{example}trimmed.py").read_text(encoding="utf-8"))
+    assert shown
+    assert [each for each in shown if not each.is_within(there)] == []
+
+
+def test_a_call_that_the_example_has_not_is_seen() -> None:
+    there = calls("run = trimtab.start(model, optimizer, plan, record=record)")
+    assert all(each.is_within(there) for each in calls("start(model, optimizer)"))
+    for gone in ("begin(model)", "start(model, optimizer, plan, stop=stop)", "start(1, 2, 3, 4, 5)"):
+        assert not any(each.is_within(there) for each in calls(gone))
+
+
+def test_every_diff_of_a_page_stands_for_an_example() -> None:
+    assert {page for page in NAMES if any(block.language == "diff" for block in blocks(read(page)))} == set(DIFFS)
 
 
 WITH_PYTHON = [page for page in NAMES if any(block.language == "python" for block in blocks(read(page)))]

@@ -178,3 +178,30 @@ def test_the_wheel_works_in_an_empty_folder(unpacked, tmp_path):
     loads = "from trimtab.tasks import load_task; print(load_task('my_task.py:task').name)"
     assert ran(sys.executable, "-c", loads, folder=tmp_path, path=unpacked).strip() == "my_task"
     assert [each.name for each in tmp_path.iterdir() if each.suffix == ".py"] == ["my_task.py"]
+
+
+# What `trimtab init` asks its reader to make theirs: parts 1 to 3 of the file, by a line of each.
+MADE_ONES_OWN = {
+    "nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4)": (
+        "nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)"
+    ),
+    "torch.randn(20_000, 32,": "2 * torch.randn(20_000, 32,",
+    "cross_entropy(model(inputs), targets)": "cross_entropy(model(inputs), targets, label_smoothing=0.1)",
+}
+
+
+def test_a_task_that_the_wheel_begins_is_made_ones_own_and_compared(unpacked, tmp_path):
+    """The whole way of a new reader, from an empty folder."""
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+
+    def trimtab(*arguments: str) -> str:
+        return ran(sys.executable, "-m", "trimtab.cli", *arguments, folder=tmp_path, path=unpacked)
+
+    trimtab("init")
+    text = (tmp_path / "my_task.py").read_text(encoding="utf-8")
+    for before, after in MADE_ONES_OWN.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (tmp_path / "my_task.py").write_text(text, encoding="utf-8")
+    assert "reference" in trimtab("compare", "my_task:task", "--quick")
+    assert (tmp_path / "runs" / "compare-my_task-task" / "report.html").is_file()
