@@ -136,6 +136,19 @@ def test_no_loss_differs_after_kills(tmp_path, precision, windows, recompute, ra
     shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"micro_batch": 2}, {"micro_batch": 2, "ranks": 2}, {"micro_batch": 4, "precision": "fp16", "factor": 64.0}],
+)
+def test_no_loss_that_counts_its_terms_differs_after_kills(tmp_path, options):
+    """By tokens of masks: no two windows or micro-batches have as many, and the schedule goes by them."""
+    options = options | {"tokens": True, "micro_batch": 2}
+    found, kills = crashed(tmp_path, options, kills=2, seed=11)
+    assert kills.counted >= 1, "too few of the kills came between its start and its end"
+    assert found == whole(tmp_path, options)
+    shutil.rmtree(tmp_path / "run")
+
+
 def test_no_loss_differs_after_kills_while_it_is_saved_in_the_background(tmp_path):
     options = {"keep": {"background": True, "every_steps": 1}}
     found, kills = crashed(tmp_path, options, kills=3, seed=17)
