@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import trimtab
@@ -175,6 +176,42 @@ def test_a_micro_batch_of_which_nothing_counts_is_no_nan(tmp_path):
     for trainer in (plain, ours):
         trainer.train()
     assert difference(ours.model, plain.model) <= EXACT
+
+
+class MeansOnly:
+    """A loss of the user's own, a mean over a batch's labels that leaves aside what the host counts in the window."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"])
+        logits, labels = outputs["logits"][:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def test_a_mean_of_a_subclass_is_the_windows_where_the_host_adds_up_its_batches(tmp_path):
+    """Its model takes a count with its inputs, so that the host believes each loss to be divided by it already."""
+    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2, "max_grad_norm": 0.0}
+    changes |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "optim": "sgd", "logging_steps": 1}
+    how = {"args": arguments(tmp_path, **changes), "train_dataset": rows(STEPS * ROWS, ragged=False)}
+    ours = type("Ours", (MeansOnly, TrimtabTrainer), {})(model=model(), plan=trimtab.Plan.fixed(ROWS, 3), **how)
+    plain = type("Plain", (MeansOnly, Trainer), {})(model=model(), **how)
+    for trainer in (ours, plain):
+        trainer.train()
+    by_hand, loss_fn = model(), MeansOnly().compute_loss
+    optimizer, losses = torch.optim.SGD(by_hand.parameters(), lr=1e-2), []
+    for window in torch.stack([row["labels"] for row in how["train_dataset"]]).split(ROWS):
+        optimizer.zero_grad()
+        loss = loss_fn(by_hand, {"input_ids": window, "labels": window})
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert difference(ours.model, by_hand) <= EXACT
+    assert difference(plain.model, by_hand) > 1e-6
+    assert history(ours, "loss") == pytest.approx(losses, abs=1e-3)  # the host rounds what it logs
+    assert history(plain, "loss")[0] == pytest.approx(2 * losses[0], rel=1e-3)
 
 
 def test_what_a_subclass_counts_is_asked_of_each_micro_batch(tmp_path):
