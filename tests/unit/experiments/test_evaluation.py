@@ -9,7 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, on, recorded, scaled
+from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
 
 from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError, ValueGivenError
@@ -595,6 +595,17 @@ def test_the_page_has_the_papers_tables_beside_what_was_measured(folder):
     statuses = {row["claim"]: row["status"] for row in rows if row["metric"] == "claim" and row.get("arm") == "paper"}
     assert statuses["27.4% more images per second"] == FAIL
     assert statuses["accuracy within 0.5%"] == PASS
+
+
+def test_tasks_that_were_clocked_stand_side_by_side_with_what_their_steps_project(tmp_path):
+    images = replace(comparison("cifar10_resnet50"), gain=gain("cifar10_resnet50"))
+    text = replace(comparison("wikitext2_gpt2"), gain=gain("wikitext2_gpt2"))
+    runs = [of_comparison("i", images), of_comparison("t", text), of_comparison("u", comparison("unclocked"))]
+    page = write_evaluation(runs, tmp_path, "x")["md"].read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("| backward | ")]
+    assert line.split(" | ")[1] == line.split(" | ")[4] == "57.1%"  # of a step's 1.4 s
+    assert "- Run 1: Net speed-up" in page
+    assert "Not clocked by phase: 3: unclocked." in page
 
 
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):

@@ -16,11 +16,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from measured_runs import gain
 
 from trimtab.core.codec import read_json
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Reference
-from trimtab.core.phases import ArmPhases, Gain, Lap, Roof
+from trimtab.core.phases import Gain, Lap
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
@@ -218,24 +219,6 @@ def target_rows(arms: tuple[Arm, ...], name: str, tier: str, targets: tuple[floa
         row = TargetRow(target, name, "reference", tier, charged, ratio, bound, *reached, len(a), 0, a, b, verdict)
         rows.append(replace(row, left_censored=1) if target == targets[0] else row)
     return tuple(rows)
-
-
-def gain(task: str = "source_gpt", laps: int = 6) -> Gain:
-    """Return a gain of 1.5x that comes from forward and backward, some of which is computed again."""
-    theirs = {"data": 0.02, "forward": 0.4, "backward": 0.8, "optimizer": 0.16, "rest": 0.02}
-    ours = {"data": 0.02, "forward": 0.2, "recompute": 0.1, "backward": 0.5, "optimizer": 0.08, "rest": 0.02}
-    roofs = {"forward": Roof(0.1, 0.05, 1e9, 1e8), "backward": Roof(0.2, 0.1, 2e9, 2e8)}
-
-    def arm_of(seconds: dict[str, float], wobble: float) -> ArmPhases:
-        found = []
-        for index in range(laps):
-            lap = {name: each * (1 + wobble * (index % 3 - 1)) for name, each in seconds.items()}
-            parts = {"forward Linear": 0.9 * lap["forward"], "forward": 0.1 * lap["forward"]}
-            found.append(Lap(lap, parts, math.fsum(lap.values()) / 1.02))
-        return ArmPhases(tuple(found), roofs, ("one process: nothing is communicated",))
-
-    device = DeviceSpec("a processor", "cpu", None, {"fp32": 1e11}, 1e10, "timed here", 1)
-    return Gain(task, arm_of(theirs, 0.01), arm_of(ours, 0.02), "precision bf16, recompute (0) 1", device)
 
 
 def thirds(n: int = 8) -> tuple[ThirdRow, ...]:

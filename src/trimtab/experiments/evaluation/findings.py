@@ -42,6 +42,7 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.higher_is_better,
         _trained(found),
         meter=found.meter.describe(),
+        gain=found.gain,
     )
 
 

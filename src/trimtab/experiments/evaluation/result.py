@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.core.phases import Gain
 from trimtab.experiments.comparison.result import Ratio, Verdict
 
 # Of an environment: what makes a machine another one, and what a figure depends on beside it.
@@ -57,6 +58,7 @@ class Run:
         trained: what its reference was trained on and came to, in words; "" where that is not known.
         planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
         meter: what counted its joules, or why nothing did, in words; "" where joules are not asked of its kind.
+        gain: laps of its reference and its plan of tier S under a clock; None: they were not clocked.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Run:
     trained: str = ""
     planned: str = ""
     meter: str = ""
+    gain: Gain | None = None
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ from trimtab.experiments.report.document import (
     Picture,
     Section,
 )
+from trimtab.experiments.report.gain_tables import projection_sentences, side_by_side
 
 _CLAIMED = (
     f"The paper's figures are of {MACHINE}. P1 is its recipe as section IV.B lists it, in the precision that its label "
@@ -120,6 +121,13 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
     if not found:
         yield Paragraph("No arm saved anything that could be shared out.")
     yield from (tables.gain_table(run, tier) for run, tier in found)
+    compared = [(number, run) for number, run in enumerate(runs, 1) if run.kind == "comparison"]
+    clocked = [(number, run.gain) for number, run in compared if run.gain is not None]
+    if clocked:
+        yield side_by_side([gain for _, gain in clocked])
+        yield Bullets(tuple(f"Run {number}: {' '.join(projection_sentences(gain))}" for number, gain in clocked))
+    if others := [f"{number}: {say.one_line(run.task)}" for number, run in compared if run.gain is None]:
+        yield Paragraph(f"Not clocked by phase: {'; '.join(others)}.")
 
 
 def _has_shares(run: Run, tier: str) -> bool:
