@@ -163,14 +163,14 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
     """Raise where a record cannot be written, or is another's, before anything is measured.
 
     Raises:
-        FormatError: as said. Whether it is one of this plan too is asked once there is a plan.
+        FormatError: as said.
     """
     from trimtab.core.record import Header, require_own
 
     if kept is None:
         require_new(record)
     elif record is not None and record.exists() and not kept.saved_rows():
-        require_own(record, Header(task, seed), ("name", "seed"), "--record")
+        require_own(record, Header(task, seed), "--record")
 
 
 def require_new(record: Path | None) -> None:

@@ -5,8 +5,10 @@ A torn last line (a crash while writing) is dropped on reading; any other damage
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +117,8 @@ class RecordWriter:
 
     Args:
         path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
-            one that begins writes it anew, where it is empty or was begun by that run.
+            one that begins writes it anew, where it is empty or was begun by that run. Was that by another plan, what
+            there is stays beside it, as `NAME.1`.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
@@ -181,9 +184,20 @@ class RecordWriter:
         """Write the header of a run that begins, over what it wrote before it was cut off."""
         if self._is_open_ended:
             self.require_own()
+            if _is_of_another_plan(self._file.path, self._header):
+                self._set_aside()
             self._file.cut(0)
             self._is_open_ended = False
             self.write(self._header)
+
+    def _set_aside(self) -> None:
+        """Leave what is there under another name: planned again, a run that was cut off may have another plan."""
+        path = self._file.path
+        aside = next(each for n in itertools.count(1) if not (each := path.with_name(f"{path.name}.{n}")).exists())
+        self._file.close()
+        path.rename(aside)
+        self._file = Appended(path, is_new=True)
+        warnings.warn(f"{path} was of a run of another plan: it is {aside.name} now, and begun anew.", stacklevel=5)
 
     def write(self, line: Line) -> None:
         """Append one line; it is held in memory until the next `flush`, and longer where the disk is full.
@@ -221,13 +235,11 @@ def write_record(path: str | Path, record: RunRecord) -> None:
             writer.write(line)
 
 
-def require_own(path: Path, own: Header, names: Iterable[str] = ("name", "seed", "plan"), field: str = "") -> None:
-    """Raise where a file is neither empty nor the record of a run that began as this one does.
-
-    Of a plan its settings count, and not what was measured on the way to them: planned again, a run has the same.
+def require_own(path: Path, own: Header, field: str = "") -> None:
+    """Raise where a file is neither empty nor the record of a run of the same name and seed.
 
     Args:
-        names: of the header, which have to be alike. field: what the error is about; "": the file.
+        field: what the error is about; "": the file.
 
     Raises:
         FormatError: it is another run's record, or none; it can be anything that somebody wants to keep.
@@ -237,7 +249,7 @@ def require_own(path: Path, own: Header, names: Iterable[str] = ("name", "seed",
     with path.open("rb") as file:
         line = file.readline(_LONGEST_HEADER)
     if line.endswith(b"\n"):
-        given = _of_another(path, line[:-1], own, names)
+        given = _of_another(path, line[:-1], own)
     else:  # nothing, or half a header: the run was cut off as it wrote it
         given = "" if line[: len(_BEGUN)] == _BEGUN[: len(line)] else "what is no record"
     if given:
@@ -246,23 +258,35 @@ def require_own(path: Path, own: Header, names: Iterable[str] = ("name", "seed",
         raise FormatError(field or str(path), given=given, expected=expected, way_out=way_out)
 
 
-def _of_another(path: Path, line: bytes, own: Header, names: Iterable[str]) -> str:
+def _of_another(path: Path, line: bytes, own: Header) -> str:
     """Return in words why a file that begins with a line is not a run's own; "" where it is."""
     try:
         found = _parse(str(path), line)
-        if not isinstance(found, Header):
-            return "what is no record"
-        apart = [name for name in names if _compared(getattr(found, name)) != _compared(getattr(own, name))]
     except (FormatError, RecursionError):
         return "what is no record"
+    if not isinstance(found, Header):
+        return "what is no record"
+    apart = [name for name in ("name", "seed") if getattr(found, name) != getattr(own, name)]
     return f"the record of a run of another {apart[0]}" if apart else ""
 
 
-def _compared(value: Any) -> Any:
-    """Return what of a header's value makes another run: of a plan, its settings."""
-    if not isinstance(value, Mapping):
-        return value
-    plain = json.loads(json.dumps(to_jsonable(value)))
+def _is_of_another_plan(path: Path, own: Header) -> bool:
+    """Return whether a run's own record is of other settings; what was measured on the way to them does not count."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_HEADER)
+    if not line.endswith(b"\n"):  # nothing that would be lost
+        return False
+    found = _parse(str(path), line[:-1])
+    return isinstance(found, Header) and _settings(found.plan) != _settings(own.plan)
+
+
+def _settings(plan: Mapping[str, Any] | None) -> Any:
+    """Return what of a plan makes another run."""
+    if plan is None:
+        return None
+    plain = json.loads(json.dumps(to_jsonable(plan)))
     found = {name: plain.get(name) for name in _SETTINGS}
     chosen = {name: each["value"] for name, each in plain.items() if isinstance(each, dict) and "value" in each}
     return found | chosen if chosen else plain

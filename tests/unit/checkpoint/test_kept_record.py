@@ -19,9 +19,11 @@ OWN = Header("it", 0, to_jsonable(PLAN))
 OTHERS = {
     "another name": replace(OWN, name="another"),
     "another seed": replace(OWN, seed=1),
-    "another plan": replace(OWN, plan=to_jsonable(trimtab.Plan.fixed(4, micro_batch=2))),
-    "another batch": replace(OWN, plan=to_jsonable(trimtab.Plan.fixed(8))),
-    "no plan": replace(OWN, plan=None),
+}
+PLANS = {
+    "another plan": to_jsonable(trimtab.Plan.fixed(4, micro_batch=2)),
+    "another batch": to_jsonable(trimtab.Plan.fixed(8)),
+    "no plan": None,
 }
 TEXTS = {"notes": b"what I learned\nis here\n", "a line of notes": b"what I learned", "JSON": b'{"kind": "mine"}\n'}
 
@@ -92,6 +94,21 @@ def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_its_record_an
     assert (found.header.name, found.header.seed) == ("it", 0)
     assert [step.index for step in found.steps] == [0, 1, 2]
     assert {step.loss for step in found.steps} != {1.5}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_record_of_its_own_by_another_plan_stays_beside_the_one_that_is_begun(tmp_path, plan):
+    """A run that is started again without anybody there is planned anew: it begins, and nothing is lost."""
+    path = tmp_path / "r.jsonl"
+    (tmp_path / "r.jsonl.1").write_text("somebody's")
+    before = written(path, replace(OWN, plan=plan))
+    with RecordWriter(path, OWN, continues=True) as writer:
+        with pytest.warns(UserWarning, match=r"r\.jsonl was of a run of another plan: it is r\.jsonl\.2 now"):
+            train(writer, tmp_path / "run", 3)
+        train(writer, tmp_path / "run", 6)
+    assert (tmp_path / "r.jsonl.1").read_text() == "somebody's"
+    assert (tmp_path / "r.jsonl.2").read_bytes() == before
+    assert [step.index for step in read_record(path).steps] == [*range(6)]
 
 
 def test_a_resume_that_is_refused_leaves_the_record_as_it_is(tmp_path):
