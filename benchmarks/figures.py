@@ -603,12 +603,15 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
 
 
 def _hosts(rows: list[Row]) -> Iterator[str]:
-    yield "| host | its step, ms | within 1% | ours over its own (95%) | n | 1% and the A/A half-width | within |"
-    yield "|---|---|---|---|---|---|---|"
+    tells_weights = any("weights_apart" in row for row in rows)
+    apart = " weights apart after 20 steps |" * tells_weights
+    yield f"| host | its step, ms |{apart} within 1% | ours over its own (95%) | n | 1% and the A/A half-width | within |"
+    yield f"|---|---|{'---|' * tells_weights}---|---|---|---|---|"
     for row in rows:
+        apart = f" {row.get('weights_apart', math.nan):.1e} |" * tells_weights
         host = row["host"] if (k := row.get("num_micro_batches", 1)) == 1 else f"{row['host']}, k={k}"
         within = "yes" if row["high"] <= 1.01 else "no" if row["low"] > 1.01 else "not shown"
-        yield f"| {host} | {1000 * row['step_s']:.1f} | {within} | {_over_its_own(row, 'not shown')}"
+        yield f"| {host} | {1000 * row['step_s']:.1f} |{apart} {within} | {_over_its_own(row, 'not shown')}"
 
 
 def _faults(rows: list[Row]) -> Iterator[str]:

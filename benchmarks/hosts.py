@@ -1,6 +1,6 @@
 """What our windows cost in the loops of others: one training by the host, one through us, a step of each in turn.
 
-`python benchmarks/hosts.py [--quick] [--json] [--rounds 600] [--only transformers lightning accelerate]` prints
+`python benchmarks/hosts.py [--quick] [--json] [--rounds 600] [--only transformers lightning ...]` prints
 `host_overhead_ratio` rows: ours over the host's in seconds a step, in pairs of neighbouring steps, with as many
 micro-batches of as many rows and nothing planned, so that the work is the same. All that a host does between two steps
 is in them. The control is the host once more. Each training has a thread of its own, of which one runs at a time.
@@ -35,7 +35,8 @@ ARMS = ("host", "ours", "control")
 # An arm's predecessor leaves it caches and heap: each arm follows each other equally often.
 ORDERS = tuple(itertools.permutations(ARMS))
 QUICK_ROUNDS = 6 * len(ORDERS)  # of each order as many
-Training = Callable[[bool, int, int, Callable[[], None]], None]
+Training = Callable[[bool, int, int, Callable[[], None]], nn.Module]
+COMPARED_STEPS = 20  # after which weights are held against the host's
 
 
 class Turns:
@@ -87,7 +88,7 @@ class Turns:
         self._began = time.perf_counter()
 
 
-def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
+def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
     """Train a small GPT-2 by a Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -106,6 +107,7 @@ def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], 
         trainer = kind(model=model, args=arguments, train_dataset=data, callbacks=[seen()], **own)
         trainer.remove_callback(PrinterCallback)  # standard output is for the figures
         trainer.train()
+    return model
 
 
 def _digits(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
@@ -116,7 +118,7 @@ def _digits(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any
     return task, model, task.make_optimizer(model), batches
 
 
-def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
+def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
     """Train a small network on digits by Lightning's Trainer."""
     import lightning.pytorch as pl
 
@@ -147,37 +149,68 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
     pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(
         Module(), DataLoader(parts, batch_size=None)
     )
+    return model
 
 
-def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> None:
+def fabric_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
+    """Train a small network on digits by Fabric."""
+    from lightning.fabric import Fabric
+
+    from trimtab.integrations.lightning import start
+
+    task, model, optimizer, batches = _digits(steps)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    if ours:
+        with start(fabric, model, optimizer, Plan.fixed(task.batch_rows)) as run:
+            for window in run.windows(batches):
+                run.train_step(window, task.loss_fn)
+                stepped()
+        return model
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    for batch in batches:
+        optimizer.zero_grad()
+        fabric.backward(task.loss_fn(wrapped, batch))
+        optimizer.step()
+        stepped()
+    return model
+
+
+def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
     """Train a small network on digits by an Accelerator."""
     from accelerate import Accelerator
 
     from trimtab.integrations.accelerate import start
 
     task, model, optimizer, batches = _digits(steps)
-    accelerator = Accelerator(cpu=True)
+    micro = task.batch_rows // k
+    parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=k)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(parts, batch_size=None))
     if ours:
-        with start(accelerator, model, optimizer, Plan.fixed(task.batch_rows)) as run:
-            for window in run.windows(batches):
+        with start(accelerator, model, optimizer, Plan.fixed(micro)) as run:
+            for window in run.windows(loader):
                 run.train_step(window, task.loss_fn)
                 stepped()
-        return
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in batches:
-        optimizer.zero_grad()
-        accelerator.backward(task.loss_fn(model, batch))
-        optimizer.step()
-        stepped()
+        return model
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(task.loss_fn(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        if (index + 1) % k == 0:
+            stepped()
+    return model
 
 
-# (host, its training, micro-batches of a step): an Accelerator's windows are of one batch.
+# (host, its training, micro-batches of a step): Fabric accumulates nothing by itself.
 CASES: tuple[tuple[str, Training, int], ...] = (
     ("transformers", transformers_training, 1),
     ("transformers", transformers_training, 4),
     ("lightning", lightning_training, 1),
     ("lightning", lightning_training, 4),
+    ("fabric", fabric_training, 1),
     ("accelerate", accelerate_training, 1),
+    ("accelerate", accelerate_training, 4),
 )
 
 
@@ -198,6 +231,14 @@ def seconds_of(training: Training, k: int, rounds: int) -> dict[str, list[float]
     return {arm: each[FIRST : FIRST + rounds] for arm, each in turns.finished().items()}
 
 
+def difference(training: Training, k: int) -> float:
+    """Return how far weights are from the host's after some steps: the most, of the largest in each tensor."""
+    theirs, ours = (training(is_ours, k, COMPARED_STEPS, lambda: None).state_dict() for is_ours in (False, True))
+    floats = [name for name, each in theirs.items() if each.is_floating_point()]
+    apart = [((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)) for name in floats]
+    return float(torch.stack(apart).max())
+
+
 def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a row of each case of these hosts."""
     for host, training, k in CASES:
@@ -208,7 +249,7 @@ def rows(hosts: Iterable[str], rounds: int) -> Iterator[dict[str, Any]]:
         pairs = {arm: [a / b for a, b in zip(seconds[arm], plain, strict=True)] for arm in ("ours", "control")}
         ours, control = ratio_interval(pairs["ours"]), ratio_interval(pairs["control"])
         row = {"metric": "host_overhead_ratio", "host": host, "num_micro_batches": k}
-        row |= {"step_s": statistics.median(plain)}
+        row |= {"step_s": statistics.median(plain), "weights_apart": difference(training, k)}
         row |= {"mean": ours.mean, "low": ours.low, "high": ours.high, "n": ours.n}
         yield row | {"resolution": resolution(control), "control_half_width": control.half_width}
 
@@ -234,6 +275,7 @@ def _line(row: dict[str, Any]) -> str:
     verdict = "within" if row["high"] <= bar else "over"
     interval = f"(95% {row['low']:.4f} to {row['high']:.4f}, n={row['n']})"
     step = f"of {1000 * row['step_s']:.1f} ms a step"
+    step += f", weights {row['weights_apart']:.1e} apart after {COMPARED_STEPS}"
     host = f"{row['host']} k={row['num_micro_batches']}"
     return f"{host:<18} {row['mean']:.4f} {interval} {step}; {verdict} 1% + A/A half-width {bar:.4f}"
 
