@@ -605,7 +605,7 @@ def _saving(scale: float, times: Times, *, normalises: bool) -> str:
 def _hosts(rows: list[Row]) -> Iterator[str]:
     tells_weights = any("weights_apart" in row for row in rows)
     apart = " weights apart after 20 steps |" * tells_weights
-    yield f"| host | its step, ms |{apart} within 1% | ours over its own (95%) | n | 1% and the A/A half-width | within |"
+    yield f"| host | its step, ms |{apart} within 1% | ours over its own (95%) | n | 1%, A/A half-width | within |"
     yield f"|---|---|{'---|' * tells_weights}---|---|---|---|---|"
     for row in rows:
         apart = f" {row.get('weights_apart', math.nan):.1e} |" * tells_weights
