@@ -178,12 +178,12 @@ def no_correction(patch):
 
 def no_floor_of_one(patch):
     """Divide by a count of zero."""
-    patch.setattr("trimtab.runtime.accumulation._or_one", lambda count: count)
+    patch.setattr("trimtab.runtime.accumulation.or_one", lambda count: count)
 
 
 def floor_of_one(patch):
     """Divide by one where weights sum to less."""
-    patch.setattr("trimtab.runtime.accumulation._or_one", lambda count: count.clamp(min=1))
+    patch.setattr("trimtab.runtime.accumulation.or_one", lambda count: count.clamp(min=1))
 
 
 def correction_in_float32(patch):

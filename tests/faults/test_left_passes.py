@@ -208,3 +208,55 @@ def test_of_streams_that_are_made_anew_each_pass_is_its_own(tmp_path):
         assert left(run, iter(BATCHES), 3) == [1, 2, 3]
         run.checkpoint()
     assert gone_on(tmp_path / "run", iter(BATCHES)) == ([4, 5, 6], 2)
+
+
+def test_a_loop_over_passes_that_interrupts_and_leaves_is_gone_on_with(tmp_path):
+    """Though it asks for the next pass: that is where a run that was interrupted is saved."""
+    with contextlib.suppress(SystemExit), started(tmp_path / "run") as run:
+        while run.passes < 3:
+            for window in run.windows(BATCHES):
+                run.train_step(window, loss_fn)
+                if run.num_windows == 2:
+                    run.interrupt()
+                    break
+    assert gone_on(tmp_path / "run") == ([3, 4, 5, 6], 0)
+
+
+class Anew:
+    """An iterator that knows its length, and begins anew whenever it is asked for itself."""
+
+    def __iter__(self):
+        self._left = iter(BATCHES)
+        return self
+
+    def __next__(self):
+        return next(self._left)
+
+    def __len__(self):
+        return len(BATCHES)
+
+
+def test_an_iterator_that_begins_anew_is_no_stream(tmp_path):
+    with started(tmp_path / "run") as run:
+        loader = Anew()
+        assert left(run, loader, 3) == [1, 2, 3]
+        assert left(run, loader, 2) == [1, 2]
+        run.checkpoint()
+    assert gone_on(tmp_path / "run", Anew()) == ([1, 2, 3, 4, 5, 6], 2)
+
+
+def test_a_generator_around_the_loop_that_is_closed_leaves_the_pass(tmp_path):
+    def epoch(run):
+        try:
+            for window in run.windows(BATCHES):
+                yield run.train_step(window, loss_fn)
+        finally:
+            del window
+            gc.collect()
+            run.checkpoint()
+
+    with started(tmp_path / "run") as run:
+        losses = epoch(run)
+        next(losses), next(losses)
+        losses.close()
+    assert gone_on(tmp_path / "run") == ([1, 2, 3, 4, 5, 6], 1)

@@ -89,6 +89,21 @@ class Appended:
         self._torn_at = size
         self._mend()
 
+    def set_aside(self, path: Path) -> None:
+        """Leave what is there under another name, and go on in a new file.
+
+        Raises:
+            SaveError: there is no room for one; what is there stays.
+        """
+        try:
+            new = Appended(set_apart(self.path), is_new=True)
+            os.rename(self.path, path)
+            new.rename(self.path)
+        except OSError as error:
+            raise not_written(self.path, error) from error
+        self._file, new._file = new._file, self._file
+        new.close()
+
     def rename(self, path: Path) -> None:
         """Give the file another name, whatever had it."""
         os.replace(self.path, path)

@@ -150,9 +150,10 @@ class RecordWriter:
         """Drop what stands after so many bytes: it will be written once more.
 
         Raises:
-            FormatError: there are fewer, or no line ends there.
+            FormatError: there are fewer, or no line ends there, or it is the record of another run.
         """
         path = self._file.path
+        require_own(path, self._header)
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(end - 1, 0))
@@ -194,9 +195,7 @@ class RecordWriter:
         """Leave what is there under another name: planned again, a run that was cut off may have another plan."""
         path = self._file.path
         aside = next(each for n in itertools.count(1) if not (each := path.with_name(f"{path.name}.{n}")).exists())
-        self._file.close()
-        path.rename(aside)
-        self._file = Appended(path, is_new=True)
+        self._file.set_aside(aside)
         warnings.warn(f"{path} was of a run of another plan: it is {aside.name} now, and begun anew.", stacklevel=5)
 
     def write(self, line: Line) -> None:

@@ -56,6 +56,11 @@ class DataPosition(Part):
         """Of the pass under way, which `left` is told."""
         return self._over
 
+    @property
+    def is_to_stay(self) -> bool:
+        """Whether the run ends, so that what is left of the pass under way is of one that goes on from here."""
+        return self._stays
+
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Return the batches of a pass, or after a load of what is left of the one that was under way.
 
@@ -104,7 +109,7 @@ class DataPosition(Part):
 
     def over(self) -> None:
         """The pass is: its last window too. What a stream has left is of the next one."""
-        self._over, self._is_open, self._is_left = self._over + 1, False, False
+        self._over, self._is_open, self._is_left, self._handled = self._over + 1, False, False, None
         if self._is_drawn or not _is_stream(self._loader):
             self._forget()
 
@@ -177,7 +182,10 @@ class DataPosition(Part):
         """
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
-        is_failing = sys.exception() not in (None, self._handled)  # and who saves then means to go on with the pass
+        error = (
+            sys.exception()
+        )  # who saves as one is handled means to go on with the pass; a generator is closed by one
+        is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
         is_left = self._is_left and not self._stays and not is_failing
         is_over = is_left and not _is_stream(self._loader)
         under_way = self._begun is not None and not is_over
@@ -220,8 +228,12 @@ def _is_fit(batch: Any) -> bool:
 
 
 def _is_stream(loader: Any) -> bool:
-    """Return whether a loader is its own iterator: of one that was left early the next pass draws the rest."""
-    return isinstance(innermost(loader), Iterator)
+    """Return whether a loader is its own iterator: of one that was left early the next pass draws the rest.
+
+    One that knows its length begins a pass anew, as what has no end to tell of does not.
+    """
+    inner = innermost(loader)
+    return isinstance(inner, Iterator) and length_of(inner) is None
 
 
 def innermost(loader: Any) -> Any:

@@ -75,7 +75,7 @@ class Passes(RunView):
     def interrupt(self) -> None:
         """Have the run end where it can be gone on with: here, or of several ranks after their next window.
 
-        A pass that the loop leaves for it is not over.
+        A pass that the loop leaves for it is not over. Of several ranks all call it, and go on drawing: `windows` ends.
         """
         self._position.stays()
         self.ask_to_end()
@@ -111,7 +111,8 @@ class Passes(RunView):
     def _has_ended(self) -> bool:
         """Return whether a `Stop` condition ends the pass, or an interruption has: it is not over then."""
         reason = self.stop_reason
-        return reason is not None and (reason is not StopReason.INTERRUPTED or self._num_stopped > 0)
+        is_left_by = reason is StopReason.INTERRUPTED and self._num_stopped == 0 and not self._position.is_to_stay
+        return reason is not None and not is_left_by
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         self._joining.begin_pass()

@@ -10,7 +10,7 @@ from torch import nn
 
 import trimtab
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, ModelError
+from trimtab.core.errors import FormatError, ModelError, SaveError
 from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 
 BATCHES = list(torch.arange(48.0).reshape(12, 4).split(4))
@@ -127,3 +127,38 @@ def test_a_run_saved_without_a_record_is_refused_anothers_where_it_goes_on(forei
     with RecordWriter(path, OWN, continues=True) as writer, pytest.raises(FormatError, match=r"r\.jsonl: given"):
         start(writer, tmp_path / "run")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_resume_cuts_no_other_runs_record(tmp_path, name):
+    """Not even one in which a line happens to end where this run's own stood at the checkpoint."""
+    path = tmp_path / "r.jsonl"
+    with RecordWriter(path, OWN, continues=True) as writer:
+        train(writer, tmp_path / "run", 3)
+    size = path.stat().st_size
+    head = written(tmp_path / "other.jsonl", OTHERS[name])
+    before = head + b" " * (size - len(head) - 1) + b"\n" + head * 2
+    assert before[size - 1 : size] == b"\n"
+    path.write_bytes(before)
+    with RecordWriter(path, OWN, continues=True) as writer, pytest.raises(FormatError, match=r"r\.jsonl: given"):
+        start(writer, tmp_path / "run")
+    assert path.read_bytes() == before
+
+
+def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    before = written(path, replace(OWN, plan=None))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with RecordWriter(path, OWN, continues=True) as writer:
+        monkeypatch.setattr("trimtab.core.appended.os.rename", full)
+        with pytest.raises(SaveError):
+            writer.end()
+        monkeypatch.undo()
+        assert path.read_bytes() == before
+        with pytest.warns(UserWarning, match="begun anew"):
+            writer.end()
+    assert read_record(path).header == OWN
+    assert (tmp_path / "r.jsonl.1").read_bytes() == before
