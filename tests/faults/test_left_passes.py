@@ -241,6 +241,7 @@ def test_an_iterator_that_begins_anew_is_no_stream(tmp_path):
         loader = Anew()
         assert left(run, loader, 3) == [1, 2, 3]
         assert left(run, loader, 2) == [1, 2]
+        assert run.position.state_dict()["drawn"] == 0
         run.checkpoint()
     assert gone_on(tmp_path / "run", Anew()) == ([1, 2, 3, 4, 5, 6], 2)
 
