@@ -83,8 +83,14 @@ def test_a_plan_meets_its_time_limit(machine, facts, limit):
 
 
 @given(machines(**SILENT), facts, limits, limits)
+@example(  # one that recomputes is chosen by its trial, and is told to take longer than it does
+    Machine({"tf32": 2.625, "fp32": 2.3125}, 0.0, weight={"fp32": 1.0, "tf32": 2.578125}, forward_s=0.05),
+    {"has_convolutions": False, "supports_fused": False, "can_retain": True, "batch_rows": 7, "check": SPLITTABLE},
+    120 * MIB,
+    273 * MIB,
+)
 def test_more_memory_is_never_slower(machine, facts, one, other):
-    """Up to the 1% that is given for less memory."""
+    """Up to the 1% that is given for less memory; judged by the true cost, not by what was predicted."""
     small, large = (Budget(memory=limit) for limit in sorted((one, other)))
     tight = plan_or_none(measured(machine, budget=small, device=GPU, **facts), small)
     machine.stages.clear()
@@ -92,9 +98,8 @@ def test_more_memory_is_never_slower(machine, facts, one, other):
     if tight is None:
         return
     assert roomy is not None
-    assert roomy.predicted is not None
-    assert tight.predicted is not None
-    assert roomy.predicted.step_s <= tight.predicted.step_s / FREE_SPEED * (1 + 1e-9)
+    ours, theirs = (machine.step_s("", candidate_of(plan)) for plan in (roomy, tight))
+    assert ours <= theirs / FREE_SPEED * (1 + 1e-9)
 
 
 @given(machines(**SILENT), st.lists(st.floats(0.5, 2.0), min_size=7, max_size=7), limits, limits)
