@@ -62,6 +62,8 @@ class CarbonSchedule:
     @property
     def downside_g(self) -> float:
         """Grams more than starting now in the worst of the downsides; 0 of starting now."""
+        if self.is_start_now:  # two ways of adding it up may differ in the last bits
+            return 0.0
         return max((each.extra_g for each in self.downsides), default=0.0)
 
     def describe(self) -> str:
