@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trimtab.api import Run
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import ratio_interval, resolution
 from trimtab.tasks import load_task
@@ -110,12 +111,21 @@ def transformers_training(ours: bool, k: int, steps: int, stepped: Callable[[], 
     return model
 
 
-def _digits(steps: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
+def _digits(steps: int, k: int = 1) -> tuple[Any, nn.Module, torch.optim.Optimizer, list[Any]]:
+    """Return a task with its model, optimizer and batches, of which `k` make a step."""
     task = load_task("digits_resnet")
     torch.manual_seed(0)
     model = task.make_model().train()
-    batches = list(itertools.islice(task.load_data().batches(0, task.batch_rows), steps))
-    return task, model, task.make_optimizer(model), batches
+    batches, micro = itertools.islice(task.load_data().batches(0, task.batch_rows), steps), task.batch_rows // k
+    parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
+    return task, model, task.make_optimizer(model), parts
+
+
+def _ours(run: Run, task: Any, loader: Iterable[Any], stepped: Callable[[], None]) -> None:
+    with run:
+        for window in run.windows(loader):
+            run.train_step(window, task.loss_fn)
+            stepped()
 
 
 def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], None]) -> nn.Module:
@@ -124,9 +134,7 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
 
     from trimtab.integrations.lightning import TrimtabStrategy
 
-    task, model, optimizer, batches = _digits(steps)
-    micro = task.batch_rows // k
-    parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
+    task, model, optimizer, parts = _digits(steps, k)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -143,7 +151,7 @@ def lightning_training(ours: bool, k: int, steps: int, stepped: Callable[[], Non
             if (index + 1) % k == 0:
                 stepped()
 
-    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows, micro)) if ours else "auto"
+    strategy = TrimtabStrategy(plan=Plan.fixed(task.batch_rows, task.batch_rows // k)) if ours else "auto"
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     given = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "accumulate_grad_batches": k}
     pl.Trainer(strategy=strategy, enable_model_summary=False, **given, **quiet).fit(
@@ -161,10 +169,7 @@ def fabric_training(ours: bool, k: int, steps: int, stepped: Callable[[], None])
     task, model, optimizer, batches = _digits(steps)
     fabric = Fabric(accelerator="cpu", devices=1)
     if ours:
-        with start(fabric, model, optimizer, Plan.fixed(task.batch_rows)) as run:
-            for window in run.windows(batches):
-                run.train_step(window, task.loss_fn)
-                stepped()
+        _ours(start(fabric, model, optimizer, Plan.fixed(task.batch_rows)), task, batches, stepped)
         return model
     wrapped, optimizer = fabric.setup(model, optimizer)
     for batch in batches:
@@ -181,16 +186,11 @@ def accelerate_training(ours: bool, k: int, steps: int, stepped: Callable[[], No
 
     from trimtab.integrations.accelerate import start
 
-    task, model, optimizer, batches = _digits(steps)
-    micro = task.batch_rows // k
-    parts = [part for batch in batches for part in zip(*(column.split(micro) for column in batch), strict=True)]
+    task, model, optimizer, parts = _digits(steps, k)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=k)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(parts, batch_size=None))
     if ours:
-        with start(accelerator, model, optimizer, Plan.fixed(micro)) as run:
-            for window in run.windows(loader):
-                run.train_step(window, task.loss_fn)
-                stepped()
+        _ours(start(accelerator, model, optimizer, Plan.fixed(task.batch_rows // k)), task, loader, stepped)
         return model
     for index, batch in enumerate(loader):
         with accelerator.accumulate(model):

@@ -21,13 +21,13 @@ from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
 from trimtab.checkpoint.ranks import KeptRanks, found_of, is_in_shards, require_kept
 from trimtab.checkpoint.run_state import Given, ModelState, OptimizerState
-from trimtab.checkpoint.said import said_of
+from trimtab.checkpoint.said import Said, Saved, said_of
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
-from trimtab.core.codec import to_jsonable
+from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.state_parts import Load, loading_parts
@@ -76,7 +76,7 @@ class KeptRun:
         self._refused: Sequence[Refused] = ()
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
-            self._found: Mapping[str, Any] | None = said
+            self._found = None if said is None else from_jsonable(Saved, said)
             self._world = world_of(model, plan, ranks.each(device_of(model), "devices"))
             ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
@@ -105,9 +105,9 @@ class KeptRun:
         """Raise where what was saved cannot be gone on with in this world."""
         if self._found is None:
             return
-        about = self._found["about"]
-        require_accepted(changes(about["world"], self._world), self._settings.accepts)
-        if self._in_shards and not about.get("in_shards"):
+        said = self._found.said
+        require_accepted(changes(said.world, self._world), self._settings.accepts)
+        if self._in_shards and not said.in_shards:
             given, expected = "a run in shards", "a model that is whole, as it was saved"
             raise ValueGivenError(
                 "resume: shards", given=given, expected=expected, way_out="zero_stage=0, or one process"
@@ -127,10 +127,10 @@ class KeptRun:
         run.position.accepted = self._accept_data if "data" in self._settings.accepts else None
         if run.recorder is not None:
             run.recorder.on_failure = partial(self._require_room, "The record")
-        windows = 0 if self._found is None else int(self._found["about"]["step"])
+        windows = 0 if self._found is None else self._found.said.step
         self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
-            self._go_on(run, Path(self._found["folder"]), self._found["about"])
+            self._go_on(run, Path(self._found.folder), self._found.said)
         self._journal.begin()
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
@@ -141,15 +141,15 @@ class KeptRun:
             self._run.recorder.require_own()
         self._journal.prepare(windows)
 
-    def _go_on(self, run: Run, folder: Path, about: Mapping[str, Any]) -> None:
-        apart = changes(about["world"], self._world)
-        load = self._ranks.together(lambda: self._read(folder, about), "read")
+    def _go_on(self, run: Run, folder: Path, said: Said) -> None:
+        apart = changes(said.world, self._world)
+        load = self._ranks.together(lambda: self._read(folder, said), "read")
         for refused in self._refused:
             put_aside(refused.folder)
             warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.together(load, "loaded")
         accepted, noted = parted(apart)
-        self._accepted, self._noted = about["accepted"] | accepted, about.get("noted", {}) | noted
+        self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
@@ -160,9 +160,9 @@ class KeptRun:
         self._accepted = self._accepted | {"data": change}
         self._run.note("resumed_data", {"changed": {"data": change}})
 
-    def _read(self, folder: Path, about: Mapping[str, Any]) -> Load:
+    def _read(self, folder: Path, said: Said) -> Load:
         """Return what puts all back; the user's own were, as they may yet refuse."""
-        state = self._ranks.read(folder, int(about["world"]["ranks"]))
+        state = self._ranks.read(folder, int(said.world["ranks"]))
         load = self._loading(state, folder)
         self._also.loading(state["also"])()
         return load
@@ -275,8 +275,9 @@ class KeptRun:
         """
         settings, run = self._settings, self._run
         assert run is not None
-        about = {"step": windows, "rows": run.consumed_rows, "world": self._world, "plan": to_jsonable(self._plan)}
-        about |= {"in_shards": self._in_shards, "accepted": self._accepted, "noted": self._noted}
+        plan = to_jsonable(self._plan)
+        now = (windows, run.consumed_rows, self._world, plan, self._in_shards, self._accepted, self._noted)
+        about = to_jsonable(Said(*now))
         taken = snapshot(state) if settings.background else state
         shards = None if tensors is None else partial(shard_files.write, tensors=tensors)
 

@@ -15,8 +15,10 @@ import torch
 
 from trimtab.checkpoint import envelope
 from trimtab.checkpoint.file_names import prefix_of
+from trimtab.checkpoint.said import Saved, said_of
 from trimtab.checkpoint.shards import merged
 from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed.at_work import words_at_work
@@ -182,7 +184,7 @@ def found_of(found: envelope.Found | None) -> str:
     """Return what rank 0 found, for the others."""
     if found is None or found.folder is None or found.manifest is None:
         return json.dumps(None)
-    return json.dumps({"folder": str(found.folder), "about": dict(found.manifest.about)})
+    return json.dumps(to_jsonable(Saved(str(found.folder), said_of(found.folder, found.manifest))))
 
 
 def require_kept(

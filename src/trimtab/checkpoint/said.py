@@ -37,6 +37,14 @@ class Said:
             raise ValueGivenError("world", given="no ranks", expected="their number")
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a run goes on from: its folder, and what that says."""
+
+    folder: str
+    said: Said
+
+
 def said_of(folder: Path, manifest: Manifest) -> Said:
     """Return what a folder says of its run.
 

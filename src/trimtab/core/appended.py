@@ -93,12 +93,15 @@ class Appended:
         """Leave what is there under another name, and go on in a new file.
 
         Raises:
-            SaveError: there is no room for one; what is there stays.
+            SaveError: there is no room for one; what is there stays, under its name.
         """
         try:
-            new = Appended(set_apart(self.path), is_new=True)
-            os.rename(self.path, path)
-            new.rename(self.path)
+            new = written_beside(self.path, b"", is_synced=False)
+            try:
+                _exchange(self.path, path, new)
+            except BaseException:
+                new.abandon()
+                raise
         except OSError as error:
             raise not_written(self.path, error) from error
         self._file, new._file = new._file, self._file
@@ -127,6 +130,16 @@ class Appended:
         if hasattr(self, "_file"):  # it was opened
             with contextlib.suppress(SaveError):
                 self.close()
+
+
+def _exchange(path: Path, aside: Path, new: Appended) -> None:
+    """Give a file another name, and its own to a new one; where that fails it has its own again."""
+    os.rename(path, aside)
+    try:
+        new.rename(path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
 
 
 def set_apart(path: Path) -> Path:

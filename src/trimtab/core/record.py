@@ -194,7 +194,8 @@ class RecordWriter:
     def _set_aside(self) -> None:
         """Leave what is there under another name: planned again, a run that was cut off may have another plan."""
         path = self._file.path
-        aside = next(each for n in itertools.count(1) if not (each := path.with_name(f"{path.name}.{n}")).exists())
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        aside = next(each for each in names if not os.path.lexists(each))
         self._file.set_aside(aside)
         warnings.warn(f"{path} was of a run of another plan: it is {aside.name} now, and begun anew.", stacklevel=5)
 
@@ -243,10 +244,7 @@ def require_own(path: Path, own: Header, field: str = "") -> None:
     Raises:
         FormatError: it is another run's record, or none; it can be anything that somebody wants to keep.
     """
-    if not path.is_file():  # a pipe or a device holds nothing
-        return
-    with path.open("rb") as file:
-        line = file.readline(_LONGEST_HEADER)
+    line = _first_line(path)
     if line.endswith(b"\n"):
         given = _of_another(path, line[:-1], own)
     else:  # nothing, or half a header: the run was cut off as it wrote it
@@ -255,6 +253,14 @@ def require_own(path: Path, own: Header, field: str = "") -> None:
         given, expected = f"{path}, {given}" if field else given, "an empty file, or the record of this run"
         way_out = "Move it away, or give the run another file."
         raise FormatError(field or str(path), given=given, expected=expected, way_out=way_out)
+
+
+def _first_line(path: Path) -> bytes:
+    """Return a file's first line; nothing of a pipe or a device, which hold nothing."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.readline(_LONGEST_HEADER)
 
 
 def _of_another(path: Path, line: bytes, own: Header) -> str:
@@ -271,10 +277,7 @@ def _of_another(path: Path, line: bytes, own: Header) -> str:
 
 def _is_of_another_plan(path: Path, own: Header) -> bool:
     """Return whether a run's own record is of other settings; what was measured on the way to them does not count."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        line = file.readline(_LONGEST_HEADER)
+    line = _first_line(path)
     if not line.endswith(b"\n"):  # nothing that would be lost
         return False
     found = _parse(str(path), line[:-1])

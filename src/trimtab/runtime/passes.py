@@ -110,9 +110,9 @@ class Passes(RunView):
 
     def _has_ended(self) -> bool:
         """Return whether a `Stop` condition ends the pass, or an interruption has: it is not over then."""
-        reason = self.stop_reason
-        is_left_by = reason is StopReason.INTERRUPTED and self._num_stopped == 0 and not self._position.is_to_stay
-        return reason is not None and not is_left_by
+        if self.stop_reason is StopReason.INTERRUPTED:  # a signal is no reason to leave a pass: the loop has its own
+            return self._num_stopped > 0 or self._position.is_to_stay
+        return self.stop_reason is not None
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         self._joining.begin_pass()

@@ -145,7 +145,8 @@ def test_a_resume_cuts_no_other_runs_record(tmp_path, name):
     assert path.read_bytes() == before
 
 
-def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["rename", "replace"])
+def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch, call):
     path = tmp_path / "r.jsonl"
     before = written(path, replace(OWN, plan=None))
 
@@ -153,11 +154,12 @@ def test_a_record_that_cannot_be_set_aside_stays(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with RecordWriter(path, OWN, continues=True) as writer:
-        monkeypatch.setattr("trimtab.core.appended.os.rename", full)
+        monkeypatch.setattr(f"trimtab.core.appended.os.{call}", full)
         with pytest.raises(SaveError):
             writer.end()
         monkeypatch.undo()
         assert path.read_bytes() == before
+        assert [each.name for each in tmp_path.iterdir()] == ["r.jsonl"]
         with pytest.warns(UserWarning, match="begun anew"):
             writer.end()
     assert read_record(path).header == OWN

@@ -869,3 +869,5 @@ def test_months_to_double_are_between_those_of_the_speed_ups_interval() -> None:
     assert clear["low"] < clear["mean"] < clear["high"]
     nothing = months(replace(gain(), plan=gain().reference))
     assert (nothing["mean"], nothing["high"]) == (None, None)
+    unchanged = months(replace(gain(), changes=""))
+    assert (unchanged["mean"], unchanged["low"], unchanged["high"], unchanged["n"]) == (None, None, None, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.phases import Gain
@@ -13,6 +14,7 @@ from trimtab.decide.statistics import Interval
 from trimtab.experiments.comparison.result import ThirdRow
 
 ROWS_SCHEMA = 1
+_NEVER = Interval(math.inf, math.inf, math.inf, 0)
 
 
 def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) ->
 
 
 def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase, part, bound and clock of a gain, its speed-up, and what that would come to."""
+    """Yield a row for each phase, part, bound and clock of a gain, its speed-up, and what that comes to."""
     found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks}
     for name, rows in (
         ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),
@@ -39,7 +41,8 @@ def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
         yield {"metric": "clock_ratio", **head, "arm": arm} | _interval(clock)
     gained = speedup(gain)
     yield {"metric": "step_speedup", **head} | _interval(gained)
-    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _interval(_doubling(gained))
+    months = _doubling(gained) if gain.changes else _NEVER  # what changes nothing brings nothing in a cycle
+    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _interval(replace(months, n=gained.n))
 
 
 def _doubling(gained: Interval) -> Interval:

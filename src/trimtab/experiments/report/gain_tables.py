@@ -37,8 +37,8 @@ def phase_gain_table(gain: Gain) -> Table:
         ("Phase", *_SAVED),
         tuple((_NAMES.get(row.phase, row.phase), *_saved(row)) for row in rows),
         "No phases were measured.",
-        f"Mean of {len(gain.plan.laps)} paired laps, run in turns in one process, which is one seed: where its arms "
-        "lie in memory is in all laps alike, and in no interval. The rows above the last add up to it. A share "
+        f"Mean of {len(gain.plan.laps)} paired laps, run in turns, of one seed and arms that are built once: where "
+        "these lie in memory is in all laps alike, and in no interval. The rows above the last add up to it. A share "
         f"stands where what the step saves is clear of nothing. {_clock(found)}",
         _SAVED,
     )
