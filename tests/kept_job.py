@@ -153,6 +153,10 @@ RANK = """
                     if options.get("evaluates"):
                         with torch.no_grad():
                             run.model(x[:4].to(device))
+                    if run.num_windows == options.get("leaves_after"):
+                        if rank in options["interrupts"]:
+                            run.interrupt()
+                        break
                     if run.num_windows == options.get("dies_after"):
                         with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
                             json.dump({"said": said, "consumed": consumed, "state": state}, file)

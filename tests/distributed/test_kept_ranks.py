@@ -168,3 +168,18 @@ def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
     with pytest.raises(DamagedError, match=r"rank-1-tensors.safetensors: given nothing; expected a file of each rank"):
         verify(newest)
     assert newest_good(tmp_path / "run").manifest.step == 5
+
+
+def test_ranks_that_all_interrupt_are_gone_on_with_and_one_that_does_alone_is_refused(dead, tmp_path):
+    """Who leaves the pass without it is in the next one: no place in the data is that of both."""
+    folder = tmp_path / "one"
+    folder.mkdir()
+    said, _ = trained(folder, "one", keep={"every_steps": None}, leaves_after=6, interrupts=[1])
+    assert all("LoopError: checkpoint: given of the ranks, in turn, pass 1, pass 0" in each["error"] for each in said)
+    assert not [*(folder / "run").glob("step-*")]
+    said, _ = trained(tmp_path, "both", keep={"every_steps": None}, leaves_after=6, interrupts=[0, 1])
+    assert [each["left"] for each in said] == [128 + 15] * 2
+    said, _ = trained(tmp_path, "again")
+    for ours, theirs in zip(said, dead[1][0], strict=True):
+        assert ours == {window: loss for window, loss in theirs.items() if window in ours}
+        assert "end" in ours

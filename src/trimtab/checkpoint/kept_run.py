@@ -228,6 +228,8 @@ class KeptRun:
         self._pace.begun(windows, is_saved=False)
         with self._told(windows):
             taken = self._ranks.together(self._taken, f"taken/{windows}")
+            passes = f"pass {taken[0]['data']['passes']}"
+            self._ranks.require_alike(passes, "checkpoint", "one pass: all leave it, or call run.interrupt()")
             write = self._writing(*taken, windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()

@@ -19,7 +19,7 @@ from trimtab.checkpoint.said import Saved, said_of
 from trimtab.checkpoint.shards import merged
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.codec import to_jsonable
-from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
+from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed.at_work import words_at_work
 from trimtab.distributed.process_group import from_first
@@ -86,6 +86,12 @@ class KeptRanks:
     def each(self, word: str, about: str) -> list[str]:
         """Return what every rank says, by rank."""
         return [word] if self.num == 1 else words_at_work(lambda: word, self._topic(about))
+
+    def require_alike(self, word: str, about: str, expected: str) -> None:
+        """Raise `LoopError` on all ranks where they say unlike words."""
+        said = self.each(word, about)
+        if len(set(said)) > 1:
+            raise LoopError(about, given=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
 
     def _topic(self, about: str) -> str:
         return f"kept/{next(KeptRanks._asked)}/{about}"
