@@ -136,6 +136,8 @@ RANK = """
         with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints, **skips) as run:
             noted(run.num_windows)
             while run.passes < 4:
+                if run.num_windows == options.get("leaves_after"):
+                    run.checkpoint()
                 for window in run.windows(loader):
                     batches = window._batches  # none where others are joined
                     consumed.append([run.num_windows, [round(v, 4) for b in batches for v in b[0][:, 0].tolist()]])

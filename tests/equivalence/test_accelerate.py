@@ -238,7 +238,13 @@ def test_windows_end_with_the_loader():
         start(Accelerator(cpu=True, gradient_accumulation_plugin=plugin), model, optimizer, trimtab.Plan.fixed(ROWS))
 
 
-@pytest.mark.parametrize(("given", "said"), [({"mixed_precision": "bf16"}, "the precision is the plan's")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mixed_precision": "bf16"}, "the precision is the plan's"),
+        ({"dynamo_backend": "eager"}, "dynamo_backend.*the plan compiles"),
+    ],
+)
 def test_what_decides_as_a_plan_does_is_refused(given, said):
     accelerator = Accelerator(cpu=True, **given)
     model, optimizer, _ = parts()

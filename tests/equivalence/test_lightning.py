@@ -143,6 +143,22 @@ def test_terms_are_weighed_where_the_module_counts_them(tmp_path):
     assert difference(ours, by_hand(STEPS * ROWS, ROWS, dropped=True)) <= 1e-12
 
 
+def test_callbacks_are_given_what_the_module_returned_of_the_last_micro_batch(tmp_path):
+    seen = []
+
+    class Sees(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append((sorted(outputs), int(outputs["num"]) if "num" in outputs else None, float(outputs["loss"])))
+
+    strategy = TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS, 3), count="num")
+    changes = {"rows": 2 * ROWS, "batch": 4, "accumulate_grad_batches": 2, "callbacks": [Sees()]}
+    trained(Counted(), strategy, tmp_path, **changes)
+    assert [names for names, _, _ in seen] == [["loss"], ["loss", "num"]] * 2
+    assert [num for _, num, _ in seen[1::2]] == [2, 2]  # eight rows in micro-batches of three
+    assert [loss for _, _, loss in seen[::2]] == [0.0, 0.0]
+    assert all(loss > 0 for _, _, loss in seen[1::2])
+
+
 def test_it_plans_by_its_first_window_and_logs_nothing_of_that(tmp_path):
     plain, ours = Module(), Module()
     trained(plain, "auto", tmp_path)

@@ -266,6 +266,73 @@ def test_it_goes_on_from_the_hosts_checkpoint(tmp_path, kind):
     assert difference(again.model, whole.model) <= EXACT
 
 
+class Pictures(nn.Module):
+    """A model that is not one of the host's, whose convolution a plan may lay out by channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, pixels, labels):
+        logits = self.head(self.conv(pixels).amax((2, 3)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_weights_that_a_plan_lays_out_otherwise_are_in_the_hosts_checkpoints(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    data = [{"pixels": torch.randn(3, 6, 6, generator=generator), "labels": torch.tensor(i % 5)} for i in range(32)]
+    given = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    plan = trimtab.Plan.fixed(ROWS, memory_layout="channels_last")
+    ours = TrimtabTrainer(model=Pictures(), args=given, train_dataset=data, plan=plan)
+    ours.train()
+    again = TrimtabTrainer(model=Pictures(), args=given, train_dataset=data, plan=plan)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert difference(again.model, ours.model) == 0
+
+
+def test_of_a_window_that_an_epoch_ended_in_nothing_is_left(tmp_path):
+    """As a callback may end one: what was collected is not of the next epoch's first window."""
+
+    class Ends(TrainerCallback):
+        has_ended = False
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 1 and not self.has_ended:
+                control.should_epoch_stop = self.has_ended = True
+
+    seen = []
+
+    class Sees(TrimtabTrainer):
+        def _counted_loss(self, model, micro):
+            seen.append(len(micro["labels"]))
+            return super()._counted_loss(model, micro)
+
+    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 3}
+    given = arguments(tmp_path, **changes)
+    how = {"plan": trimtab.Plan.fixed(ROWS), "compute_loss_func": in_double, "callbacks": [Ends()]}
+    Sees(model=model(), args=given, train_dataset=rows(2 * ROWS), **how).train()
+    assert seen == [ROWS] * 3
+
+
+def test_labels_of_which_some_count_are_not_split_where_the_host_counts_none(tmp_path):
+    """A loss that is told no count is a mean over what counts in a micro-batch, which nobody knows."""
+
+    class Uncounted(GPT2LMHeadModel):
+        accepts_loss_kwargs = False
+
+    def made(micro):
+        held = model()
+        held.__class__ = Uncounted
+        return TrimtabTrainer(
+            model=held, args=arguments(tmp_path), train_dataset=rows(64), plan=trimtab.Plan.fixed(ROWS, micro)
+        )
+
+    with pytest.raises(ValueGivenError, match=r"labels: given -100 in some.*compute_loss_func"):
+        made(2).train()
+    made(ROWS).train()
+
+
 def test_an_error_in_the_loop_closes_the_run(tmp_path):
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -295,6 +362,7 @@ def test_an_error_in_the_loop_closes_the_run(tmp_path):
         ({RECOMPUTES: True}, rf"args\.{RECOMPUTES}"),
         ({"auto_find_batch_size": True}, r"args\.auto_find_batch_size"),
         ({"torch_compile": True}, r"args\.torch_compile"),
+        ({"tf32": False}, r"args\.tf32.*the precision is the plan's"),
     ],
 )
 def test_arguments_that_decide_what_a_plan_does_are_refused(tmp_path, changes, said):

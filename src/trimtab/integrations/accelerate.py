@@ -85,6 +85,10 @@ def _refuse(accelerator: Accelerator) -> None:
         way_out = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
         given = f"{accelerator.mixed_precision!r}"
         raise ValueGivenError("Accelerator(mixed_precision=...)", given=given, expected="'no'", way_out=way_out)
+    compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
+    if compiler != "no":
+        way_out = "Leave it out: the plan compiles where that pays within the run."
+        raise ValueGivenError("Accelerator(dynamo_backend=...)", given=compiler, expected="none", way_out=way_out)
 
 
 def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.sharing import STAGES
 from trimtab.distributed.process_group import limited_to
+from trimtab.runtime.batches import count_rows
 from trimtab.runtime.engine import Run
+from trimtab.runtime.splitting import has_batch_statistics
 
 # What torch's groups of gloo wait for a rank by default: a host's checkpoint may keep one of them for minutes.
 LIMIT_S = 1800.0
@@ -79,15 +81,41 @@ def started(
         return start(model, optimizer, plan, **running)
 
 
-def together(batches: Sequence[Any], planning: Mapping[str, Any]) -> list[Any]:
-    """Return batches as one where their rows are of one shape, so that micro-batches may be larger; else unchanged.
+def planned(batches: Sequence[Any], planning: Mapping[str, Any], model: nn.Module, make: Callable[[Any], Plan]) -> Plan:
+    """Return a plan of a window's batches as one, where training on them so is proved to keep the maths; else of one.
+
+    Ranks come to the same: they have one plan, and as many batches.
+
+    Args:
+        planning: with the longest batch what is planned is one of the loader's. make: plans for an example.
+    """
+    if len(batches) == 1 or "longest_batch" in planning or has_batch_statistics(model):
+        return make(batches[0])
+    plan = make(_together(batches)[0])
+    return plan if plan.check is not None and plan.check.splittable else make(batches[0])
+
+
+def joined(batches: Sequence[Any], planning: Mapping[str, Any], model: nn.Module, plan: Plan) -> list[Any]:
+    """Return batches as one where that keeps the maths, so that micro-batches may be larger; else unchanged.
+
+    It is known of a plan that proved it, and left to one that was set by hand for more rows than a batch has. Batch
+    statistics are those of the host's batches, whatever is set.
 
     Args:
         planning: with the longest batch, what is planned is a batch of the loader: rows that happen to be of one shape
             are left apart, as they would be more than was measured.
     """
+    if len(batches) == 1 or "longest_batch" in planning or has_batch_statistics(model):
+        return list(batches)
+    is_by_hand = plan.check is None and plan.batch_rows > count_rows(batches[0])
+    is_proved = plan.check is not None and plan.check.splittable
+    return _together(batches) if is_by_hand or is_proved else list(batches)
+
+
+def _together(batches: Sequence[Any]) -> list[Any]:
+    """Return batches as one where their rows are of one shape; else unchanged."""
     first = batches[0]
-    if len(batches) == 1 or "longest_batch" in planning or not all(_is_alike(first, batch) for batch in batches):
+    if not all(_is_alike(first, batch) for batch in batches):
         return list(batches)
     if isinstance(first, Mapping):
         return [{name: torch.cat([batch[name] for batch in batches]) for name in first}]

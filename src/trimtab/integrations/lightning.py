@@ -9,7 +9,7 @@ third steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,11 +25,12 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.integrations.hosted import (
     checked_plan,
+    joined,
+    planned,
     refuse_both,
     refuse_running,
     require_shared,
     started,
-    together,
 )
 from trimtab.runtime.engine import Run
 
@@ -112,23 +113,31 @@ class TrimtabStrategy(SingleDeviceStrategy):
         if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
             self._collected = []
 
-    def training_step(self, batch: Any, *rest: Any, **named: Any) -> Tensor:
-        """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
+    def training_step(self, batch: Any, *rest: Any, **named: Any) -> Any:
+        """Collect a batch; at the last one of a window train on it, up to the step.
+
+        Returns:
+            Its mean loss, with all else that the module returned of the last micro-batch. Before the last batch, zero.
+        """
         self._collected.append(batch)
         if not self._is_last:
             return torch.zeros((), device=self.root_device)
-        batches, self._collected = together(self._collected, self._planning), []
+        batches, self._collected = self._collected, []
+        others: dict[str, Any] = {}
 
         def loss_fn(model: nn.Module, micro: Any) -> Any:
             with self.precision_plugin.train_step_context():
                 said = self._forward_redirection(model, self.lightning_module, "training_step", micro, *rest, **named)
+            others.clear()
+            others.update(said if isinstance(said, Mapping) else {})
             return self._loss_of(said)
 
-        run = self.run or self._started(loss_fn, batches[0])
+        run = self.run or self._started(loss_fn, batches)
+        batches = joined(batches, self._planning, self.lightning_module, run.plan)
         loss = run.accumulate(run.window(*batches), loss_fn)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
         self._hold()
-        return loss
+        return {**others, "loss": loss} if others else loss
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Bring back the window's gradients, which its training step has computed; callbacks are called as ever."""
@@ -177,13 +186,16 @@ class TrimtabStrategy(SingleDeviceStrategy):
         count = said[self._count]
         return loss * count, count
 
-    def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> Run:
+    def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Run:
         module, optimizer = self.lightning_module, self.optimizers[0]
         if self.plan is None:
             steps = module.trainer.estimated_stepping_batches
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
             with _unlogged(module):
-                self.plan = checked_plan(make_plan(module, optimizer, loss_fn, batch, **how), _HOST)
+                plan = planned(
+                    batches, self._planning, module, lambda each: make_plan(module, optimizer, loss_fn, each, **how)
+                )
+            self.plan = checked_plan(plan, _HOST)
         self.run = started(module, optimizer, self.plan, **self._running)
         return self.run
 

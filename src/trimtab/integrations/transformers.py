@@ -26,11 +26,12 @@ from trimtab.core.plan import Plan
 from trimtab.integrations.accelerate import refuse_sharded
 from trimtab.integrations.hosted import (
     checked_plan,
+    joined,
+    planned,
     refuse_both,
     refuse_running,
     require_shared,
     started,
-    together,
 )
 from trimtab.runtime.engine import Run
 
@@ -42,6 +43,7 @@ _REDUCES = "Leave it out: the plan says how ranks reduce gradients, once a windo
 _DECIDED = {
     "fp16": _PRECISION,
     "bf16": _PRECISION,
+    "tf32": _PRECISION,
     "activation_checkpointing": _RECOMPUTES,
     "gradient_checkpointing": _RECOMPUTES,
     "auto_find_batch_size": "Leave it out: a window that does not fit is run again in smaller micro-batches.",
@@ -112,11 +114,12 @@ class TrimtabTrainer(Trainer):
         self._collected.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._collected = together(self._collected, self._planning), []
+        batches, self._collected = self._collected, []
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run = self.trimtab_run or self._started(batches)
+        batches = joined(batches, self._planning, self.model, run.plan)
         self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
@@ -125,8 +128,16 @@ class TrimtabTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
         """Draw a window's batches as the host does, and count on this rank: the run sums over ranks, once a window."""
+        self._collected = []  # an epoch that a callback ended inside a window has left some
         with self._alone():
             return super().get_batch_samples(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save weights in the order of memory that safetensors takes: a plan may keep them in another."""
+        weights = self.model.state_dict() if state_dict is None else state_dict
+        if not all(each.is_contiguous() for each in weights.values() if isinstance(each, Tensor)):
+            state_dict = {name: each.contiguous() for name, each in weights.items()}
+        super()._save(output_dir, state_dict)
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         require_shared(plan, self._num_ranks, _REPLICAS)
@@ -159,7 +170,7 @@ class TrimtabTrainer(Trainer):
         with self._alone():
             if count is None:
                 return self.compute_loss(model, micro)
-            is_part = self._num_ranks > 1 or len(micro["labels"]) < self._labels.batch_rows
+            is_part = self._num_ranks > 1 or len(micro.get("labels", ())) < self._labels.batch_rows
             if is_part and not self._labels.count_in_all_rows and counts_nothing(count):
                 _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
                 return nothing_of(outputs), count
@@ -168,13 +179,38 @@ class TrimtabTrainer(Trainer):
     def _started(self, batches: Sequence[Any]) -> Run:
         optimizer = self.optimizer.optimizer
         if self.trimtab_plan is None:
-            self._labels = WindowLabels(batches, is_known=False)  # a plan may try other rows, and shapes alone
             how = {"total_steps": self.state.max_steps} | self._planning
-            self.trimtab_plan = self._checked(make_plan(self.model, optimizer, self._counted_loss, batches[0], **how))
+
+            def make(example: Any) -> Plan:
+                self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
+                return make_plan(self.model, optimizer, self._counted_loss, example, **how)
+
+            self.trimtab_plan = self._checked(planned(batches, self._planning, self.model, make))
+        self._refuse_uncounted(self.trimtab_plan, batches)
         limit_s = float(self.args.ddp_timeout)
         self.trimtab_run = run = started(self.model, optimizer, self.trimtab_plan, limit_s, **self._running)
         self._use(StepsRun(run, self.optimizer))
         return run
+
+    def _refuse_uncounted(self, plan: Plan, batches: Sequence[Any]) -> None:
+        """Raise where batches are split of which some labels count, and the host tells the loss of no count.
+
+        Such a loss is a mean over what counts in a micro-batch, and what that is nobody asks.
+        """
+        labels = [batch["labels"] for batch in batches if "labels" in batch]
+        if (
+            not plan.splits
+            or not all(isinstance(each, Tensor) for each in labels)
+            or self._count(batches[0]) is not None
+        ):
+            return
+        if any(bool(each.eq(_IGNORED).any()) for each in labels):
+            raise ValueGivenError(
+                "labels",
+                given=f"{_IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
+                expected="a loss that is told how many count",
+                way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows), which does not split.",
+            )
 
     def _use(self, optimizer: AcceleratedOptimizer) -> None:
         """Have the host step another wrapper of the optimizer that it made one for."""
@@ -294,7 +330,8 @@ def refuse_conflicts(args: TrainingArguments, num_processes: int = 1) -> None:
         ValueGivenError: which one, and the way out.
     """
     for name, way_out in _DECIDED.items():
-        if value := getattr(args, name, None):
+        value = getattr(args, name, None)
+        if value or (name == "tf32" and value is not None):
             raise ValueGivenError(f"args.{name}", given=f"{value!r:.80}", expected="it left alone", way_out=way_out)
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _OWN_STEP or optim.endswith("layerwise"):
