@@ -36,6 +36,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 html_theme = "furo"
+pygments_style, pygments_dark_style = "friendly", "github-dark"  # which show what a diff adds and removes
 html_title = "trimtab"
 html_extra_path = ["site/index.html"]  # leads to docs/index.html
 html_static_path = ["site/site.css"]
