@@ -107,6 +107,11 @@ RANK = """
         def damaged(*_, **__):
             raise ValueError("another disk")
         kept_ranks.read_state = damaged
+    if options.get("cannot_delete"):
+        from trimtab.checkpoint import envelope
+        def kept(*_):
+            raise OSError(13, "Permission denied")
+        envelope.remove = kept
     said, consumed, state, keys = {}, [], {}, []
 
     def whole(value):
@@ -149,6 +154,9 @@ RANK = """
                         continue
                     run.train_step(window, loss)
                     said[run.num_windows] = float(run.loss).hex()
+                    if options.get("saves_twice") == run.num_windows:
+                        run.checkpoint()
+                        run.checkpoint()
                     keys.append(process_group.job_store().num_keys() if ranks > 1 else 0)
                     if run.num_windows % 5 == 0:
                         noted(run.num_windows)

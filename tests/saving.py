@@ -34,7 +34,9 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
         write_state(folder, state_of(step, size))
         (folder / "shard.bin").write_bytes(bytes((i * 7 + step) % 255 + 1 for i in range(3_000)))
 
-    return envelope.write(parent, f"step-{step}", fill, {"step": step})
+    folder = envelope.write(parent, f"step-{step}", fill, {"step": step})
+    envelope.settle(folder)
+    return folder
 
 
 def loaded(folder: Path) -> int:

@@ -151,6 +151,19 @@ def test_a_save_may_take_longer_than_a_rank_may_be_silent(tmp_path, monkeypatch,
     assert newest_good(tmp_path / "run").manifest.step == 30
 
 
+def test_ranks_whose_older_checkpoints_cannot_be_deleted_are_saved_and_go_on(tmp_path):
+    """All of them know that it was saved: of what failed after it each tells once."""
+    options = {"keep": STEPS | {"on_failure": "warn", "keep_last": 1}, "cannot_delete": True, "saves_twice": 10}
+    said, _ = trained(tmp_path, "kept", **options)
+    assert all("end" in each for each in said)
+    assert newest_good(tmp_path / "run").manifest.step == 30
+    assert len([*(tmp_path / "run").glob("step-*")]) == 6
+    for rank in range(2):
+        told = (tmp_path / f"said-{rank}").read_text()
+        assert told.count("Saved after 10 windows, and then: ") == 1
+        assert "No checkpoint" not in told
+
+
 def test_no_word_of_a_save_stays_in_the_jobs_store(tmp_path):
     """Those that another rank has yet to hear are there a little longer: of as many windows, they are as few."""
     for each in job(tmp_path, "many", keep={"every_steps": 1}):

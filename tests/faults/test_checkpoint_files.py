@@ -22,7 +22,7 @@ import torch
 from saving import KILLED, ended, forge, forked, kill_while_saving, loaded, save
 
 from trimtab.checkpoint import checksums, envelope
-from trimtab.checkpoint.envelope import clean, found, newest_good, retain, seal, verify, write
+from trimtab.checkpoint.envelope import clean, committed, found, newest_good, put_aside, retain, seal, verify, write
 from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.lock import NAME as LOCK
 from trimtab.checkpoint.lock import locked
@@ -279,6 +279,43 @@ def test_the_newest_is_told_by_steps_and_by_nothing_else(parent):
     assert [each.name for each in found(parent)][:2] == ["kept-by-hand", "step-10"]
 
 
+def test_a_folder_of_another_name_counts_where_its_manifest_can_be_believed(parent, tmp_path_factory):
+    """Other programs write manifests too, and a copy may have been cut off."""
+    mine = tmp_path_factory.mktemp("mine")
+    others = {"export": b'{"name": "web"}', "cut": b'{"about": {"st', "void": b""}
+    for name, text in others.items():
+        for place in (parent, mine):
+            (place / name).mkdir()
+            (place / name / NAME).write_bytes(text)
+    assert newest_good(mine) == (None, None, [])
+    good = newest_good(parent)
+    assert (good.manifest.step, good.refused) == (2, [])
+    assert [each.name for each in committed(parent)] == ["step-2", "step-1"]
+    shutil.copytree(parent / "step-2", parent / "to-keep")
+    assert [each.name for each in committed(parent)] == ["step-2", "to-keep", "step-1"]
+    assert retain(parent, 1) == [parent / "step-1"]
+    shutil.rmtree(parent / "step-2")
+    assert loaded(newest_good(parent).folder) == 2
+
+
+def test_a_folder_of_another_name_and_another_schema_is_refused_by_name(parent):
+    os.rename(parent / "step-2", parent / "best")
+    forge(parent / "best", lambda said: said.update(schema=SCHEMA + 1))
+    with pytest.raises(FormatError, match=r"best/manifest\.json: schema: given 3, of a newer trimtab"):
+        newest_good(parent)
+
+
+def test_what_the_user_laid_there_is_not_put_aside(parent):
+    (parent / "step-7").symlink_to(parent / "step-1")
+    shutil.copytree(parent / "step-1", parent / "best")
+    before = sorted(os.listdir(parent))
+    assert not put_aside(parent / "step-7")
+    assert not put_aside(parent / "best")
+    assert sorted(os.listdir(parent)) == before
+    assert put_aside(parent / "step-2")
+    assert [name.partition("-2")[0] for name in {*os.listdir(parent)} - {*before}] == ["step"]
+
+
 def test_a_link_in_place_of_the_hint_is_not_written_through(parent):
     (parent / "mine").write_text("kept")
     (parent / "latest").unlink()
@@ -404,6 +441,21 @@ def test_a_call_that_fails_leaves_the_folder_with_the_last_one_or_the_new_one(pa
     assert len(said) > 12
     assert {error.errno for error in said} == {errno.ENOSPC}
     assert all("step-3: given a file system that says: No space left" in str(error) for error in said)
+
+
+def test_what_is_committed_is_there_though_its_name_cannot_be_brought_to_disk(parent, monkeypatch):
+    fsync = os.fsync
+
+    def not_of_the_parent(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(parent):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", not_of_the_parent)
+    with pytest.raises(SaveError, match=r"step-3: given .*Input/output error; expected its name on disk\. It is there"):
+        save(parent, 3)
+    assert loaded(newest_good(parent).folder) == 3
+    assert (parent / "latest").read_text() == "step-2\n"
 
 
 def test_everything_is_on_disk_before_it_counts(tmp_path, monkeypatch):
@@ -620,7 +672,7 @@ def test_what_cannot_be_deleted_is_told_and_whole(parent, monkeypatch):
     monkeypatch.setattr(
         os, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "Permission denied"))
     )
-    with pytest.raises(SaveError, match="step-1: given a file system that says: Permission denied"):
+    with pytest.raises(SaveError, match=r"step-1: given .* says: Permission denied; expected leave to delete it"):
         retain(parent, 1)
     assert loaded(parent / "step-1") == 1
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from trimtab.checkpoint.journal import Journal
+from trimtab.checkpoint.file_names import TREE
+from trimtab.checkpoint.journal import Journal, _summed
 from trimtab.checkpoint.lock import Holder
-from trimtab.checkpoint.manifest import NAME, manifest_of
-from trimtab.checkpoint.state_files import TREE, read_state
-from trimtab.core.codec import read_json
-from trimtab.core.errors import UsageError
+from trimtab.checkpoint.manifest import NAME, File, Manifest, _encoded, manifest_of
+from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.core.codec import read_json, to_jsonable
+from trimtab.core.errors import FormatError, UsageError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
-from trimtab.core.record import read_record
+from trimtab.core.record import Header, RecordWriter, StepRecord, read_record
 from trimtab.experiments.evaluation.files import read_runs
 from trimtab.experiments.report import read_report
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.experiments.settings_file import read_settings
+from trimtab.runtime.keeping import Decided
 
 
 def in_folder(name, read):
@@ -103,5 +108,99 @@ def test_no_pickle_runs(kind, tmp_path):
     assert not marker.exists()
 
 
+def recorded(place: Path) -> list[dict]:
+    """Return the lines of a record."""
+    with RecordWriter(place / "whole.jsonl", Header("it")) as record:
+        record.write(StepRecord(0, 4, 4.0, 1.5, 0.1, 0.1))
+    return [json.loads(line) for line in (place / "whole.jsonl").read_bytes().splitlines()]
+
+
+WHOLE = {  # what is in the lines of a file
+    "plan": lambda place: [to_jsonable(Plan.fixed(8, 4))],
+    "record": recorded,
+    "decisions": lambda place: [{"plan": "a plan"}, {"window": 0} | to_jsonable(Decided(1, 2))],
+    "manifest": lambda place: [to_jsonable(Manifest({TREE: File(2, ("0",))}, {"step": 1, "world": {"ranks": "1"}}))],
+}
+SIGNED = {"decisions": _summed, "manifest": _encoded}  # whatever they say, their checksum is right
+
+
+def plainly(data: dict) -> bytes:
+    return json.dumps(data).encode() + b"\n"
+
+
+def lacking(data):
+    """Yield what data are without one key, for each key of each object in them."""
+    if isinstance(data, dict):
+        yield from ({name: each for name, each in data.items() if name != key} for key in data)
+        yield from (data | {key: less} for key, each in data.items() for less in lacking(each))
+    if isinstance(data, list):
+        yield from ([*data[:at], less, *data[at + 1 :]] for at, each in enumerate(data) for less in lacking(each))
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_key_that_is_left_out_is_not_needed_or_refused_by_a_typed_error(kind, tmp_path):
+    lines = json.loads(json.dumps(WHOLE[kind](tmp_path)))
+    refused = []
+    for number, each in enumerate([lines, *lacking(lines)]):
+        place = tmp_path / str(number)
+        place.mkdir()
+        path = place / ("it.jsonl" if kind == "record" else "it.json")
+        path.write_bytes(b"".join(map(SIGNED.get(kind, plainly), each)))
+        try:
+            READERS[kind](path)
+        except UsageError:
+            refused.append(number)
+    assert refused
+    assert 0 not in refused
+
+
+STATE = {
+    "tensor": torch.arange(6.0).reshape(2, 3),
+    "turned": torch.arange(6.0).reshape(2, 3).T,
+    "bytes of": torch.ones(2, dtype=torch.complex64),
+    "array": np.arange(3),
+    "scalar": np.float32(2),
+    "whole": (2**70, float("nan"), b"it"),
+}
+
+
+def test_a_state_that_lacks_any_one_of_its_keys_is_refused(tmp_path):
+    write_state(tmp_path, STATE)
+    whole = json.loads((tmp_path / TREE).read_text())
+    without = [*lacking(whole)]
+    assert len(without) > 30
+    for each in without:
+        (tmp_path / TREE).write_text(json.dumps(each))
+        with pytest.raises(FormatError, match="state"):
+            read_state(tmp_path)
+
+
+LIES = {
+    "nothing of a tensor": ("tensor", lambda said: said.clear()),
+    "rows of bytes as numbers of eight": ("tensor", lambda said: said.update(type="complex64", shape=[3])),
+    "nothing of an array": ("array", lambda said: said.clear()),
+    "an array of objects": ("array", lambda said: said.update(type="object")),
+    "an array of records": ("array", lambda said: said.update(type="(,)f8,f8")),
+    "an array of a list": ("array", lambda said: said.update(type=["uint8"])),
+    "an array's shape": ("array", lambda said: said.update(shape=[2**70])),
+}
+
+
+@pytest.mark.parametrize(("kind", "change"), LIES.values(), ids=LIES)
+def test_what_is_said_of_numbers_and_is_not_so_is_refused(tmp_path, kind, change):
+    rows = torch.arange(24, dtype=torch.uint8).reshape(4, 6)
+    write_state(tmp_path, rows if kind == "tensor" else rows.numpy())
+    said = json.loads((tmp_path / TREE).read_text())
+    change(said[kind])
+    (tmp_path / TREE).write_text(json.dumps(said))
+    with pytest.raises(FormatError, match="state"):
+        read_state(tmp_path)
+
+
+HOLDER = {"pid": 1, "host": "here", "boot_id": "it"}
+
+
 def test_a_lock_says_nobody():
-    assert [Holder.said(content) for content in FORGED.values()] == [None] * len(FORGED)
+    assert Holder.said(plainly(HOLDER)) == Holder(**HOLDER)
+    without = [*map(plainly, lacking(HOLDER)), b'{"pid": 1e400, "host": "here", "boot_id": "it"}']
+    assert [Holder.said(content) for content in [*FORGED.values(), *without]] == [None] * (len(FORGED) + 4)

@@ -341,6 +341,8 @@ def test_a_training_is_kept_gone_on_with_and_looked_at(trimtab, tmp_path):
 def test_a_checkpoint_that_is_put_aside_is_not_called_whole(trimtab, tmp_path):
     Path("plan.json").write_text(json.dumps(PLAN))
     trimtab("train", "tiny:task", "--plan", "plan.json", "--checkpoints", "kept", "--steps", 2)
+    (tmp_path / "kept" / "export").mkdir()
+    (tmp_path / "kept" / "export" / "manifest.json").write_text("{}")  # of a user's own folder nothing is said
     assert trimtab("checkpoint", "verify", "kept").code == 0
     forge(tmp_path / "kept" / "step-2", lambda said: said["about"].pop("plan"))
     done = trimtab("checkpoint", "verify", "kept")

@@ -44,7 +44,7 @@ def write(
     about: Mapping[str, Any],
     last: Callable[[Callable[[], None]], object] = lambda commits: commits(),
 ) -> Path:
-    """Write a folder, whole or not at all; returns it.
+    """Write a folder, whole or not at all; returns it. Its name is on disk once it is settled.
 
     Args:
         fill: writes the files into the folder it is given. about: JSON; its `step` says how far it is.
@@ -70,14 +70,26 @@ def write(
                 os.rename(beside, final)
 
             last(commit)
-        sync(parent)
     except SaveError:
         raise
     except OSError as error:
         raise not_written(final, error) from error
-    with contextlib.suppress(OSError):  # a hint that nobody relies upon
-        write_over(parent / LATEST, f"{name}\n".encode(), is_synced=False)
     return final
+
+
+def settle(folder: Path) -> None:
+    """Bring the name of a folder that was written to disk, and leave the hint.
+
+    Raises:
+        SaveError: the disk does not take it; the folder is there, and whole.
+    """
+    try:
+        sync(folder.parent)
+    except OSError as error:
+        expected, way_out = "its name on disk", "It is there and whole; a power cut may yet take it."
+        raise not_written(folder, error, expected, way_out) from error
+    with contextlib.suppress(OSError):  # a hint that nobody relies upon
+        write_over(folder.parent / LATEST, f"{folder.name}\n".encode(), is_synced=False)
 
 
 @contextlib.contextmanager
@@ -218,14 +230,26 @@ def newest_good(parent: Path, reads: Callable[[Path, Manifest], object] = lambda
 
 
 def committed(parent: Path) -> list[Path]:
-    """Return what is a committed folder, or was one, the newest first; whether they are whole is not looked at."""
+    """Return what is a committed folder, or was one, the newest first; whether they are whole is not looked at.
+
+    Other programs have manifests too: a folder of another name than `step-N` is one where its own can be believed.
+    """
     try:
         names = os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
     paths = [parent / name for name in names if TEMPORARY not in name and DAMAGED not in name]
-    there = [path for path in paths if NAMED.fullmatch(path.name) or os.path.lexists(path / NAME)]
-    return sorted(there, key=_place, reverse=True)
+    return sorted(filter(_counts, paths), key=_place, reverse=True)
+
+
+def _counts(path: Path) -> bool:
+    if NAMED.fullmatch(path.name):
+        return True
+    try:
+        manifest_of(path)
+    except FormatError as error:  # of another schema: whoever wrote it can read it
+        return not isinstance(error, DamagedError)
+    return True
 
 
 def _step(folder: Path) -> int | None:
@@ -236,16 +260,18 @@ def _step(folder: Path) -> int | None:
         return None
 
 
-def _place(folder: Path) -> tuple[float, str]:
-    """Return a folder's place in their order: by its name where its manifest is lost, else before all."""
+def _place(folder: Path) -> tuple[float, bool, str]:
+    """Return a folder's place in their order: by its name where its manifest is lost, else before all.
+
+    Of those of one step the run's own comes first, and copies of it are not looked at.
+    """
     step, named = _step(folder), NAMED.fullmatch(folder.name)
-    return (step if step is not None else int(named[1]) if named else math.inf), folder.name
+    at = step if step is not None else int(named[1]) if named else math.inf
+    return at, named is not None, folder.name
 
 
 def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
     """Delete all but the newest `step-N`, once the newest is found whole; returns what was deleted.
-
-    Folders of other names and links are the user's, who laid them there.
 
     Args:
         written: the name of one that was committed just now, and needs no second reading.
@@ -254,7 +280,7 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         FormatError: the newest is not whole; nothing was deleted. SaveError: what is older cannot be deleted.
     """
     checks.integer("keep_last", keep_last)
-    own = (folder for folder in found(parent) if NAMED.fullmatch(folder.name) and not folder.is_symlink())
+    own = filter(_is_own, found(parent))
     newest, *others = [*own] or [None]
     old = others[keep_last - 1 :]
     if newest is None or not old:
@@ -265,8 +291,14 @@ def retain(parent: Path, keep_last: int, written: str = "") -> list[Path]:
         try:
             remove(folder)
         except OSError as error:
-            raise not_written(folder, error) from error
+            expected, way_out = "leave to delete it, as there are newer ones", "It stays, and all that is newer."
+            raise not_written(folder, error, expected, way_out) from error
     return old
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder is the run's, which may be renamed and deleted; others the user laid there."""
+    return NAMED.fullmatch(folder.name) is not None and not folder.is_symlink()
 
 
 def remove(folder: Path) -> None:
@@ -276,9 +308,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def put_aside(folder: Path) -> None:
-    """Give a folder that is not whole a name that no committed one has."""
+def put_aside(folder: Path) -> bool:
+    """Give a `step-N` that is not whole a name that no committed one has; returns False of what is the user's."""
+    if not _is_own(folder):
+        return False
     os.rename(folder, folder.with_name(f"{folder.name}{DAMAGED}{uuid.uuid4().hex[:8]}"))
+    return True
 
 
 def clean(parent: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint import envelope, journal, shard_files
 from trimtab.checkpoint.background import Background
-from trimtab.checkpoint.envelope import Found, Refused, name_of, newest_good, put_aside, retain
+from trimtab.checkpoint.envelope import Found, Refused, name_of, newest_good, put_aside, retain, settle
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import Lock, locked
 from trimtab.checkpoint.pace import Pace
@@ -27,6 +27,7 @@ from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
 from trimtab.checkpoint.tensors import require_library, snapshot
 from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
+from trimtab.core.appended import sync
 from trimtab.core.codec import from_jsonable, to_jsonable
 from trimtab.core.errors import FormatError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -67,6 +68,7 @@ class KeptRun:
         self._cut: dict[str, Any] = {"model": WithoutParameters(model), "shards": self._shards}
         self._also = Given(settings.also)
         self._last_begun = 0
+        self._committed: int | None = None  # after so many windows: it is there, whatever failed since
         self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
         self._noted: Mapping[str, str] = {}  # and what is refused for nothing
         self._run: Run | None = None
@@ -145,8 +147,8 @@ class KeptRun:
         apart = changes(said.world, self._world)
         load = self._ranks.together(lambda: self._read(folder, said), "read")
         for refused in self._refused:
-            put_aside(refused.folder)
-            warnings.warn(f"{refused} It was put aside, and {folder.name} is gone on from.", stacklevel=4)
+            became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
+            warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=4)
         self._ranks.together(load, "loaded")
         accepted, noted = parted(apart)
         self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
@@ -221,7 +223,7 @@ class KeptRun:
         """
         assert self._run is not None
         windows = self._run.num_windows
-        if self._pace.is_saved(windows):
+        if self._pace.is_saved(windows) or self._committed == windows:
             return
         with self._told(self._last_begun):
             self._background.wait()
@@ -245,9 +247,11 @@ class KeptRun:
         except (OSError, TrimtabError) as error:
             if self._settings.on_failure == "stop":
                 raise
+            is_there = self._committed == windows
             if self._run is not None:
-                self._run.note("checkpoint", {"windows": windows, "failed": str(error)})
-            warnings.warn(f"No checkpoint after {windows} windows: {error}", RuntimeWarning, stacklevel=5)
+                self._run.note("checkpoint", {"windows": windows, "failed": str(error), "is_saved": is_there})
+            what = f"Saved after {windows} windows, and then" if is_there else f"No checkpoint after {windows} windows"
+            warnings.warn(f"{what}: {error}", RuntimeWarning, stacklevel=5)
 
     def _require_room(self, what: str, error: SaveError) -> None:
         """Raise for lines that could not be written, or tell of them: they are held in memory then."""
@@ -285,10 +289,12 @@ class KeptRun:
 
         def retained() -> None:
             if self._ranks.is_first:
+                settle(settings.path / name_of(windows))
                 retain(settings.path, settings.keep_last, name_of(windows))
 
         def write() -> None:
             self._ranks.write(settings.path, name_of(windows), taken, about, shards)
+            self._committed = windows
             self._ranks.together(retained, f"{name_of(windows)}/retained")
 
         return write
@@ -366,7 +372,9 @@ def _opened(folder: Path) -> Lock:
     """Return the lock of a run's folder, made where it is not there."""
     try:
         if not folder.exists():
-            folder.mkdir()
+            with contextlib.suppress(FileExistsError):  # another run makes it too, and the lock says whose it is
+                folder.mkdir()
+            sync(folder.parent)  # or a power cut takes it, with all that is in it by then
         return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -43,7 +44,7 @@ class Holder:
         try:
             data = json.loads(text)
             return cls(int(data["pid"]), f"{data['host']!s:.80}", f"{data['boot_id']!s:.40}")
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     def __str__(self) -> str:
@@ -64,10 +65,16 @@ class Lock:
         _LOCKS.add(self)
 
     def release(self) -> None:
-        """Let go; the file stays, as another may hold it by now."""
+        """Let go; the file stays, as another may hold it by now.
+
+        On a disk that takes no more writes it still says who held it, as of one that was killed.
+        """
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            self.forget()
+            try:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, 0)
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Close the file alone: a forked child's copy of it would hold the folder after its parent's end."""

@@ -102,7 +102,7 @@ def unpack(packed: Packed, leaves: Mapping[str, Read], path: str = "state") -> A
         raise FormatError(path, given=f"{kind!r:.60}", expected=f"one of {', '.join([*_CONTAINERS, *readers])}")
     try:
         return readers[kind](inside, path)
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(path, given=f"{packed!r:.60}", expected=f"a packed {kind} ({error})") from None

@@ -193,11 +193,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def not_written(path: Path, error: OSError) -> SaveError:
-    """Return the error that names a file or folder which the file system did not take."""
+def not_written(
+    path: Path,
+    error: OSError,
+    expected: str = "room, and leave to write",
+    way_out: str = "What was there is as it was.",
+) -> SaveError:
+    """Return the error that names a file or folder which the file system did not take, or did not let go."""
     given = f"a file system that says: {error.strerror or error}"
-    said = SaveError(
-        str(path), given=given, expected="room, and leave to write", way_out="What was there is as it was."
-    )
+    said = SaveError(str(path), given=given, expected=expected, way_out=way_out)
     said.errno = error.errno
     return said

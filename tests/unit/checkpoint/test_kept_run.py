@@ -463,6 +463,121 @@ def test_a_copy_of_a_checkpoint_and_a_link_are_the_user_s(saved):
     assert not list(saved.glob("*.tmp-*"))
 
 
+FOREIGN = b'{"name": "an export for the web"}'
+
+
+@pytest.mark.parametrize("text", [FOREIGN, b'{"about": {"accep'], ids=["another program's", "half a copy's"])
+def test_a_folder_of_another_name_is_the_user_s_whatever_its_manifest_says(saved, tmp_path, text, recwarn):
+    for place in (saved, tmp_path / "new", tmp_path / "never"):
+        (place / "export").mkdir(parents=True)
+        (place / "export" / "manifest.json").write_bytes(text)
+    with Loop(saved).start() as run:
+        assert run.num_windows == 4
+    for place, resume in (("new", "auto"), ("never", "never")):
+        with Loop(tmp_path / place, resume=resume).start() as run:
+            assert run.num_windows == 0
+        assert [each.name for each in (tmp_path / place).iterdir() if each.is_dir()] == ["export"]
+    with pytest.raises(FormatError, match="no checkpoint; expected a checkpoint that is whole"):
+        Loop(tmp_path / "new", resume="always").start()
+    assert (saved / "export" / "manifest.json").read_bytes() == text
+    assert not [each for each in recwarn if "gone on from" in str(each.message)]
+
+
+def test_a_copy_or_a_link_that_is_damaged_is_told_and_stays(saved, tmp_path):
+    os.rename(saved / "step-4", saved / "best")
+    (saved / "best" / "state.json").write_text("{}")
+    (saved / "step-5").symlink_to(saved / "best")
+    before = sorted(each.name for each in saved.iterdir())
+    yours = r"{}/state\.json: given 2 bytes; .* It stays, as a folder or link of yours, and step-3 is gone on from"
+    with (
+        pytest.warns(UserWarning, match=yours.format("best")),
+        pytest.warns(UserWarning, match=yours.format("step-5")),
+        Loop(saved).start() as run,
+    ):
+        assert run.num_windows == 3
+    assert sorted(each.name for each in saved.iterdir()) == before
+
+
+def denied(*_, **__):
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_deleted(saved, monkeypatch, tmp_path, background):
+    """Which is told as such; asked for once more it is there, and nothing is written."""
+    monkeypatch.setattr(envelope, "remove", denied)
+    loop = Loop(saved, on_failure="warn", background=background)
+    said = r"^Saved after 5 windows, and then: .*step-3: given .*Permission denied; expected leave to delete it"
+    with (
+        pytest.warns(RuntimeWarning, match=said) as told,
+        trimtab.RecordWriter(tmp_path / "r.jsonl", Header("it")) as record,
+    ):
+        loop.train(5, record=record)
+    assert not [each for each in told if "No checkpoint" in str(each.message)]
+    assert [each.name for each in committed(saved)] == ["step-5", "step-4", "step-3"]
+    (event,) = (each for each in read_record(tmp_path / "r.jsonl").events if each.name == "checkpoint")
+    assert (event.detail["windows"], event.detail["is_saved"]) == (5, True)
+    with pytest.raises(SaveError, match=r"step-4: given .*Permission denied; expected leave to delete it"):
+        Loop(saved, background=background).train(6)
+    assert committed(saved)[0].name == "step-6"
+
+
+def test_a_checkpoint_is_saved_though_its_name_cannot_be_brought_to_disk(saved, monkeypatch):
+    """No older one is deleted for it."""
+    fsync, failing = os.fsync, []
+
+    def of_the_folder(descriptor):
+        if failing and os.readlink(f"/proc/self/fd/{descriptor}") == str(saved):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_the_folder)
+    with Loop(saved, on_failure="warn", every_steps=None).start() as run:
+        for window in run.windows(BATCHES):
+            run.train_step(window, loss_fn)
+            failing.append("it")
+            with pytest.warns(RuntimeWarning, match=r"^Saved after 5 windows, and then: .*step-5: .*its name on disk"):
+                run.checkpoint()
+            run.checkpoint()
+            break
+    assert [each.name for each in committed(saved)] == ["step-5", "step-4", "step-3"]
+
+
+def test_a_run_closes_on_a_disk_that_takes_no_more_writes(saved, monkeypatch):
+    with monkeypatch.context() as patch, Loop(saved, every_steps=None).start() as run:
+        patch.setattr(os, "ftruncate", full)
+    assert run.num_windows == 4
+    Loop(saved).train(5)
+
+
+def test_the_name_of_a_new_folder_is_on_disk_before_anything_in_it(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Loop(tmp_path / "run").train(1)
+    assert synced[0] == tmp_path
+    assert tmp_path / "run" in synced
+
+
+def test_of_two_runs_that_make_one_folder_at_once_the_second_is_told_who_holds_it(tmp_path, monkeypatch):
+    mkdir, others = Path.mkdir, []
+
+    def made_meanwhile(path, *given, **named):
+        mkdir(path, *given, **named)
+        if path == tmp_path / "run" and not others:
+            others.append(locked(path))
+            mkdir(path, *given, **named)
+
+    monkeypatch.setattr(Path, "mkdir", made_meanwhile)
+    with pytest.raises(FormatError, match=rf"another run holds \(process {os.getpid()}"):
+        Loop(tmp_path / "run").start()
+    others[0].release()
+
+
 def test_what_was_written_just_now_is_not_read_again(saved, monkeypatch):
     with Loop(saved).start() as run:
         monkeypatch.setattr(envelope, "verify", None)
@@ -491,6 +606,7 @@ def test_a_record_is_on_disk_before_a_checkpoint_speaks_of_it_and_a_short_one_is
         sync(descriptor)
 
     path, folder = tmp_path / "r.jsonl", tmp_path / "recorded"
+    folder.mkdir()  # else its own name is on disk before them
     monkeypatch.setattr(os, "fsync", noted)
     with trimtab.RecordWriter(path, Header("it"), continues=True) as record:
         Loop(folder, every_steps=None).train(3, record=record)

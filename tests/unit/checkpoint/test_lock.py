@@ -82,13 +82,26 @@ def test_what_was_forked_from_a_run_does_not_hold_its_folder(tmp_path):
         os.close(out)
 
 
-@pytest.mark.parametrize("said", [b"", b"[1]", b'{"pid": "x"}', b"\xff", b"[" * 900])
+ENDLESS = b'{"pid": 1e400, "host": "a", "boot_id": "b"}'
+
+
+@pytest.mark.parametrize("said", [b"", b"[1]", b'{"pid": "x"}', b"\xff", b"[" * 900, ENDLESS])
 def test_a_holder_that_does_not_say_who_it_is(tmp_path, said):
     with locked(tmp_path):
         (tmp_path / NAME).write_bytes(said)
         with pytest.raises(FormatError, match="another run holds"):
             locked(tmp_path)
     assert locked(tmp_path).recovered is None
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
+def test_a_folder_is_let_go_of_though_its_disk_takes_no_more_writes(tmp_path, monkeypatch, number):
+    lock = locked(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+        lock.release()
+    with locked(tmp_path) as again:
+        assert again.recovered == Holder.here()  # nothing could be written of its end
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
