@@ -15,7 +15,8 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
@@ -26,11 +27,14 @@ _SAME_S = 0.1  # `timeout` signals its child, and then the group that it is in
 class Signals:
     """Handlers of a run. They are installed in the main thread alone; elsewhere nothing is.
 
-    A handler of the user's own is called when the signal comes, as it would be without this.
+    A handler of the user's own is called when the signal comes, as it would be without this. One that was installed
+    later may call these after the run is closed: they do then as what was there before them.
 
     Attributes:
         came: the first signal there was, or None.
     """
+
+    _at_work: ClassVar[WeakSet[Signals]] = WeakSet()  # of runs that are not closed
 
     def __init__(self) -> None:
         self.came: signal.Signals | None = None
@@ -49,28 +53,41 @@ class Signals:
             if before not in (signal.SIG_IGN, None):
                 self._before[number] = before
                 signal.signal(number, self._handle)
+                Signals._at_work.add(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             self._handle_in_child(number, frame)
+        elif self not in Signals._at_work:
+            self._handle_late(number, frame)
         elif self.came is None:
             self.came, self._at_s = signal.Signals(number), time.monotonic()
             self._quieten()
-            before = self._before[number]
+            before = self._before_of(number)
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
         elif time.monotonic() - self._at_s > _SAME_S:
             _end_by(number)  # whatever is left of the window
 
+    def _handle_late(self, number: int, frame: FrameType | None) -> None:
+        """Do as it would without this run; but what ends at once is left to another that is kept: it saves first."""
+        before = self._before_of(number)
+        ends = not callable(before) or before is signal.default_int_handler
+        if not (ends and Signals._at_work):
+            _do(before, number, frame)
+
     def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
         """Do in a forked process as it would without this; but a loader's worker draws on, for the window under way."""
-        before = self._before[number]
+        before = self._before_of(number)
         if before is signal.default_int_handler and get_worker_info() is not None:
             return  # its loader ends it, and it sees for itself when there is none
-        if callable(before):
-            before(number, frame)
-        else:
-            _end_by(number)
+        _do(before, number, frame)
+
+    def _before_of(self, number: int) -> Any:
+        """Return what was there before; of runs that are closed, what was there before them."""
+        before = self._before[number]
+        of = getattr(before, "__self__", None)
+        return of._before_of(number) if isinstance(of, Signals) and of not in Signals._at_work else before
 
     def _quieten(self) -> None:
         """Keep the deaths of children from who would raise at them."""
@@ -84,10 +101,10 @@ class Signals:
 
     def restore(self) -> None:
         """Put the handlers back that were there, where they are still these."""
-        for number, before in self._before.items():
+        for number in self._before:
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
-        self._before.clear()
+                signal.signal(number, self._before_of(number))
+        Signals._at_work.discard(self)
         before, self._of_children = self._of_children, None
         if before is not None and signal.getsignal(signal.SIGCHLD) == self._child_died:
             signal.signal(signal.SIGCHLD, before)
@@ -112,6 +129,14 @@ class Signals:
         """Leave, where a signal came after the last window and nothing has been left for it."""
         if self.came is not None and not self._has_left:
             self.leave()
+
+
+def _do(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Do as a handler would that is in place."""
+    if callable(handler):
+        handler(number, frame)
+    else:
+        _end_by(number)
 
 
 def _end_by(number: int) -> None:
