@@ -79,7 +79,7 @@ class KeptRun:
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found = None if said is None else from_jsonable(Saved, said)
-            self._world = world_of(model, plan, ranks.each(device_of(model), "devices"))
+            self._world = world_of(model, optimizer, plan, ranks.each(device_of(model), "devices"))
             ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:

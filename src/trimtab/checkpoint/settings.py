@@ -33,7 +33,8 @@ class Checkpoints:
         keep_last: how many are kept; older ones are deleted once a newer one is on disk.
         resume: "auto" goes on from the newest one that is whole, and begins where there is none; "always" wants one;
             "never" wants a folder without.
-        accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, data. Recorded.
+        accepts: what may have changed since, by name: torch, threads, device, fp32, ranks, plan, optimizer
+            (its class), data. Recorded.
         also: the user's own things that are part of the run (a scheduler, an average of weights), each with
             `state_dict()` and `load_state_dict()`.
         on_failure: of a save. "stop" raises; "warn" says so, trains on and tries again when the next one is due. So too

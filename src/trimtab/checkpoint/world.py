@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from trimtab.core import checks
@@ -20,6 +21,7 @@ WAYS_OUT = {
     "fp32": "Leave torch's fp32 precision as it was",
     "ranks": "Start as many ranks",
     "plan": "Start it with the plan that is in its checkpoint",
+    "optimizer": "Give the optimizer that it was saved with",
 }
 ACCEPTED = (*WAYS_OUT, "data")  # which is looked at once there is a loader (`runtime.data_position`)
 _SAID_ALONE = (
@@ -40,8 +42,19 @@ def device_of(model: nn.Module) -> str:
     return f"cuda ({device_name(device)})" if device.type == "cuda" else device.type
 
 
-def world_of(model: nn.Module, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
-    """Return what a run's numbers depend on: versions, threads, devices, types, ranks, and the plan's values.
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class, and of those that it holds as `optimizer`: a host's wrapper steps one.
+
+    Groups and state of one class look like another's, which would train on by them as something else.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    inner = getattr(optimizer, "optimizer", None)
+    is_wrapper = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
+    return f"{name} of {class_of(inner)}" if is_wrapper else name
+
+
+def world_of(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
+    """Return what a run's numbers depend on: versions, threads, devices, types, ranks, classes, and the plan's values.
 
     Args:
         devices: of each rank, as `device_of` names it.
@@ -55,6 +68,7 @@ def world_of(model: nn.Module, plan: Plan, devices: Sequence[str]) -> dict[str, 
         "dtype": ", ".join(kinds),
         "fp32": ", ".join(place.fp32_precision for place in fp32_places()),
         "ranks": str(len(devices)),
+        "optimizer": class_of(optimizer),
         "plan": f"batch_rows={plan.batch_rows}, batch_rule={plan.batch_rule}, " + ", ".join(values),
     }
 

@@ -49,7 +49,7 @@ Resume = Annotated[
     ),
 ]
 Accept = Annotated[
-    str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,ranks,plan,data")
+    str | None, typer.Option(help="what may have changed since: torch,threads,device,fp32,ranks,plan,optimizer,data")
 ]
 TrialRows = Annotated[int | None, typer.Option(min=1, help="rows a step, in place of the task's: a trial run")]
 Judged = Annotated[int | None, typer.Option(min=1, help="held-out batches to judge by; all by default")]

@@ -20,7 +20,7 @@ from trimtab.checkpoint import envelope, kept_run
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import manifest_of
-from trimtab.checkpoint.world import WAYS_OUT, device_of
+from trimtab.checkpoint.world import WAYS_OUT, class_of, device_of
 from trimtab.core.errors import (
     DamagedError,
     FormatError,
@@ -139,6 +139,37 @@ def test_another_optimizer_is_refused(saved):
     with pytest.raises(OptimizerError, match=r"groups of \[1, 1, 1, 1\] parameters; expected those of \[4\]"):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
+
+
+@pytest.mark.parametrize("other", [torch.optim.RAdam, torch.optim.SGD])
+def test_an_optimizer_of_another_class_is_refused_and_nothing_is_changed(saved, other):
+    """Its groups are as large, and it would train on by another's moments, or fail in its first step."""
+    loop = Loop(saved)
+    loop.optimizer = other(loop.model.parameters(), lr=0.01)
+    before, options = loop.weights(), dict(loop.optimizer.param_groups[0])
+    said = rf"resume: optimizer: given torch\.optim\.\w+\.{other.__name__}; expected torch\.optim\.adamw\.AdamW"
+    with pytest.raises(ValueGivenError, match=said):
+        loop.start()
+    assert all(map(torch.equal, before, loop.weights()))
+    assert not loop.optimizer.state
+    assert loop.optimizer.param_groups[0] == options
+
+
+def test_the_class_of_an_optimizer_is_that_of_what_a_wrapper_holds_too():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    adam, sgd = (kind(nn.Linear(1, 1).parameters(), lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
+    assert class_of(adam) == "torch.optim.adam.Adam"
+    assert class_of(Wrapper(adam)).endswith("Wrapper of torch.optim.adam.Adam")
+    assert class_of(Wrapper(adam)) != class_of(Wrapper(sgd))
+
+
+def test_what_was_saved_before_the_optimizer_s_class_was_is_gone_on_with(saved):
+    forge(saved / "step-4", lambda said: said["about"]["world"].pop("optimizer"))
+    with Loop(saved).start() as run:
+        assert run.num_windows == 4
 
 
 def test_another_number_of_threads_is_refused_or_accepted_and_recorded(saved, tmp_path):
