@@ -166,8 +166,8 @@ class KeptRanks:
         if of:
             own = read_state(folder, prefix_of(of))
             state |= {"data": own["data"], "record": None}
-            for kind, values in own["buffers"].items():
-                state["model"][kind] |= values
+            state["model"]["own"] |= own["buffers"]["own"]
+            state["model"]["hidden"] = own["buffers"]["hidden"]  # which another rank may have more of
         if "shards" in state:
             state["shards"] = merged(
                 read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.checkpoint.hidden_buffers import hidden_of, loading_hidden
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.runtime.layout import align_state
@@ -28,13 +29,13 @@ class ModelState(Part):
     def state_dict(self) -> dict[str, Any]:
         """Return values where they lie, not copies."""
         own = {name: _detached(value) for name, value in self._own().items()}
-        return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
+        return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def buffers(self) -> dict[str, Any]:
         """Return the buffers alone, which of replicas each has its own."""
         named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
         own = {name: value.detach() for name, value in named.items() if name in known}
-        return {"own": own, _HIDDEN: {name: value.detach() for name, value in self._hidden().items()}}
+        return {"own": own, _HIDDEN: hidden_of(self._model)}
 
     def _own(self) -> dict[str, Any]:
         return self._model.state_dict()
@@ -42,26 +43,19 @@ class ModelState(Part):
     def _put(self, own: Mapping[str, Any]) -> None:
         self._model.load_state_dict(own)
 
-    def _hidden(self) -> dict[str, Tensor]:
-        known = self._model.state_dict().keys()
-        return {name: value for name, value in self._model.named_buffers() if name not in known}
-
     def loading(self, state: Any) -> Load:
-        """Return what puts the values into the very same tensors.
+        """Return what puts the values into the very same tensors; of hidden buffers, where they are as they were.
 
         Raises:
-            ModelError: other names, shapes or types than the model's.
+            ModelError: other names, shapes or types than the model's. Hidden buffers may have grown, or come later.
         """
         require_keys("state.model", state, ("own", _HIDDEN))
         _require_alike("model", state["own"], self._own())
-        hidden = self._hidden()
-        _require_alike("model's buffers", state[_HIDDEN], hidden)
+        load_hidden = loading_hidden(self._model, state[_HIDDEN])
 
         def load() -> None:
             self._put(state["own"])
-            with torch.no_grad():
-                for name, value in hidden.items():
-                    value.copy_(state[_HIDDEN][name])
+            load_hidden()
 
         return load
 

@@ -1,0 +1,102 @@
+"""Buffers that a model keeps out of its `state_dict()`, and trains by all the same: statistics, masks, caches.
+
+A cache grows with the longest input, or is made in the first forward: a model that was built anew has it as it was
+then, and what was saved takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.core.errors import FormatError, ModelError
+from trimtab.core.state_parts import Load
+
+
+def hidden_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return them where they lie, one with two names by both; None: its module has the name, and no tensor there."""
+    seen: dict[int, Tensor] = {}
+    return {
+        name: None if value is None else seen.setdefault(id(value), value.detach()) for name, value in _named(model)
+    }
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    known = model.state_dict().keys()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, value in module._buffers.items():
+            name = f"{path}.{key}" if path else key
+            if name not in known and (value is not None or key in module._non_persistent_buffers_set):
+                yield name, value
+
+
+def loading_hidden(model: nn.Module, saved: Any) -> Load:
+    """Return what puts them back: into the tensor that is there where that is alike, else in its place.
+
+    Raises:
+        ModelError: the model has one that was not saved, or something else where one of them was. FormatError: they
+            are no tensors.
+    """
+    where = "state.model.hidden"
+    if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
+        raise FormatError(where, given=f"{saved!r:.80}", expected="tensors by their names")
+    now = dict(_named(model))
+    _require_saved(now, saved)
+    places = {name: _place(model, name) for name in saved}
+    device = next(model.parameters()).device
+
+    def load() -> None:
+        rooms = _rooms(saved, now)
+        for name, value in saved.items():
+            (module, key), own = places[name], now.get(name)
+            if value is not None and id(value) not in rooms:
+                rooms[id(value)] = value.to(device if own is None else own.device, copy=True)
+            room = None if value is None else rooms[id(value)]
+            if room is not own or key not in module._buffers:
+                module.register_buffer(key, room, persistent=False)
+            if room is not None and room is own:
+                with torch.no_grad():
+                    room.copy_(saved[name])
+
+    return load
+
+
+def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None]) -> dict[int, Tensor]:
+    """Return what is there for a saved tensor, by its id: alike, and for no other one, whose values it would share."""
+    rooms, taken = dict[int, Tensor](), set[int]()
+    for name, value in saved.items():
+        own = now.get(name)
+        if value is None or own is None or id(value) in rooms or id(own) in taken:
+            continue
+        if (own.dtype, own.shape) == (value.dtype, value.shape):
+            rooms[id(value)] = own
+            taken.add(id(own))
+    return rooms
+
+
+def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:
+    """Raise for one that the model has and the checkpoint does not, by any of its names."""
+    held = {id(value) for name, value in now.items() if name in saved}
+    for name, value in now.items():
+        if value is not None and name not in saved and id(value) not in held:
+            raise _unlike(name, "the model")
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that a buffer is of, and its name there; raises `ModelError` where it can be none of it."""
+    path, _, key = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise _unlike(name, "the checkpoint") from None
+    if key not in module._buffers and hasattr(module, key):
+        raise _unlike(name, "the checkpoint")
+    return module, key
+
+
+def _unlike(name: str, where: str) -> ModelError:
+    expected = "the model that the run was saved with"
+    return ModelError("model's buffers", given=f"{name} in {where} alone", expected=expected)
