@@ -23,6 +23,7 @@ from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, Tr
 from trimtab.core.plan import Plan
 from trimtab.distributed.at_work import words_at_work
 from trimtab.distributed.process_group import from_first
+from trimtab.measure.random_state import derived_random_state
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.exchange import Exchange
 
@@ -159,7 +160,8 @@ class KeptRanks:
     def read(self, folder: Path, saved: int) -> dict[str, Any]:
         """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
 
-        A rank beyond those that were saved takes what is its own from one that was, with random numbers of its own.
+        A rank beyond those that were saved takes what is its own from one that was, with global random numbers of its
+        own from here on. Those that the pass under way began with stay: the order of its rows follows from them.
         """
         state: dict[str, Any] = read_state(folder)
         of = self.rank % saved
@@ -173,7 +175,8 @@ class KeptRanks:
                 read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
             )
         if self.rank >= saved:
-            state["data"]["here"]["random"]["cpu"] = torch.Generator().manual_seed(self.rank).get_state()
+            here = state["data"]["here"]
+            here["random"] = derived_random_state(here["random"], self.rank)
         return state
 
     def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

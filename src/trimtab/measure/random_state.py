@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -21,11 +22,30 @@ def random_state() -> dict[str, Any]:
 
     Generators that the loop made itself (`torch.Generator()`, `numpy.random.default_rng()`) are not in it.
     """
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    cuda = list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else []
+    return _as_state(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+
+
+def derived_random_state(state: Any, number: int) -> dict[str, Any]:
+    """Return a state of other random numbers, for each number of its own; the same again for the same two.
+
+    Args:
+        state: as of `random_state()`.
+    """
+    bits = hashlib.sha256(state["cpu"].cpu().numpy().tobytes() + str(number).encode()).digest()
+    seed = int.from_bytes(bits[:7], "big")
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    cuda = [torch.Generator(torch.device("cuda", each)).manual_seed(seed).get_state() for each in devices]
+    cpu, numpy = torch.Generator().manual_seed(seed).get_state(), np.random.RandomState(seed % 2**32)
+    return _as_state(cpu, cuda, random.Random(seed).getstate(), numpy.get_state())
+
+
+def _as_state(cpu: Tensor, cuda: list[Tensor], python: Any, numpy: Any) -> dict[str, Any]:
+    version, words, gauss = python
+    name, keys, position, has_gauss, cached = numpy
     return {
-        "cpu": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "cpu": cpu,
+        "cuda": cuda,
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
             "name": str(name),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from trimtab.checkpoint.ranks import KeptRanks
+from trimtab.checkpoint.state_files import write_state
 from trimtab.core.errors import FormatError, RankError
+from trimtab.measure.random_state import loading_random_state, random_state
 
 
 @pytest.fixture
@@ -51,3 +55,24 @@ def test_a_failure_of_its_own_is_raised_as_it_is(second, monkeypatch):
 def test_what_is_asked_of_has_a_name_of_its_own(second):
     ranks, _ = second
     assert len({ranks._topic("step-1/where"), ranks._topic("step-1/where"), ranks._topic("step-2/where")}) == 3
+
+
+def test_ranks_that_are_added_have_random_numbers_of_their_own_and_the_same_each_time(second, tmp_path):
+    """By every global generator; those that are a rank's own already are left to it."""
+    ranks, _ = second
+    here = random_state()
+    write_state(tmp_path, {"data": {"here": {"random": here}}})
+
+    def drawn(rank):
+        ranks.rank = rank
+        loading_random_state(ranks.read(tmp_path, 1)["data"]["here"]["random"])()
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    try:
+        of_ranks = [drawn(rank) for rank in (0, 1, 2, 3)]
+        assert [len(set(numbers)) for numbers in zip(*of_ranks, strict=True)] == [4, 4, 4]
+        assert drawn(2) == of_ranks[2]
+        loading_random_state(here)()
+        assert [torch.rand(()).item(), random.random(), np.random.rand()] == of_ranks[0]
+    finally:
+        loading_random_state(here)()
