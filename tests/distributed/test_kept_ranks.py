@@ -82,7 +82,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_go_on(dead, tmp_path):
 def test_seconds_are_agreed_upon(tmp_path):
     trained(tmp_path, "timed", every_s=1e-3)
     saved = sorted(int(each.name.partition("-")[2]) for each in (tmp_path / "run").glob("step-*"))
-    assert saved == [25, 30]
+    assert saved == [31, 32]  # the last two: each window takes as long
 
 
 def test_a_model_that_the_loop_wrapped_itself_is_kept_too(tmp_path):

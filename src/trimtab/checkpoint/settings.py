@@ -28,8 +28,9 @@ class Checkpoints:
 
     Args:
         folder: of this run alone; made where its parent is there.
-        every_steps: windows between two checkpoints. every_s: seconds, at the first end of a window after them. Either,
-            or both; None and None: by `run.checkpoint()` and at a signal only.
+        every_steps: windows between two checkpoints. every_s: seconds, at the first end of a window after them; of
+            several ranks by rank 0's clock, which is not looked at in each. Either, or both; None and None: by
+            `run.checkpoint()` and at a signal only.
         keep_last: how many are kept; older ones are deleted once a newer one is on disk.
         resume: "auto" goes on from the newest one that is whole, and begins where there is none; "always" wants one;
             "never" wants a folder without.
