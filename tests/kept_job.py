@@ -7,7 +7,7 @@ import json
 from ranks import started
 
 RANK = """
-    import json, os, signal, sys, time
+    import json, os, signal, sys, time, warnings
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -15,8 +15,8 @@ RANK = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.checkpoint import ranks as kept_ranks
-    from trimtab.core.errors import TrimtabError
+    from trimtab.checkpoint import journal, kept_run, ranks as kept_ranks
+    from trimtab.core.errors import FormatError, TrimtabError
     from trimtab.distributed import process_group
 
     torch.set_num_threads(1)
@@ -70,6 +70,7 @@ RANK = """
     make = sgd if options.get("mixed") else lambda model: torch.optim.AdamW(model.parameters(), lr=0.02)
     model = (Mixed() if options.get("mixed") else Net()).to(device)
     optimizer = make(model)
+    begun = [parameter.detach().clone() for parameter in model.parameters()]
     ranks = options.get("ranks", 2)
     if options.get("own") == "fsdp":
         fully_shard(model)
@@ -98,6 +99,20 @@ RANK = """
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
         kept_ranks.read_state = and_die
+    if rank == 0 and "cannot" in options:
+        def full(*_, **__):
+            raise OSError(28, "No space left on device")
+        def refused(*_, **__):
+            raise FormatError("record", given="no byte of it", expected="all")
+        if options["cannot"] == "warn":
+            warnings.filterwarnings("error", message=".*put aside")
+        elif options["cannot"] == "put_aside":
+            kept_run.put_aside = full
+        elif options["cannot"] == "begin":
+            journal.Journal.begin = full
+        elif options["cannot"] == "record":
+            loads = kept_run.KeptRun._loading
+            kept_run.KeptRun._loading = lambda *given: (refused, loads(*given)[1])
     if options.get("cannot_write_shards") == rank:
         import safetensors.torch
         def full(*_, **__):
@@ -174,8 +189,9 @@ RANK = """
         said["end"] = [float(whole(v).sum()).hex() for v in model.state_dict().values()]
     except SystemExit as left:
         said["left"] = left.code
-    except (TrimtabError, ValueError) as error:
+    except (TrimtabError, ValueError, OSError, UserWarning) as error:
         said["error"] = f"{type(error).__name__}: {error}"
+        said["moved"] = "cannot" in options and not all(map(torch.equal, begun, model.parameters()))
         said["cut"] = any(hasattr(p, "placements") for p in model.parameters())
     with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
         json.dump({"said": said, "consumed": consumed, "state": state, "keys": keys}, file)

@@ -68,6 +68,17 @@ def test_a_rank_that_cannot_read_ends_all_before_anything_is_changed(dead, tmp_p
     assert said[1]["error"] == "ValueError: another disk"
 
 
+@pytest.mark.parametrize("fails", ["put_aside", "warn", "begin", "record"])
+def test_what_rank_0_alone_cannot_do_ends_all_before_weights_are_put_back(dead, tmp_path, fails):
+    folder, why = copied(dead, tmp_path), {"warn": "UserWarning", "record": "no byte of it"}.get(fails, "No space left")
+    if fails in ("put_aside", "warn"):
+        (folder / "run" / "step-10" / "tensors.safetensors").write_bytes(b"damaged")
+    said, _ = trained(folder, "again", cannot=fails)
+    assert all(why in each["error"] for each in said)
+    assert said[1]["error"].startswith("FormatError: rank 0")
+    assert not said[0]["moved"]
+
+
 def test_a_signal_to_one_rank_saves_and_ends_all_and_they_go_on(dead, tmp_path):
     said, _ = trained(tmp_path, "signalled", keep={"every_steps": None}, signal=[1, 6])
     assert [each["left"] for each in said] == [128 + 15] * 2

@@ -133,7 +133,8 @@ class KeptRun:
         self._ranks.together(partial(self._prepare, windows), "prepared")  # what may fail, before all else
         if self._found is not None:
             self._go_on(run, Path(self._found.folder), self._found.said)
-        self._journal.begin()
+        else:
+            self._ranks.together(self._journal.begin, "begun")
         self._pace.begun(run.num_windows, is_saved=self._found is not None)
         self._signals.install()
 
@@ -145,11 +146,8 @@ class KeptRun:
 
     def _go_on(self, run: Run, folder: Path, said: Said) -> None:
         apart = changes(said.world, self._world)
-        load = self._ranks.together(lambda: self._read(folder, said), "read")
-        for refused in self._refused:
-            became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
-            warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=4)
-        self._ranks.together(load, "loaded")
+        for name, load in self._ranks.together(lambda: self._read(folder, said), "read").items():
+            self._ranks.together(load, name)
         accepted, noted = parted(apart)
         self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
@@ -162,20 +160,26 @@ class KeptRun:
         self._accepted = self._accepted | {"data": change}
         self._run.note("resumed_data", {"changed": {"data": change}})
 
-    def _read(self, folder: Path, said: Said) -> Load:
-        """Return what puts all back; the user's own were, as they may yet refuse."""
-        state = self._ranks.read(folder, int(said.world["ranks"]))
-        load = self._loading(state, folder)
-        self._also.loading(state["also"])()
-        return load
+    def _put_aside(self, folder: Path) -> None:
+        for refused in self._refused:
+            became = "was put aside" if put_aside(refused.folder) else "stays, as a folder or link of yours"
+            warnings.warn(f"{refused} It {became}, and {folder.name} is gone on from.", stacklevel=6)
 
-    def _loading(self, state: Mapping[str, Any], folder: Path) -> Load:
+    def _read(self, folder: Path, said: Said) -> Mapping[str, Load]:
+        """Return what puts all back, in turn: what may yet fail on one rank first, and by itself, for all to agree."""
+        state = self._ranks.read(folder, int(said.world["ranks"]))
+        load_record, load_parts = self._loading(state, folder)
+        also, aside = self._also.loading(state["also"]), partial(self._put_aside, folder)
+        return {"also": also, "aside": aside, "record": load_record, "begun": self._journal.begin, "loaded": load_parts}
+
+    def _loading(self, state: Mapping[str, Any], folder: Path) -> tuple[Load, Load]:
+        """Return what puts back the record, and all else that is the run's."""
         run = self._run
         assert run is not None
         cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
         of = cut if "shards" in state else self._parts
         parts = of | {"run": run, "data": run.position}
-        load_record = None
+        load_record: Load = lambda: None  # noqa: E731
         if run.recorder is not None and state.get("record") is not None:
             load_record = run.recorder.loading(state["record"])
         elif run.recorder is not None:  # the run had none: it begins here
@@ -183,13 +187,7 @@ class KeptRun:
         load_parts = loading_parts(
             parts, {name: each for name, each in state.items() if name not in ("also", "record")}
         )
-
-        def load() -> None:
-            if load_record is not None:
-                load_record()  # first, as it may yet refuse
-            load_parts()
-
-        return load
+        return load_record, load_parts
 
     # What the run tells.
 

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 import trimtab
 from trimtab.checkpoint import envelope, kept_run
 from trimtab.checkpoint.envelope import committed
+from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import manifest_of
+from trimtab.checkpoint.ranks import KeptRanks
 from trimtab.checkpoint.world import WAYS_OUT, class_of, device_of
 from trimtab.core.errors import (
     DamagedError,
@@ -289,6 +291,79 @@ def test_what_the_user_keeps_too_is_looked_at_first(saved, tmp_path):
     assert all(map(torch.equal, before, loop.weights()))
     with pytest.raises(ValueGivenError, match=r"checkpoints\.also\['mine'\]: given int"):
         Loop(tmp_path / "x", also={"mine": 3})
+
+
+class Mine:
+    """What counts how often it was loaded."""
+
+    loads = 0
+
+    def state_dict(self):
+        return {"it": 1}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+
+
+def test_what_the_user_keeps_too_is_left_alone_until_every_rank_has_read(tmp_path, monkeypatch):
+    Loop(tmp_path / "run", also={"mine": Mine()}).train(2)
+    mine = Mine()
+    loop, before = Loop(tmp_path / "run", also={"mine": mine}), None
+
+    def another_fails(self, make, about):
+        made = make()
+        if about == "read":
+            raise FormatError("rank 1", given="another disk", expected="every rank to go on with the run")
+        return made
+
+    before = loop.weights()
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptRanks, "together", another_fails)
+        with pytest.raises(FormatError, match="another disk"):
+            loop.start()
+    assert mine.loads == 0
+    assert all(map(torch.equal, before, loop.weights()))
+    with Loop(tmp_path / "run", also={"mine": mine}).start():
+        assert mine.loads == 1
+
+
+def test_what_may_fail_on_one_rank_is_agreed_upon_before_weights_are_put_back(saved, tmp_path, monkeypatch):
+    """Each part that rank 0 does alone too: the others wait for its word, and would in vain."""
+    steps, weights = [], []
+    (saved / "step-4" / "tensors.safetensors").write_bytes(b"damaged")
+
+    def noted(owner, name):
+        does = getattr(owner, name)
+
+        def noting(*given, **named):
+            steps.append(name)
+            return does(*given, **named)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    def together(self, make, about):
+        steps.append(f"({about}")
+        made = make()
+        weights.append((about, loop.weights()))
+        steps.append(")")
+        return made
+
+    noted(kept_run, "put_aside")
+    noted(kept_run.warnings, "warn")
+    noted(Journal, "begin")
+    monkeypatch.setattr(KeptRanks, "together", together)
+    loop = Loop(saved)
+    before = loop.weights()
+    with pytest.warns(UserWarning, match="step-3 is gone on from"), loop.start():
+        pass
+    text = " ".join(steps)
+    assert "(aside put_aside warn )" in text
+    assert "(begun begin ) (loaded )" in text
+    unmoved = [about for about, those in weights if all(map(torch.equal, before, those))]
+    assert unmoved == ["world", "prepared", "read", "also", "aside", "record", "begun"]
+    steps.clear()
+    with Loop(tmp_path / "new").start():
+        assert "(begun begin )" in " ".join(steps)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
