@@ -25,7 +25,7 @@ from trimtab.checkpoint.said import Said, Saved, said_of
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.tensors import require_library, snapshot
+from trimtab.checkpoint.tensors import require_library, require_packable, snapshot
 from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
 from trimtab.core.appended import sync
 from trimtab.core.codec import from_jsonable, to_jsonable
@@ -140,6 +140,9 @@ class KeptRun:
 
     def _prepare(self, windows: int) -> None:
         assert self._run is not None
+        parts = self._cut if self._in_shards else self._parts
+        state = {name: part.state_dict() for name, part in parts.items()}
+        require_packable(state | {"also": self._also.early_state()})  # a save is no moment to find out
         if self._found is None and self._run.recorder is not None:
             self._run.recorder.require_own()
         self._journal.prepare(windows)

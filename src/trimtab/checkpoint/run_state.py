@@ -119,6 +119,10 @@ class Given(Part):
         """Return each one's own."""
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
+    def early_state(self) -> dict[str, Any]:
+        """Return what they say before the first pass; a loader is not asked, which might begin one."""
+        return {name: thing.state_dict() for name, thing in self._things.items() if not hasattr(thing, "__iter__")}
+
     def loading(self, state: Any) -> Load:
         """Return what hands each its state; whether it fits is for each to say, as it is loaded."""
         require_keys("state.also", state, self._things)

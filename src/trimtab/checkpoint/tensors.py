@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.tree import Packed
+from trimtab.checkpoint.tree import Packed, pack
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
 _TYPES = (Tensor, torch.nn.Parameter)
@@ -45,9 +45,7 @@ class Packer:
         return None
 
     def _packed(self, tensor: Tensor, path: str) -> Packed:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            given = f"a tensor that is {'without values' if tensor.is_meta else tensor.layout}"
-            raise FormatError(path, given=given, expected="one that holds its values")
+        _require_held(tensor, path)
         tensor = tensor.detach().resolve_conj().resolve_neg()
         name = self._named.get(memory := memory_of(tensor))
         if name is None:
@@ -59,13 +57,38 @@ class Packer:
         return packed if order == sorted(order) else packed | {"order": order}
 
     def _packed_array(self, array: Any, path: str) -> Packed:
-        kind = array.dtype
-        if kind.char not in _ARRAYS or not kind.isnative:
-            raise FormatError(path, given=f"an array of {kind!r}", expected="one of truth values or real numbers")
+        _require_numbers(array, path)
         whole = np.array(array, order="C")  # a copy of what may be read only, which torch would warn of
         packed = self._packed(torch.from_numpy(whole.reshape(-1).view(np.uint8)), path)
         is_scalar = isinstance(array, np.generic)
-        return {"bytes": packed, "shape": list(whole.shape), "type": kind.name, "is_scalar": is_scalar}
+        return {"bytes": packed, "shape": list(whole.shape), "type": array.dtype.name, "is_scalar": is_scalar}
+
+
+def require_packable(state: Any) -> None:
+    """Raise `FormatError` for what could not be written of a state; no number of it is read or copied."""
+    pack(state, _looked_at)
+
+
+def _looked_at(value: Any, path: str) -> dict[str, Packed] | None:
+    if type(value) in _TYPES:
+        _require_held(value, path)
+        return {"tensor": None}
+    if isinstance(value, np.generic) or type(value) is np.ndarray:
+        _require_numbers(value, path)
+        return {"array": None}
+    return None
+
+
+def _require_held(tensor: Tensor, path: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        given = f"a tensor that is {'without values' if tensor.is_meta else tensor.layout}"
+        raise FormatError(path, given=given, expected="one that holds its values")
+
+
+def _require_numbers(array: Any, path: str) -> None:
+    kind = array.dtype
+    if kind.char not in _ARRAYS or not kind.isnative:
+        raise FormatError(path, given=f"an array of {kind!r}", expected="one of truth values or real numbers")
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -305,6 +305,49 @@ class Mine:
         self.loads += 1
 
 
+class Said(Mine):
+    """What says what it is given to say."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"it": self.value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1}, torch.Size([2]), torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})), torch.zeros(2, device="meta")],
+)
+def test_what_cannot_be_written_is_refused_as_the_run_starts(tmp_path, value):
+    loop = Loop(tmp_path / "run", also={"mine": Said(value)})
+    with pytest.raises(FormatError, match=r"state\['also'\]\['mine'\]\['it'\]: given a "):
+        loop.start()
+    assert committed(tmp_path / "run") == []
+    loop = Loop(tmp_path / "run")
+    loop.optimizer.param_groups[0]["names"] = {"a set"}
+    with pytest.raises(FormatError, match=r"state\['optimizer'\].*\['names'\]: given a builtins.set"):
+        loop.start()
+
+
+def test_a_loader_is_not_asked_for_its_place_before_it_is_drawn_from(tmp_path):
+    """It might begin its pass by that."""
+
+    class Loads(Said):
+        asked = 0
+
+        def __iter__(self):
+            return iter(BATCHES)
+
+        def state_dict(self):
+            self.asked += 1
+            return {}
+
+    loader = Loads(0)
+    with Loop(tmp_path / "run", also={"loader": loader}).start():
+        assert loader.asked == 0
+
+
 def test_what_the_user_keeps_too_is_left_alone_until_every_rank_has_read(tmp_path, monkeypatch):
     Loop(tmp_path / "run", also={"mine": Mine()}).train(2)
     mine = Mine()
