@@ -23,6 +23,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 OLDEST := build/oldest-hosts
 HOSTS := tests/equivalence/test_accelerate.py tests/equivalence/test_lightning.py tests/equivalence/test_transformers.py \
 	tests/equivalence/test_hosts_of_unlike_lengths.py tests/equivalence/test_hosts_that_are_planned.py \
+	tests/equivalence/test_hosts_that_compile.py tests/equivalence/test_trainers_own_losses.py \
 	tests/distributed/test_host_ranks.py tests/unit/test_examples.py
 
 help: ## Show this list
