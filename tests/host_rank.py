@@ -9,6 +9,7 @@ rank it is the plain loop over what all ranks have.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import warnings
@@ -27,6 +28,8 @@ from trimtab.core.errors import ValueGivenError
 
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17  # ROWS: of a step, on all ranks
 NOTHING = -100
+# Rows that end in a window of one batch on each rank, and in one of a batch on the first rank alone.
+UNEVEN = (19 * ROWS, 18 * ROWS + ROWS // 2)
 
 
 def launched(rank: int, ranks: int, folder: str) -> None:
@@ -46,14 +49,14 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def points() -> TensorDataset:
+def points(rows: int = STEPS * ROWS) -> TensorDataset:
     """Return rows of which few count where the first of two ranks has them, and most where the second does."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(STEPS * ROWS, 6, generator=generator).double()
     targets = torch.randint(0, 3, (STEPS * ROWS,), generator=generator)
     is_first = torch.arange(STEPS * ROWS) % ROWS < ROWS // 2
     targets[is_first & (torch.rand(STEPS * ROWS, generator=generator) < 0.7)] = NOTHING
-    return TensorDataset(inputs, targets)
+    return TensorDataset(inputs[:rows], targets[:rows])
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,9 +68,9 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
 
 
-def plain() -> list[Tensor]:
+def plain(rows: int = STEPS * ROWS, window: int = ROWS) -> list[Tensor]:
     model, optimizer = parts()
-    for batch in DataLoader(points(), ROWS):
+    for batch in DataLoader(points(rows), window):
         optimizer.zero_grad()
         loss, count = loss_fn(model, batch)
         (loss / count).backward()
@@ -75,15 +78,18 @@ def plain() -> list[Tensor]:
     return weights(model)
 
 
-def accelerated(stage: int | None, *, planned: bool = False) -> dict:
+def accelerated(stage: int | None, *, planned: bool = False, rows: int = STEPS * ROWS, batches: int = 1) -> dict:
+    """Return what windows of so many batches train, the last of which may be fewer; no rank is given rows twice."""
     from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
 
     from trimtab.integrations import accelerate as ours
 
-    accelerator = Accelerator(cpu=True)
+    once = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=batches, dataloader_config=once)
     ranks = accelerator.num_processes
     model, optimizer = parts()
-    loader = accelerator.prepare(DataLoader(points(), ROWS // ranks))
+    loader = accelerator.prepare(DataLoader(points(rows), ROWS // ranks))
     inner = model
     if stage is None:
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -279,10 +285,12 @@ def main(rank: int, ranks: int, folder: str, host: str) -> None:
     if host == "transformers":
         found = by_trainers(Path(folder), ranks)
     elif ranks == 1:
-        found = {"plain": plain()}
+        found = {"plain": plain()} | {f"accumulated {rows}": plain(rows, 2 * ROWS) for rows in UNEVEN}
     else:
         found = {f"stage {stage}": accelerated(stage) for stage in (None, 0, 1, 3)}
         found |= {"planned": accelerated(0, planned=True), "refused": refusals(), "fabric": by_fabric()}
+        for rows, stage in itertools.product(UNEVEN, (None, 0)):
+            found[f"accumulated {rows}, stage {stage}"] = accelerated(stage, rows=rows, batches=2)
     torch.save(found, f"{folder}/{host}-{rank}.pt")
     if ranks > 1:
         dist.barrier()

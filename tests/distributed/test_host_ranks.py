@@ -23,9 +23,9 @@ def job(folder: Path, host: str, ranks: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
-    """Loops of one's own on an Accelerator: of one process, and of each rank."""
+    """Loops of one's own on an Accelerator: those of one process, and of each rank."""
     folder = tmp_path_factory.mktemp("loops")
-    return job(folder, "accelerate", 1)[0]["plain"], job(folder, "accelerate", 2)
+    return job(folder, "accelerate", 1)[0], job(folder, "accelerate", 2)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,21 @@ def difference(one, other) -> float:
 
 @pytest.mark.parametrize("way", ["stage None", "stage 0", "stage 1", "stage 3", "planned"])
 def test_an_accelerators_ranks_train_as_one_process_does(loops, way):
-    plain, ranks = loops
+    whole, ranks = loops
     for each in ranks:
-        assert difference(each[way]["weights"], plain) <= (ROUNDED if way == "planned" else EXACT)
+        assert difference(each[way]["weights"], whole["plain"]) <= (ROUNDED if way == "planned" else EXACT)
         assert (each[way]["steps"], each[way]["rows"]) == (20, 160)
+
+
+@pytest.mark.parametrize("stage", [None, 0])
+@pytest.mark.parametrize("rows", [152, 148])
+def test_an_accelerators_windows_of_two_batches_are_one_processs_to_the_last(loops, rows, stage):
+    """Which is of one batch on each rank, or on the first alone."""
+    whole, ranks = loops
+    for each in ranks:
+        found = each[f"accumulated {rows}, stage {stage}"]
+        assert difference(found["weights"], whole[f"accumulated {rows}"]) <= EXACT
+        assert (found["steps"], found["rows"]) == (10, rows)
 
 
 @pytest.mark.parametrize("host", ["loops", "trainers"])
@@ -65,9 +76,9 @@ def test_a_model_that_nobody_would_share_is_refused(loops, what, said):
 
 
 def test_fabrics_ranks_train_as_one_process_does(loops):
-    plain, ranks = loops
+    whole, ranks = loops
     for each in ranks:
-        assert difference(each["fabric"]["weights"], plain) <= EXACT
+        assert difference(each["fabric"]["weights"], whole["plain"]) <= EXACT
         assert "zero_stage=0" in each["fabric"]["unshared"]
 
 

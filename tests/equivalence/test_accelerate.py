@@ -10,8 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from plain_loop import train_plain
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from training_cases import headed_case
 
 import trimtab
 from trimtab.core.errors import ValueGivenError
@@ -250,3 +252,17 @@ def test_what_decides_as_a_plan_does_is_refused(given, said):
     model, optimizer, _ = parts()
     with pytest.raises(ValueGivenError, match=said):
         start(accelerator, model, optimizer, trimtab.Plan.fixed(ROWS))
+
+
+def test_a_loss_head_is_planned_as_without_it():
+    case = headed_case()
+    model, optimizer = case.build()
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model, optimizer)
+    seen = []
+    with start(accelerator, *prepared, trimtab.Plan.fixed(4, 3, loss_chunk=5)) as run:
+        for window in run.windows(case.batches):
+            run.train_step(window, case.loss_fn)
+            seen.append(model.head.chunk_rows)
+    assert difference(model, train_plain(case).model) <= 1e-12
+    assert (set(seen), model.head.chunk_rows) == ({5}, None)
