@@ -18,6 +18,7 @@ from transformers import GPT2LMHeadModel, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import trimtab
+from trimtab.core.errors import ValueGivenError
 from trimtab.integrations.transformers import TrimtabTrainer
 from trimtab.nn import LossHead
 
@@ -83,6 +84,27 @@ def test_the_host_smooths_labels_as_a_plain_loop_does_where_it_divides_by_the_wi
     plain = trained(PLAIN, tmp_path, model(), k=k, changes={"label_smoothing_factor": SMOOTHED})
     apart = difference(plain, smoothed_by_hand())
     assert apart <= 1e-6 if k == 1 or DIVIDES_BY_WINDOW else apart > 1e-3
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_smoothed_labels_whose_first_counts_are_not_split_where_a_mean_is_of_what_is_predicted(
+    tmp_path, monkeypatch, is_told
+):
+    """As in older versions of the host, whose smoother is not told what was counted."""
+
+    def untold(self, model_output, labels, shift_labels=False):
+        return self.told(model_output, labels, shift_labels)
+
+    given = arguments(tmp_path, **BY_SGD, label_smoothing_factor=SMOOTHED)
+    ours = OURS(model=model(), args=given, train_dataset=of_unlike_counts(STEPS * ROWS), plan=SPLIT)
+    if not is_told:
+        monkeypatch.setattr(LabelSmoother, "told", LabelSmoother.__call__, raising=False)
+        monkeypatch.setattr(LabelSmoother, "__call__", untold)
+    if is_told and DIVIDES_BY_WINDOW:
+        ours.train()
+    else:
+        with pytest.raises(ValueGivenError, match=r"args\.label_smoothing_factor.*newer transformers"):
+            ours.train()
 
 
 @pytest.mark.parametrize("micro", [3, 8])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,23 +194,26 @@ class TrimtabTrainer(Trainer):
         return run
 
     def _refuse_uncounted(self, plan: Plan, batches: Sequence[Any]) -> None:
-        """Raise where batches are split of which some labels count, and the host tells the loss of no count.
+        """Raise where batches are split whose loss is a mean over what the host does not count.
 
         Such a loss is a mean over what counts in a micro-batch, and what that is nobody asks.
         """
         labels = [batch["labels"] for batch in batches if "labels" in batch]
-        if (
-            not plan.splits
-            or not all(isinstance(each, Tensor) for each in labels)
-            or self._count(batches[0]) is not None
-        ):
+        if not plan.splits or not all(isinstance(each, Tensor) for each in labels):
             return
-        if any(bool(each.eq(_IGNORED).any()) for each in labels):
+        if self._count(batches[0]) is None and any(bool(each.eq(_IGNORED).any()) for each in labels):
             raise ValueGivenError(
                 "labels",
                 given=f"{_IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
                 expected="a loss that is told how many count",
                 way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows), which does not split.",
+            )
+        if smooths_by_itself(self.label_smoother) and any(each.dim() > 1 and counts_first(each) for each in labels):
+            raise ValueGivenError(
+                "args.label_smoothing_factor",
+                given="labels whose first counts and is not predicted, split by the plan",
+                expected=f"{_IGNORED} there: this version of the host divides by what is predicted",
+                way_out="A newer transformers; or Plan.fixed(rows), which does not split.",
             )
 
     def _use(self, optimizer: AcceleratedOptimizer) -> None:
@@ -298,6 +302,16 @@ def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         model._is_accelerate_prepared = before
+
+
+def smooths_by_itself(smoother: Any) -> bool:
+    """Return whether smoothed labels are divided by what they predict, whatever the host counts, as once they were."""
+    return smoother is not None and "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters
+
+
+def counts_first(labels: Tensor) -> bool:
+    """Return whether a first label counts, (B, T), which nothing predicts."""
+    return bool(labels[:, 0].ne(_IGNORED).any())
 
 
 def counts_nothing(count: Tensor | int) -> bool:
