@@ -138,3 +138,40 @@ def test_writes_that_fail_are_the_policy_s(tmp_path, monkeypatch, policy):
             steps = read_record(place / "record.jsonl").steps
             assert [step.index for step in steps] == list(range(windows))
         failing.clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*Read-only file system:RuntimeWarning")
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+def test_a_disk_that_turns_read_only_leaves_what_was_saved(tmp_path, monkeypatch, policy):
+    """As a damaged one does under a run: nothing can be written, made, cut, renamed or removed, to its very end."""
+    windows = train(tmp_path, 1)
+    before = whole(tmp_path)
+    assert before == windows
+    with monkeypatch.context() as disk:
+        is_read_only = []
+        for name in ("write", "mkdir", "rename", "replace", "unlink", "rmdir", "ftruncate"):
+
+            def refused(*given, call=getattr(os, name), **options):
+                if is_read_only:
+                    raise OSError(errno.EROFS, "Read-only file system")
+                return call(*given, **options)
+
+            disk.setattr(os, name, refused)
+
+        trained = []
+
+        def turns(run):
+            trained.append(run.num_windows)
+            if run.num_windows == before + 10:
+                is_read_only.append(True)
+
+        with pytest.raises(SaveError, match="Read-only file system" if policy == "stop" else "record.jsonl: given"):
+            train(
+                tmp_path, at=turns, on_failure=policy
+            )  # of a record, which is the caller's, it is told as that closes
+        assert (max(trained) > before + 200) is (policy == "warn")
+    assert whole(tmp_path) == before
+    again = train(tmp_path)
+    assert whole(tmp_path) == again
+    steps = read_record(tmp_path / "record.jsonl").steps
+    assert [step.index for step in steps] == list(range(again))
