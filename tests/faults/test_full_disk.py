@@ -149,14 +149,17 @@ def test_a_disk_that_turns_read_only_leaves_what_was_saved(tmp_path, monkeypatch
     assert before == windows
     with monkeypatch.context() as disk:
         is_read_only = []
-        for name in ("write", "mkdir", "rename", "replace", "unlink", "rmdir", "ftruncate"):
 
-            def refused(*given, call=getattr(os, name), **options):
+        def until_then(call):
+            def refused(*given, **options):
                 if is_read_only:
                     raise OSError(errno.EROFS, "Read-only file system")
                 return call(*given, **options)
 
-            disk.setattr(os, name, refused)
+            return refused
+
+        for name in ("write", "mkdir", "rename", "replace", "unlink", "rmdir", "ftruncate"):
+            disk.setattr(os, name, until_then(getattr(os, name)))
 
         trained = []
 
