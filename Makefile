@@ -24,7 +24,7 @@ OLDEST := build/oldest-hosts
 HOSTS := tests/equivalence/test_accelerate.py tests/equivalence/test_lightning.py tests/equivalence/test_transformers.py \
 	tests/equivalence/test_hosts_of_unlike_lengths.py tests/equivalence/test_hosts_that_are_planned.py \
 	tests/equivalence/test_hosts_that_compile.py tests/equivalence/test_trainers_own_losses.py \
-	tests/distributed/test_host_ranks.py tests/unit/test_examples.py
+	tests/equivalence/test_joined_windows.py tests/distributed/test_host_ranks.py tests/unit/test_examples.py
 
 help: ## Show this list
 	@echo "make <target>:"
@@ -67,7 +67,7 @@ hosts-oldest: $(STAMP) ## Run the tests of hosts on the oldest of their versions
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
 		-r constraints-oldest.txt
 	@PYTHONPATH=$(OLDEST):src OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(filter-out 0,$(WORKERS)),1) $(BY_FILE) \
-		$(HOSTS) -k "host or accelerate or lightning or transformers" $(PYTEST_ARGS)
+		$(HOSTS) -k "not test_examples or host or accelerate or lightning or transformers" $(PYTEST_ARGS)
 
 check: $(STAMP) ## Check format, lint and types; changes nothing
 	@$(BIN)/ruff format --check

@@ -80,6 +80,17 @@ def test_lightnings_batches_are_what_they_are(tmp_path, name):
     assert strategy.plan.batch_rows == (K * ROWS if is_joined or how is OF_A_WINDOW else ROWS)
 
 
+def test_what_a_batch_fits_in_is_planned_where_a_window_that_cannot_be_split_does_not(tmp_path):
+    """A limit is why batches are small."""
+    wide = Lit(between_rows, has_statistics=False)
+    wide.net = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 3)).double()
+    changes = {"rows": 4 * 512, "batch": 512, "accumulate_grad_batches": 4}
+    strategy = TrimtabStrategy(planning={"num_blocks": 3, "budget": trimtab.Budget(memory="16MiB")})
+    test_lightning.trained(wide, strategy, tmp_path, **changes)
+    assert strategy.plan.batch_rows == 512
+    assert wide.seen[-4:] == [512] * 4
+
+
 class Scored(nn.Module):
     """A model as the Trainer takes one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -157,6 +158,41 @@ def test_callbacks_are_given_what_the_module_returned_of_the_last_micro_batch(tm
     assert [num for _, num, _ in seen[1::2]] == [2, 2]  # eight rows in micro-batches of three
     assert [loss for _, _, loss in seen[::2]] == [0.0, 0.0]
     assert all(loss > 0 for _, _, loss in seen[1::2])
+
+
+def test_what_a_module_returned_is_not_held_where_memory_runs_out(tmp_path):
+    """Else the graph of the window that did not fit is there beside its parts."""
+    saved, alive = [], []
+
+    class Runs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(held := x.clone())
+            saved.append(weakref.ref(held))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if len(gradient) > 4:
+                raise torch.OutOfMemoryError("out of memory, as a test has it")
+            return gradient
+
+    class Returns(Module):
+        def training_step(self, batch, batch_idx):
+            alive.append(sum(each() is not None for each in saved))
+            logits = Runs.apply(self.net(batch[0]))
+            return {"loss": nn.functional.cross_entropy(logits, batch[1]), "logits": logits}
+
+    seen = []
+
+    class Sees(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append((len(outputs["logits"]), outputs["logits"].requires_grad))
+
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        trained(Returns(), TrimtabStrategy(plan=trimtab.Plan.fixed(ROWS)), tmp_path, rows=ROWS, callbacks=[Sees()])
+    assert alive == [0, 0, 0]
+    assert seen == [(4, False)]
 
 
 def test_it_plans_by_its_first_window_and_logs_nothing_of_that(tmp_path):

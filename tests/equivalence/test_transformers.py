@@ -333,6 +333,53 @@ def test_labels_of_which_some_count_are_not_split_where_the_host_counts_none(tmp
     made(ROWS).train()
 
 
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_a_mean_over_what_counts_in_a_batch_stays_one(tmp_path, runs_out):
+    """Batches of a window are not joined, and what does not fit in memory is not split: nobody knows the counts."""
+
+    class Uncounted(GPT2LMHeadModel):
+        accepts_loss_kwargs = False
+
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            if runs_out:
+                raise torch.OutOfMemoryError("out of memory, as a test has it")
+            logits = super().forward(input_ids=input_ids)["logits"]
+            wide = logits[:, :-1].flatten(0, 1)
+            return {"loss": nn.functional.cross_entropy(wide, labels[:, 1:].flatten()), "logits": logits}
+
+    def made(kind, name, **own):
+        held = model()
+        held.__class__ = Uncounted
+        changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2}
+        given = arguments(tmp_path / name, **changes)
+        return kind(model=held, args=given, train_dataset=rows(64), **own)
+
+    plain, ours = made(Trainer, "plain"), made(TrimtabTrainer, "ours", plan=trimtab.Plan.fixed(ROWS))
+    if runs_out:
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.train()
+        return
+    plain.train()
+    ours.train()
+    assert difference(ours.model, plain.model) <= EXACT
+
+
+def test_numbers_are_no_labels_that_do_not_count(tmp_path):
+    data = [{"x": torch.full((6,), float(i)).double(), "labels": torch.tensor(-100.0).double()} for i in range(8)]
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 1).double()
+
+        def forward(self, x, labels):
+            scores = self.head(x).flatten()
+            return {"loss": nn.functional.mse_loss(scores, labels), "logits": scores}
+
+    given = arguments(tmp_path, max_steps=1)
+    TrimtabTrainer(model=Scores(), args=given, train_dataset=data, plan=trimtab.Plan.fixed(ROWS, 2)).train()
+
+
 def test_an_error_in_the_loop_closes_the_run(tmp_path):
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -383,13 +430,20 @@ def test_of_ranks_what_a_plan_says_is_not_an_arguments(tmp_path, changes, said):
         refuse_conflicts(arguments(tmp_path, **changes), num_processes=2)
 
 
-def test_a_precision_that_the_environment_asks_for_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", r"mixed_precision.*the precision is the plan's"),
+        ("ACCELERATE_DYNAMO_BACKEND", "eager", r"dynamo_backend.*the plan compiles"),
+    ],
+)
+def test_what_the_environment_asks_for_is_refused(tmp_path, monkeypatch, name, value, said):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv(name, value)
     try:
-        with pytest.raises(ValueGivenError, match=r"mixed_precision.*the precision is the plan's"):
+        with pytest.raises(ValueGivenError, match=said):
             TrimtabTrainer(model=model(), args=arguments(tmp_path), train_dataset=rows(8))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -298,6 +298,15 @@ def test_a_folder_of_another_name_counts_where_its_manifest_can_be_believed(pare
     assert loaded(newest_good(parent).folder) == 2
 
 
+def test_a_run_whose_only_checkpoint_has_another_name_and_is_damaged_does_not_begin_anew(parent):
+    shutil.rmtree(parent / "step-1")
+    os.rename(parent / "step-2", parent / "best")
+    (parent / "best" / NAME).write_bytes(b"{")
+    good = newest_good(parent)
+    assert good.folder is None
+    assert [each.folder.name for each in good.refused] == ["best"]
+
+
 def test_a_folder_of_another_name_and_another_schema_is_refused_by_name(parent):
     os.rename(parent / "step-2", parent / "best")
     forge(parent / "best", lambda said: said.update(schema=SCHEMA + 1))

@@ -232,7 +232,8 @@ def newest_good(parent: Path, reads: Callable[[Path, Manifest], object] = lambda
 def committed(parent: Path) -> list[Path]:
     """Return what is a committed folder, or was one, the newest first; whether they are whole is not looked at.
 
-    Other programs have manifests too: a folder of another name than `step-N` is one where its own can be believed.
+    Other programs have manifests too: a folder of another name than `step-N` is one where its own can be believed, or
+    lies beside a state.
     """
     try:
         names = os.listdir(parent)
@@ -248,7 +249,8 @@ def _counts(path: Path) -> bool:
     try:
         manifest_of(path)
     except FormatError as error:  # of another schema: whoever wrote it can read it
-        return not isinstance(error, DamagedError)
+        is_of_a_run = (path / NAME).is_file() and (path / TREE).is_file()
+        return is_of_a_run or not isinstance(error, DamagedError)
     return True
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.core.errors import FormatError, ModelError
 from trimtab.core.state_parts import Load
+from trimtab.runtime.window_start import can_be_written
 
 
 def hidden_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -37,8 +38,8 @@ def loading_hidden(model: nn.Module, saved: Any) -> Load:
     """Return what puts them back: into the tensor that is there where that is alike, else in its place.
 
     Raises:
-        ModelError: the model has one that was not saved, or something else where one of them was. FormatError: they
-            are no tensors.
+        ModelError: the model has one that was not saved, one that was smaller or of another type then, or something
+            else where one of them was. FormatError: they are no tensors.
     """
     where = "state.model.hidden"
     if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor | None) for each in saved.values()):
@@ -71,18 +72,42 @@ def _rooms(saved: Mapping[str, Tensor | None], now: Mapping[str, Tensor | None])
         own = now.get(name)
         if value is None or own is None or id(value) in rooms or id(own) in taken:
             continue
-        if (own.dtype, own.shape) == (value.dtype, value.shape):
+        if own.shape == value.shape and can_be_written(own):
             rooms[id(value)] = own
             taken.add(id(own))
     return rooms
 
 
+def made_anew(model: nn.Module, saved: Mapping[str, Tensor | None]) -> list[str]:
+    """Return the names of those that are not as a model has them: they grew, came late or are no more."""
+    now = dict(_named(model))
+    return [name for name, value in saved.items() if _shape_of(value) != _shape_of(now.get(name))]
+
+
+def _shape_of(value: Tensor | None) -> list[int] | None:
+    return None if value is None else list(value.shape)
+
+
 def _require_saved(now: Mapping[str, Tensor | None], saved: Mapping[str, Any]) -> None:
-    """Raise for one that the model has and the checkpoint does not, by any of its names."""
+    """Raise for one that the model has and the checkpoint does not, by any of its names; or that did not grow.
+
+    Who built a model for longer inputs than it was saved with would have it cut short.
+    """
+    for name, value in saved.items():
+        own = now.get(name)
+        if own is not None and value is not None and not _has_grown(own, value):
+            given, then = (f"{str(each.dtype).removeprefix('torch.')}, {list(each.shape)}" for each in (own, value))
+            expected = f"{then} or smaller, as the run was saved with"
+            raise ModelError("model's buffers", given=f"{name} of {given}", expected=expected)
     held = {id(value) for name, value in now.items() if name in saved}
     for name, value in now.items():
         if value is not None and name not in saved and id(value) not in held:
             raise _unlike(name, "the model")
+
+
+def _has_grown(own: Tensor, saved: Tensor) -> bool:
+    alike = own.dtype is saved.dtype and own.ndim == saved.ndim
+    return alike and all(then >= size for size, then in zip(own.shape, saved.shape, strict=True))
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -71,6 +71,7 @@ class KeptRun:
         self._committed: int | None = None  # after so many windows: it is there, whatever failed since
         self._accepted: Mapping[str, str] = {}  # what has changed in the world since the run began, and may
         self._noted: Mapping[str, str] = {}  # and what is refused for nothing
+        self._anew: list[str] = []  # buffers that are not as the model has them
         self._run: Run | None = None
         self._signals, self._background = Signals(), Background()
         self._pace = Pace(settings, ranks)
@@ -154,6 +155,7 @@ class KeptRun:
         accepted, noted = parted(apart)
         self._accepted, self._noted = {**said.accepted, **accepted}, {**said.noted, **noted}
         detail = {"from": folder.name, "changed": in_words(apart), "damaged": [*map(str, self._refused)]}
+        detail["buffers"] = self._anew
         detail["was_killed"] = self._lock is not None and self._lock.recovered is not None
         run.note("resumed", detail)
 
@@ -172,6 +174,7 @@ class KeptRun:
         """Return what puts all back, in turn: what may yet fail on one rank first, and by itself, for all to agree."""
         state = self._ranks.read(folder, int(said.world["ranks"]))
         load_record, load_parts = self._loading(state, folder)
+        self._anew = self._whole.made_anew(state["model"])
         also, aside = self._also.loading(state["also"]), partial(self._put_aside, folder)
         return {"also": also, "aside": aside, "record": load_record, "begun": self._journal.begin, "loaded": load_parts}
 
@@ -232,7 +235,8 @@ class KeptRun:
         with self._told(windows):
             taken = self._ranks.together(self._taken, f"taken/{windows}")
             passes = f"pass {taken[0]['data']['passes']}"
-            self._ranks.require_alike(passes, "checkpoint", "one pass: all leave it, or call run.interrupt()")
+            expected = "one pass: all leave it, and hold no run.windows(); or call run.interrupt()"
+            self._ranks.require_alike(passes, "checkpoint", expected)
             write = self._writing(*taken, windows)
             self._last_begun = windows
             self._background.begin(write) if self._settings.background else write()

@@ -6,13 +6,14 @@ not fit changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.checkpoint.hidden_buffers import hidden_of, loading_hidden
+from trimtab.checkpoint.hidden_buffers import hidden_of, loading_hidden, made_anew
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.runtime.layout import align_state
@@ -36,6 +37,10 @@ class ModelState(Part):
         named, known = dict(self._model.named_buffers(remove_duplicate=False)), self._model.state_dict().keys()
         own = {name: value.detach() for name, value in named.items() if name in known}
         return {"own": own, _HIDDEN: hidden_of(self._model)}
+
+    def made_anew(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of hidden buffers that `loading` puts in the place of the model's, as they are others."""
+        return made_anew(self._model, state[_HIDDEN])
 
     def _own(self) -> dict[str, Any]:
         return self._model.state_dict()
@@ -120,8 +125,16 @@ class Given(Part):
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def early_state(self) -> dict[str, Any]:
-        """Return what they say before the first pass; a loader is not asked, which might begin one."""
-        return {name: thing.state_dict() for name, thing in self._things.items() if not hasattr(thing, "__iter__")}
+        """Return what they say before the first pass, where they have something to say.
+
+        A loader is not asked, which might begin one.
+        """
+        said = {}
+        for name, thing in self._things.items():
+            if not hasattr(thing, "__iter__"):
+                with contextlib.suppress(Exception):  # one that is made by the first step is asked at the save
+                    said[name] = thing.state_dict()
+        return said
 
     def loading(self, state: Any) -> Load:
         """Return what hands each its state; whether it fits is for each to say, as it is loaded."""

@@ -45,9 +45,10 @@ def device_of(model: nn.Module) -> str:
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's class, and of those that it holds as `optimizer`: a host's wrapper steps one.
 
-    Groups and state of one class look like another's, which would train on by them as something else.
+    Groups and state of one class look like another's, which would train on by them as something else. Its module is
+    left out: one of a script, or of a task's file, has another where the project lies elsewhere.
     """
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    name = type(optimizer).__qualname__
     inner = getattr(optimizer, "optimizer", None)
     is_wrapper = isinstance(inner, torch.optim.Optimizer) and inner is not optimizer
     return f"{name} of {class_of(inner)}" if is_wrapper else name

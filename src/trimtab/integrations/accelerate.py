@@ -79,16 +79,21 @@ def refuse_sharded(accelerator: Accelerator) -> None:
         raise ValueGivenError("Accelerator", given=kind, expected="none, or data parallel", way_out=way_out)
 
 
+def refuse_compiling(accelerator: Accelerator) -> None:
+    """Raise where an Accelerator compiles what it prepares, as an environment may say too."""
+    compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
+    if compiler != "no":
+        way_out = "Leave it out: the plan compiles where that pays within the run."
+        raise ValueGivenError("Accelerator(dynamo_backend=...)", given=compiler, expected="none", way_out=way_out)
+
+
 def _refuse(accelerator: Accelerator) -> None:
     refuse_sharded(accelerator)
     if accelerator.mixed_precision != "no":
         way_out = "Leave it out: the precision is the plan's. To fix it, Plan.fixed(rows, precision='bf16')."
         given = f"{accelerator.mixed_precision!r}"
         raise ValueGivenError("Accelerator(mixed_precision=...)", given=given, expected="'no'", way_out=way_out)
-    compiler = str(accelerator.state.dynamo_plugin.backend.value).lower()
-    if compiler != "no":
-        way_out = "Leave it out: the plan compiles where that pays within the run."
-        raise ValueGivenError("Accelerator(dynamo_backend=...)", given=compiler, expected="none", way_out=way_out)
+    refuse_compiling(accelerator)
 
 
 def _refuse_windows(accelerator: Accelerator, plan: Plan) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.api import start
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.sharing import STAGES
 from trimtab.distributed.process_group import limited_to
@@ -81,17 +81,33 @@ def started(
         return start(model, optimizer, plan, **running)
 
 
-def planned(batches: Sequence[Any], planning: Mapping[str, Any], model: nn.Module, make: Callable[[Any], Plan]) -> Plan:
+def planned(
+    batches: Sequence[Any],
+    planning: Mapping[str, Any],
+    model: nn.Module,
+    make: Callable[[Any], Plan],
+    *,
+    is_alone: bool = True,
+) -> Plan:
     """Return a plan of a window's batches as one, where training on them so is proved to keep the maths; else of one.
 
     Ranks come to the same: they have one plan, and as many batches.
 
     Args:
-        planning: with the longest batch what is planned is one of the loader's. make: plans for an example.
+        planning: with the longest batch what is planned is one of the loader's. make: plans for an example. is_alone:
+            one process; else what of a window does not fit in memory is told by one rank alone, and ends planning.
     """
     if len(batches) == 1 or "longest_batch" in planning or has_batch_statistics(model):
         return make(batches[0])
-    plan = make(_together(batches)[0])
+    window = _together(batches)
+    if is_alone and len(window) > 1:  # where one rank's are of one shape another's may not be
+        return make(batches[0])
+    try:
+        plan = make(window[0])
+    except InfeasibleError:
+        if not is_alone:
+            raise
+        return make(batches[0])
     return plan if plan.check is not None and plan.check.splittable else make(batches[0])
 
 

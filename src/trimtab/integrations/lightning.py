@@ -126,10 +126,10 @@ class TrimtabStrategy(SingleDeviceStrategy):
         others: dict[str, Any] = {}
 
         def loss_fn(model: nn.Module, micro: Any) -> Any:
+            others.clear()  # before the next is computed beside it
             with self.precision_plugin.train_step_context():
                 said = self._forward_redirection(model, self.lightning_module, "training_step", micro, *rest, **named)
-            others.clear()
-            others.update(said if isinstance(said, Mapping) else {})
+            others.update(_beside_loss(said))
             return self._loss_of(said)
 
         run = self.run or self._started(loss_fn, batches)
@@ -211,6 +211,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
         if self.run is not None:
             run, self.run = self.run, None
             run.close(error)
+
+
+def _beside_loss(said: Any) -> dict[str, Any]:
+    """Return what a training step says beside its loss, without the graph that would be kept by it."""
+    named = said.items() if isinstance(said, Mapping) else ()
+    return {name: each.detach() if isinstance(each, Tensor) else each for name, each in named if name != "loss"}
 
 
 @contextlib.contextmanager

@@ -10,21 +10,19 @@ in DDP, as the plan says, in place of the host.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trimtab.api import plan as make_plan
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
-from trimtab.integrations.accelerate import refuse_sharded
+from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
 from trimtab.integrations.hosted import (
     checked_plan,
     joined,
@@ -33,6 +31,15 @@ from trimtab.integrations.hosted import (
     refuse_running,
     require_shared,
     started,
+)
+from trimtab.integrations.labels import (
+    IGNORED,
+    WindowLabels,
+    counts_nothing,
+    counts_unpredicted,
+    has_ignored,
+    labels_of,
+    smooths_by_itself,
 )
 from trimtab.runtime.engine import Run
 
@@ -60,8 +67,6 @@ _DECIDED = {
 }
 _HOST = "TrainingArguments"
 _REPLICAS = (0,)  # stages at which what the host clips and saves is whole on each rank
-_LABELS = ("labels", "shift_labels")  # of which a host's version counts one
-_IGNORED = -100  # a label that does not count
 _OWN_STEP = ("lomo", "adalomo")  # optimizers that step inside backward
 
 
@@ -96,7 +101,8 @@ class TrimtabTrainer(Trainer):
         self._num_ranks = self.accelerator.num_processes
         refuse_sharded(self.accelerator)
         refuse_conflicts(self.args, self._num_ranks)
-        if self.accelerator.mixed_precision != "no":  # an environment may say so where no argument does
+        refuse_compiling(self.accelerator)  # an environment may say so where no argument does, as below
+        if self.accelerator.mixed_precision != "no":
             given = f"{self.accelerator.mixed_precision!r}"
             raise ValueGivenError("mixed_precision", given=given, expected="'no'", way_out=_PRECISION)
         if getattr(self, "loss_is_scaled_for_ga", None) is False:  # which not all versions have
@@ -109,6 +115,7 @@ class TrimtabTrainer(Trainer):
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
         self._labels = WindowLabels(())
+        self._is_apart = False  # whether each batch of a window is a mean of its own
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
@@ -120,7 +127,7 @@ class TrimtabTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run = self.trimtab_run or self._started(batches)
-        batches = joined(batches, self._planning, self.model, run.plan)
+        batches = batches if self._is_apart else joined(batches, self._planning, self.model, run.plan)
         self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
@@ -136,8 +143,9 @@ class TrimtabTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save weights in the order of memory that safetensors takes: a plan may keep them in another."""
         weights = self.model.state_dict() if state_dict is None else state_dict
-        if not all(each.is_contiguous() for each in weights.values() if isinstance(each, Tensor)):
-            state_dict = {name: each.contiguous() for name, each in weights.items()}
+        apart = {name: each for name, each in weights.items() if isinstance(each, Tensor) and not each.is_contiguous()}
+        if apart:
+            state_dict = {**weights, **{name: each.contiguous() for name, each in apart.items()}}
         super()._save(output_dir, state_dict)
 
     def _checked(self, plan: Plan | None) -> Plan | None:
@@ -178,7 +186,11 @@ class TrimtabTrainer(Trainer):
             return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
 
     def _started(self, batches: Sequence[Any]) -> Run:
-        optimizer = self.optimizer.optimizer
+        optimizer, running = self.optimizer.optimizer, self._running
+        labels = labels_of(batches)
+        is_told = self._count(batches[0]) is not None
+        is_mean = not is_told and has_ignored(labels)  # over what counts in a micro-batch, and nobody asks what that is
+        self._is_apart = is_mean or (not is_told and any(each.dim() > 1 for each in labels))
         if self.trimtab_plan is None:
             how = {"total_steps": self.state.max_steps} | self._planning
 
@@ -186,35 +198,42 @@ class TrimtabTrainer(Trainer):
                 self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
                 return make_plan(self.model, optimizer, self._counted_loss, example, **how)
 
-            self.trimtab_plan = self._checked(planned(batches, self._planning, self.model, make))
-        self._refuse_uncounted(self.trimtab_plan, batches)
+            together = batches[:1] if self._is_apart else batches
+            found = planned(together, self._planning, self.model, make, is_alone=self._num_ranks == 1)
+            self.trimtab_plan = self._checked(found)
+        self._refuse_means(self.trimtab_plan, labels, is_mean=is_mean)
+        if is_mean:
+            running = {"out_of_memory": "stop"} | running
         limit_s = float(self.args.ddp_timeout)
-        self.trimtab_run = run = started(self.model, optimizer, self.trimtab_plan, limit_s, **self._running)
+        self.trimtab_run = run = started(self.model, optimizer, self.trimtab_plan, limit_s, **running)
         self._use(StepsRun(run, self.optimizer))
         return run
 
-    def _refuse_uncounted(self, plan: Plan, batches: Sequence[Any]) -> None:
-        """Raise where batches are split whose loss is a mean over what the host does not count.
-
-        Such a loss is a mean over what counts in a micro-batch, and what that is nobody asks.
-        """
-        labels = [batch["labels"] for batch in batches if "labels" in batch]
-        if not plan.splits or not all(isinstance(each, Tensor) for each in labels):
+    def _refuse_means(self, plan: Plan, labels: Sequence[Tensor], *, is_mean: bool) -> None:
+        """Raise where batches are split whose loss is a mean over something else than the host counts."""
+        if not plan.splits:
             return
-        if self._count(batches[0]) is None and any(bool(each.eq(_IGNORED).any()) for each in labels):
+        if is_mean:
             raise ValueGivenError(
                 "labels",
-                given=f"{_IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
+                given=f"{IGNORED} in some, of a model that takes no num_items_in_batch, split by the plan",
                 expected="a loss that is told how many count",
-                way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows), which does not split.",
+                way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows of a loader's batch).",
             )
-        if smooths_by_itself(self.label_smoother) and any(each.dim() > 1 and counts_first(each) for each in labels):
+        is_proved = plan.check is not None and plan.check.splittable
+        if self._smooths_by_itself and not is_proved and counts_unpredicted(labels):
             raise ValueGivenError(
                 "args.label_smoothing_factor",
                 given="labels whose first counts and is not predicted, split by the plan",
-                expected=f"{_IGNORED} there: this version of the host divides by what is predicted",
-                way_out="A newer transformers; or Plan.fixed(rows), which does not split.",
+                expected=f"{IGNORED} there: this version of the host divides by what is predicted",
+                way_out="A newer transformers; or Plan.fixed(rows of a loader's batch), which does not split.",
             )
+
+    @property
+    def _smooths_by_itself(self) -> bool:
+        """Whether smoothed labels of next words are divided by those, whatever the host counts, as once they were."""
+        is_of_words = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return self.compute_loss_func is None and is_of_words and smooths_by_itself(self.label_smoother)
 
     def _use(self, optimizer: AcceleratedOptimizer) -> None:
         """Have the host step another wrapper of the optimizer that it made one for."""
@@ -260,37 +279,6 @@ class StepsRun(AcceleratedOptimizer):
         self.wrapped._opt_called = True
 
 
-class WindowLabels:
-    """What is asked of a window's labels in each of its micro-batches, and is the same in all.
-
-    Args:
-        is_known: whether these are the rows, and their labels what is counted.
-
-    Attributes:
-        batch_rows: of a batch that is not split: where it counts nothing, it is the host's own affair.
-    """
-
-    def __init__(self, batches: Sequence[Any], *, is_known: bool = True) -> None:
-        self._batches, self._is_known = batches, is_known
-        self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
-
-    @functools.cached_property
-    def count_in_all_rows(self) -> bool:
-        """Whether something counts in every row, and so in every micro-batch; waits for the device once a window."""
-        if not self._is_known:
-            return False
-        columns = [batch[name] for batch in self._batches for name in _LABELS if name in batch]
-        if not columns or not all(isinstance(column, Tensor) and column.dim() for column in columns):
-            return False
-        return bool(torch.stack([_in_all_rows(column) for column in columns]).all())
-
-
-def _in_all_rows(labels: Tensor) -> Tensor:
-    """Return whether labels count in every row, be it of next tokens, whose first label nothing predicts."""
-    counts = labels.ne(_IGNORED)  # (B,) or (B, T)
-    return (counts[..., 1:].flatten(1).any(-1) if counts.dim() > 1 else counts).all()
-
-
 @contextlib.contextmanager
 def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
     """Have Accelerate take a model for one that it has prepared: it would wrap it, and on ranks the run does."""
@@ -302,27 +290,6 @@ def _left_bare(model: nn.Module, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         model._is_accelerate_prepared = before
-
-
-def smooths_by_itself(smoother: Any) -> bool:
-    """Return whether smoothed labels are divided by what they predict, whatever the host counts, as once they were."""
-    return smoother is not None and "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters
-
-
-def counts_first(labels: Tensor) -> bool:
-    """Return whether a first label counts, (B, T), which nothing predicts."""
-    return bool(labels[:, 0].ne(_IGNORED).any())
-
-
-def counts_nothing(count: Tensor | int) -> bool:
-    """Return whether nothing counts in a micro-batch: a mean over that is no number, whatever a model is told.
-
-    Waits for the device. While shapes alone are traced nobody knows, and something is taken to count.
-    """
-    try:
-        return not int(count)
-    except DataDependentOutputException:
-        return False
 
 
 def nothing_of(outputs: Any) -> Tensor:

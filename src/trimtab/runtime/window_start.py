@@ -48,7 +48,7 @@ class WindowStart:
         """Make room for copies."""
         always, watched = [], []
         for buffer, (_, _, is_persistent) in zip(buffers, self._places, strict=True):
-            if buffer is None or not _can_be_written(buffer):
+            if buffer is None or not can_be_written(buffer):
                 continue
             changes = is_persistent and (buffer.is_floating_point() or buffer.is_complex())
             if changes or buffer.nbytes < _LARGE:
@@ -117,7 +117,8 @@ class _Watched:
             self._version = self._buffer._version
 
 
-def _can_be_written(buffer: Tensor) -> bool:
+def can_be_written(buffer: Tensor) -> bool:
+    """Return whether each element of a buffer has a place of its own that numbers can be put into."""
     if buffer.layout is not torch.strided or buffer.is_inference():
         return False
     shared = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

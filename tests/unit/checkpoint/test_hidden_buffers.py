@@ -14,6 +14,7 @@ from trimtab.checkpoint.hidden_buffers import hidden_of, loading_hidden
 from trimtab.checkpoint.ranks import KeptRanks
 from trimtab.checkpoint.state_files import read_state, write_state
 from trimtab.core.errors import FormatError, ModelError
+from trimtab.core.record import Header, read_record
 
 BATCHES = list(torch.arange(48.0).reshape(12, 4).split(4))
 
@@ -45,7 +46,8 @@ def trained(folder, windows):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checkpoints, losses = trimtab.Checkpoints(folder, every_steps=1, every_s=None), []
-    with trimtab.start(model, optimizer, trimtab.Plan.fixed(4), checkpoints=checkpoints) as run:
+    record = trimtab.RecordWriter(folder.with_suffix(".jsonl"), Header("net"), continues=True)
+    with record, trimtab.start(model, optimizer, trimtab.Plan.fixed(4), record=record, checkpoints=checkpoints) as run:
         while run.num_windows < windows:
             for window in run.windows(BATCHES):
                 losses.append(float(run.train_step(window, lambda model, batch: model(batch).square().mean())))
@@ -60,6 +62,8 @@ def test_a_run_whose_hidden_buffers_grow_and_come_late_goes_on_to_the_bit(tmp_pa
     rest, model = trained(tmp_path / "run", 8)
     whole, other = trained(tmp_path / "whole", 8)
     assert first + rest == whole
+    (resumed,) = (event for event in read_record(tmp_path / "run.jsonl").events if event.name == "resumed")
+    assert sorted(resumed.detail["buffers"]) == ["dropped", "grown", "late", "made"]
     found, expected = hidden_of(model), hidden_of(other)
     assert found.keys() == expected.keys()
     assert found.pop("dropped") is expected.pop("dropped") is None
@@ -113,6 +117,9 @@ def test_a_checkpoint_that_names_what_is_shared_once_is_one():
         ({"0.cache": torch.ones(2), "2.cache": torch.ones(2)}, r"2\.cache in the checkpoint alone"),
         ({"0.cache": torch.ones(2), "0.weight": torch.ones(2)}, r"0\.weight in the checkpoint alone"),
         ({"0.cache": torch.ones(2), "1.training": torch.ones(2)}, r"1\.training in the checkpoint alone"),
+        ({"0.cache": torch.ones(1)}, r"0\.cache of float32, \[2\]; expected float32, \[1\] or smaller"),
+        ({"0.cache": torch.ones(2, 2)}, r"0\.cache of float32, \[2\]; expected float32, \[2, 2\]"),
+        ({"0.cache": torch.ones(2).double()}, r"0\.cache of float32, \[2\]; expected float64, \[2\]"),
     ],
 )
 def test_another_model_is_refused_and_nothing_is_changed(saved, says):
@@ -122,6 +129,14 @@ def test_another_model_is_refused_and_nothing_is_changed(saved, says):
     assert fresh[0].cache.tolist() == [0, 0]
     with pytest.raises(FormatError, match=r"state\.model\.hidden"):
         loading_hidden(fresh, {"0.cache": 3})
+
+
+def test_one_that_cannot_be_written_where_it_is_has_another_put_in_its_place():
+    fresh = nn.Module()
+    fresh.register_buffer("scale", torch.ones(1).expand(4), persistent=False)
+    fresh.weight = nn.Parameter(torch.ones(1))
+    loading_hidden(fresh, {"scale": torch.arange(4.0)})()
+    assert fresh.scale.tolist() == [0, 1, 2, 3]
 
 
 def test_a_rank_has_those_that_it_had_and_not_another_s(tmp_path):

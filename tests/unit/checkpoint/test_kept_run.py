@@ -149,7 +149,7 @@ def test_an_optimizer_of_another_class_is_refused_and_nothing_is_changed(saved, 
     loop = Loop(saved)
     loop.optimizer = other(loop.model.parameters(), lr=0.01)
     before, options = loop.weights(), dict(loop.optimizer.param_groups[0])
-    said = rf"resume: optimizer: given torch\.optim\.\w+\.{other.__name__}; expected torch\.optim\.adamw\.AdamW"
+    said = f"resume: optimizer: given {other.__name__}; expected AdamW"
     with pytest.raises(ValueGivenError, match=said):
         loop.start()
     assert all(map(torch.equal, before, loop.weights()))
@@ -163,8 +163,8 @@ def test_the_class_of_an_optimizer_is_that_of_what_a_wrapper_holds_too():
             self.optimizer = optimizer
 
     adam, sgd = (kind(nn.Linear(1, 1).parameters(), lr=0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
-    assert class_of(adam) == "torch.optim.adam.Adam"
-    assert class_of(Wrapper(adam)).endswith("Wrapper of torch.optim.adam.Adam")
+    assert class_of(adam) == "Adam"
+    assert class_of(Wrapper(adam)).endswith("Wrapper of Adam")
     assert class_of(Wrapper(adam)) != class_of(Wrapper(sgd))
 
 
@@ -328,6 +328,20 @@ def test_what_cannot_be_written_is_refused_as_the_run_starts(tmp_path, value):
     loop.optimizer.param_groups[0]["names"] = {"a set"}
     with pytest.raises(FormatError, match=r"state\['optimizer'\].*\['names'\]: given a builtins.set"):
         loop.start()
+
+
+def test_what_has_nothing_to_say_before_the_first_step_is_asked_at_the_save(tmp_path):
+    """As an average of weights that is made as the first of them are there."""
+
+    class Late(Said):
+        def state_dict(self):
+            return {"it": self.value + 1}
+
+    late = Late(None)
+    with Loop(tmp_path / "run", also={"mine": late}).start() as run:
+        late.value = 1
+        run.checkpoint()
+    assert [each.name for each in committed(tmp_path / "run")] == ["step-0"]
 
 
 def test_a_loader_is_not_asked_for_its_place_before_it_is_drawn_from(tmp_path):
