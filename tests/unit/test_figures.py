@@ -144,9 +144,9 @@ def test_a_loops_own_cost_is_told_where_it_is_beyond_the_bar():
 
     case = {"task": "t", "num_micro_batches": 4, "mean": 1.0, "low": 0.99, "n": 9, "control_half_width": 0.01}
     within, beyond = ({**case, "high": high} for high in (1.02, 1.03))
-    (line,) = advice_figures._of_the_loop([record(within, beyond)])
+    (line,) = advice_figures._of_the_loop("cost", [record(within, beyond)], "task")
     assert "| not shown | 1 of 2 cases within; t, k=4: 1.000x (0.990 to 1.030), n=9 |" in line
-    (line,) = advice_figures._of_the_loop([record(within)])
+    (line,) = advice_figures._of_the_loop("cost", [record(within)], "task")
     assert "| met | 1 of 1 cases within |" in line
 
 
