@@ -196,10 +196,13 @@ def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(dead, tmp_path):
 
 def test_a_rank_that_interrupts_alone_is_not_saved_with_others_that_left_the_pass(tmp_path):
     """They are in the next one, and it is not: no place in the data is that of both."""
-    for name, interrupts in (("one", [1]), ("both", [0, 1])):
+    said = {}
+    for name, interrupts in (("both", [0, 1]), ("one", [1])):
         (tmp_path / name).mkdir()
-        said, _ = trained(tmp_path / name, name, keep={"every_steps": None}, leaves_after=6, interrupts=interrupts)
+        options = {"keep": {"every_steps": None}, "leaves_after": 6, "interrupts": interrupts}
+        said[name], _ = trained(tmp_path / name, name, **options)
         is_saved = [*(tmp_path / name / "run").glob("step-6")] != []
         assert is_saved is (name == "both")
-    said, _ = trained(tmp_path / "one", "again", keep={"every_steps": None}, leaves_after=6, interrupts=[1])
-    assert all("LoopError: checkpoint: given of the ranks, in turn, pass 1, pass 0" in each["error"] for each in said)
+    assert all(
+        "LoopError: checkpoint: given of the ranks, in turn, pass 1, pass 0" in each["error"] for each in said["one"]
+    )

@@ -185,7 +185,7 @@ class KeptRun:
         cut = self._cut | {"shards": self._shards.at(folder, run.stepped_by)}
         of = cut if "shards" in state else self._parts
         parts = of | {"run": run, "data": run.position}
-        load_record: Load = lambda: None  # noqa: E731
+        load_record: Load = _nothing
         if run.recorder is not None and state.get("record") is not None:
             load_record = run.recorder.loading(state["record"])
         elif run.recorder is not None:  # the run had none: it begins here
@@ -371,6 +371,10 @@ def kept(
         run.close(error)
         raise
     return run
+
+
+def _nothing() -> None:
+    """Put nothing back: this rank has none of it."""
 
 
 def _opened(folder: Path) -> Lock:

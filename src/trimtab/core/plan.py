@@ -269,8 +269,12 @@ class Plan:
         A plan that does not split hands a larger batch out whole too, unless its check proved that splitting keeps
         the maths: cut where batch statistics are computed, it would train otherwise than the user's loop.
         """
-        proved = self.check is not None and self.check.splittable
-        return int(self.micro_batch.value or 1) if self.splits or proved else max(rows, 1)
+        return int(self.micro_batch.value or 1) if self.splits or self.proves_splitting else max(rows, 1)
+
+    @property
+    def proves_splitting(self) -> bool:
+        """Whether a check has shown that splitting a batch keeps the maths."""
+        return self.check is not None and self.check.splittable
 
     @property
     def splits(self) -> bool:

@@ -25,13 +25,12 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.integrations.hosted import (
     checked_plan,
-    joined,
-    planned,
     refuse_both,
     refuse_running,
     require_shared,
     started,
 )
+from trimtab.integrations.window_batches import WindowBatches
 from trimtab.runtime.engine import Run
 
 _HOST = "the Trainer"
@@ -61,6 +60,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "trimtab"
+    _window: WindowBatches  # of the run, once it is started
 
     def __init__(
         self,
@@ -133,8 +133,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
             return self._loss_of(said)
 
         run = self.run or self._started(loss_fn, batches)
-        batches = joined(batches, self._planning, self.lightning_module, run.plan)
-        loss = run.accumulate(run.window(*batches), loss_fn)
+        loss = run.accumulate(run.window(*self._window.joined(batches, run.plan)), loss_fn)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
         self._hold()
         return {**others, "loss": loss} if others else loss
@@ -188,13 +187,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
 
     def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Run:
         module, optimizer = self.lightning_module, self.optimizers[0]
+        self._window = WindowBatches(module, self._planning)
         if self.plan is None:
             steps = module.trainer.estimated_stepping_batches
             how = ({"total_steps": int(steps)} if steps != float("inf") else {}) | self._planning
             with _unlogged(module):
-                plan = planned(
-                    batches, self._planning, module, lambda each: make_plan(module, optimizer, loss_fn, each, **how)
-                )
+                plan = self._window.planned(batches, lambda each: make_plan(module, optimizer, loss_fn, each, **how))
             self.plan = checked_plan(plan, _HOST)
         self.run = started(module, optimizer, self.plan, **self._running)
         return self.run

@@ -25,8 +25,6 @@ from trimtab.core.plan import Plan
 from trimtab.integrations.accelerate import refuse_compiling, refuse_sharded
 from trimtab.integrations.hosted import (
     checked_plan,
-    joined,
-    planned,
     refuse_both,
     refuse_running,
     require_shared,
@@ -41,6 +39,7 @@ from trimtab.integrations.labels import (
     labels_of,
     smooths_by_itself,
 )
+from trimtab.integrations.window_batches import WindowBatches
 from trimtab.runtime.engine import Run
 
 # Of TrainingArguments, what a plan decides or a run does by itself, and the way out.
@@ -89,6 +88,8 @@ class TrimtabTrainer(Trainer):
         ValueGivenError: an argument decides what a plan does.
     """
 
+    _window: WindowBatches  # of the run, once it is started
+
     def __init__(
         self,
         *args: Any,
@@ -115,7 +116,6 @@ class TrimtabTrainer(Trainer):
         self._planning, self._running = dict(planning or {}), dict(running or {})
         self._collected: list[Any] = []
         self._labels = WindowLabels(())
-        self._is_apart = False  # whether each batch of a window is a mean of its own
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a batch; at the last one of a window train on it, up to the step. Returns its mean loss."""
@@ -127,7 +127,7 @@ class TrimtabTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run = self.trimtab_run or self._started(batches)
-        batches = batches if self._is_apart else joined(batches, self._planning, self.model, run.plan)
+        batches = self._window.joined(batches, run.plan)
         self._labels = WindowLabels(batches, is_known=self._counts_labels)
         loss = run.accumulate(run.window(*batches), self._counted_loss)
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
@@ -186,28 +186,28 @@ class TrimtabTrainer(Trainer):
             return self.compute_loss(model, micro, num_items_in_batch=count) * count, count
 
     def _started(self, batches: Sequence[Any]) -> Run:
-        optimizer, running = self.optimizer.optimizer, self._running
-        labels = labels_of(batches)
+        labels, running = labels_of(batches), self._running
         is_told = self._count(batches[0]) is not None
         is_mean = not is_told and has_ignored(labels)  # over what counts in a micro-batch, and nobody asks what that is
-        self._is_apart = is_mean or (not is_told and any(each.dim() > 1 for each in labels))
-        if self.trimtab_plan is None:
-            how = {"total_steps": self.state.max_steps} | self._planning
-
-            def make(example: Any) -> Plan:
-                self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
-                return make_plan(self.model, optimizer, self._counted_loss, example, **how)
-
-            together = batches[:1] if self._is_apart else batches
-            found = planned(together, self._planning, self.model, make, is_alone=self._num_ranks == 1)
-            self.trimtab_plan = self._checked(found)
-        self._refuse_means(self.trimtab_plan, labels, is_mean=is_mean)
+        are_apart = is_mean or (not is_told and any(each.dim() > 1 for each in labels))
+        self._window = WindowBatches(self.model, self._planning, are_apart=are_apart)
+        self.trimtab_plan = plan = self.trimtab_plan or self._planned(batches)
+        self._refuse_means(plan, labels, is_mean=is_mean)
         if is_mean:
             running = {"out_of_memory": "stop"} | running
         limit_s = float(self.args.ddp_timeout)
-        self.trimtab_run = run = started(self.model, optimizer, self.trimtab_plan, limit_s, **running)
+        self.trimtab_run = run = started(self.model, self.optimizer.optimizer, plan, limit_s, **running)
         self._use(StepsRun(run, self.optimizer))
         return run
+
+    def _planned(self, batches: Sequence[Any]) -> Plan:
+        how = {"total_steps": self.state.max_steps} | self._planning
+
+        def make(example: Any) -> Plan:
+            self._labels = WindowLabels([example], is_known=False)  # a plan may try other rows, and shapes alone
+            return make_plan(self.model, self.optimizer.optimizer, self._counted_loss, example, **how)
+
+        return self._checked(self._window.planned(batches, make, is_alone=self._num_ranks == 1))
 
     def _refuse_means(self, plan: Plan, labels: Sequence[Tensor], *, is_mean: bool) -> None:
         """Raise where batches are split whose loss is a mean over something else than the host counts."""
@@ -220,8 +220,7 @@ class TrimtabTrainer(Trainer):
                 expected="a loss that is told how many count",
                 way_out="compute_loss_func=, which the host counts for; or Plan.fixed(rows of a loader's batch).",
             )
-        is_proved = plan.check is not None and plan.check.splittable
-        if self._smooths_by_itself and not is_proved and counts_unpredicted(labels):
+        if self._smooths_by_itself and not plan.proves_splitting and counts_unpredicted(labels):
             raise ValueGivenError(
                 "args.label_smoothing_factor",
                 given="labels whose first counts and is not predicted, split by the plan",

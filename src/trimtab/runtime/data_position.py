@@ -182,9 +182,8 @@ class DataPosition(Part):
         """
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
-        error = (
-            sys.exception()
-        )  # who saves as one is handled means to go on with the pass; a generator is closed by one
+        # Who saves as an error is handled means to go on with the pass; a generator is closed by one.
+        error = sys.exception()
         is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
         is_left = self._is_left and not self._stays and not is_failing
         is_over = is_left and not _is_stream(self._loader)
