@@ -48,10 +48,8 @@ def killed(kills: int, *, quick: bool) -> Iterator[dict[str, Any]]:
 
 def damaged(count: int) -> Iterator[dict[str, Any]]:
     """Yield a row of each kind of damage, over all files of a checkpoint alike."""
-    from saving import loaded, save
+    from saving import gone_on_from, save
     from test_checkpoint_files import FILES, blanked, flipped, truncated
-
-    from trimtab.checkpoint.envelope import newest_good
 
     kinds: dict[str, Callable[..., bytes]] = {"truncated": truncated, "one bit": flipped, "zeroed block": blanked}
     for kind, damage in kinds.items():
@@ -68,9 +66,9 @@ def damaged(count: int) -> Iterator[dict[str, Any]]:
                 if changed == content:
                     continue
                 (newest / name).write_bytes(changed)
-                good = newest_good(parent)
+                step, good = gone_on_from(parent)
                 named = [f"step-2/{name}" in str(error) for _, error in good.refused]
-                survived += named == [True] and good.folder is not None and loaded(good.folder) == 1
+                survived += named == [True] and step == 1
                 tried += 1
                 (newest / name).write_bytes(content)
         yield {"metric": "fault", "kind": kind, "kills": None, "in_saves": None, "tried": tried, "survived": survived}

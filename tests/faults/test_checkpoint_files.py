@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving import KILLED, ended, forge, forked, kill_while_saving, loaded, save
+from saving import KILLED, ended, forge, forked, gone_on_from, kill_while_saving, loaded, save
 
 from trimtab.checkpoint import checksums, envelope
 from trimtab.checkpoint.envelope import clean, committed, found, newest_good, put_aside, retain, seal, verify, write
@@ -44,8 +44,8 @@ def parent(tmp_path):
 
 def refusal(parent: Path) -> str:
     """Return why the second is refused, where the first is used and has its own values."""
-    good = newest_good(parent)
-    assert loaded(good.folder) == good.manifest.step == 1
+    step, good = gone_on_from(parent)
+    assert step == loaded(good.folder) == good.manifest.step == 1
     ((folder, error),) = good.refused
     assert folder.name == "step-2"
     return str(error)

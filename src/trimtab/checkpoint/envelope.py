@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, crc32_of_chunks
+from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, Room, crc32_of_chunks
 from trimtab.checkpoint.file_names import TENSORS, TREE, prefix_of
 from trimtab.checkpoint.lock import try_lock
 from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
@@ -29,6 +29,7 @@ from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGiven
 
 LATEST = "latest"
 DAMAGED = ".damaged-"
+Rooms = Callable[[Path, int], Room | None]  # memory for the bytes of a file of so many, where somebody wants them
 NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
 
 
@@ -141,8 +142,16 @@ def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> F
         os.close(descriptor)
 
 
-def verify(folder: Path) -> Manifest:
+def nowhere(path: Path, size: int) -> Room | None:
+    """Return no memory for a file: it is verified alone."""
+    return None
+
+
+def verify(folder: Path, rooms: Rooms = nowhere) -> Manifest:
     """Read every byte of a folder, and return its manifest.
+
+    Args:
+        rooms: takes the bytes of a file as they are read; what is in it counts once this returns.
 
     Raises:
         DamagedError: a file is missing, is one too many, has another size or other bytes, or is none; or the manifest.
@@ -162,7 +171,7 @@ def verify(folder: Path) -> Manifest:
         for name, said in manifest.files.items():
             if name not in there:
                 raise damaged(folder, name, "nothing", "a file")
-            _compare(folder, name, said, pool)
+            _compare(folder / name, said, pool, rooms)
     return manifest
 
 
@@ -172,13 +181,14 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
         yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
 
-def _compare(folder: Path, name: str, said: File, pool: ThreadPoolExecutor) -> None:
+def _compare(path: Path, said: File, pool: ThreadPoolExecutor, rooms: Rooms) -> None:
+    folder, name = path.parent, path.name
     try:
-        descriptor, size = open_file(folder / name)
+        descriptor, size = open_file(path)
         try:
             if size != said.bytes:
                 raise damaged(folder, name, f"{size} bytes", f"{said.bytes}")
-            if crc32_of_chunks(descriptor, size, pool) != said.crc32:
+            if crc32_of_chunks(descriptor, size, pool, rooms(path, size)) != said.crc32:
                 raise damaged(folder, name, "other bytes than were written")
         finally:
             os.close(descriptor)
@@ -209,11 +219,16 @@ def found(parent: Path) -> list[Path]:
     return [folder for folder in committed(parent) if _step(folder) is not None]
 
 
-def newest_good(parent: Path, reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None) -> Found:
+def newest_good(
+    parent: Path,
+    reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None,
+    rooms: Rooms = nowhere,
+) -> Found:
     """Return the newest folder of which every byte is as it was written.
 
     Args:
         reads: takes a folder that is whole; one of which it raises `DamagedError` counts as one that is not.
+        rooms: as of `verify`; the folder that is returned is the last one read.
 
     Raises:
         FormatError: one that may be newer has another schema: whoever wrote it can read it.
@@ -221,7 +236,7 @@ def newest_good(parent: Path, reads: Callable[[Path, Manifest], object] = lambda
     refused: list[Refused] = []
     for folder in committed(parent):
         try:
-            manifest = verify(folder)
+            manifest = verify(folder, rooms)
             reads(folder, manifest)
             return Found(folder, manifest, refused)
         except DamagedError as error:

@@ -25,7 +25,8 @@ from trimtab.checkpoint.said import Said, Saved, said_of
 from trimtab.checkpoint.settings import Checkpoints
 from trimtab.checkpoint.shards import Shards, WithoutParameters
 from trimtab.checkpoint.signals import Signals
-from trimtab.checkpoint.tensors import require_library, require_packable, snapshot
+from trimtab.checkpoint.tensor_files import require_library
+from trimtab.checkpoint.tensors import require_packable, snapshot
 from trimtab.checkpoint.world import changes, device_of, in_words, parted, require_accepted, world_of
 from trimtab.core.appended import sync
 from trimtab.core.codec import from_jsonable, to_jsonable
@@ -97,7 +98,7 @@ class KeptRun:
         if settings.resume == "never":
             (settings.path / journal.NAME).unlink(missing_ok=True)
             return None
-        found = newest_good(settings.path, said_of)
+        found = newest_good(settings.path, said_of, self._ranks.verified.room)
         if found.folder is None and found.refused:
             damaged = "; ".join(str(error) for error in found.refused)
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")

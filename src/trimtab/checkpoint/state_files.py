@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import open_file
-from trimtab.checkpoint.tensors import Packer, Unpacker, read_tensors, write_tensors
+from trimtab.checkpoint.tensor_files import read_tensors, write_tensors
+from trimtab.checkpoint.tensors import Packer, Unpacker
 from trimtab.checkpoint.tree import pack, unpack
 from trimtab.core.errors import FormatError
 
@@ -32,8 +35,11 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
     tensors.chmod(tree.stat().st_mode)  # the library's files are their owner's alone, whatever the process was told
 
 
-def read_state(folder: Path, prefix: str = "") -> Any:
+def read_state(folder: Path, prefix: str = "", read: Callable[[Path], dict[str, Tensor]] = read_tensors) -> Any:
     """Return a state that was written; its tensors are on the host. `verify` the folder first.
+
+    Args:
+        read: returns the tensors of a file.
 
     Raises:
         FormatError: the files are no state. DependencyError: safetensors is not installed.
@@ -44,7 +50,7 @@ def read_state(folder: Path, prefix: str = "") -> Any:
             packed = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a state") from None
-    unpacker = Unpacker(read_tensors(folder / f"{prefix}{TENSORS}"))
+    unpacker = Unpacker(read(folder / f"{prefix}{TENSORS}"))
     try:
         state = unpack(packed, unpacker.leaves)
     except RecursionError:

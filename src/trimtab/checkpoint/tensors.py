@@ -1,25 +1,20 @@
-"""Tensors and arrays of a state, bit for bit, in a file that holds numbers and nothing that runs (safetensors)."""
+"""Tensors and arrays of a state as JSON that names them, and numbers beside, bit for bit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.checkpoint.tensor_files import WRITTEN
 from trimtab.checkpoint.tree import Packed, pack
-from trimtab.core.errors import DependencyError, FormatError, SaveError
+from trimtab.core.errors import FormatError
 
 _TYPES = (Tensor, torch.nn.Parameter)
-# Types that every safetensors knows; of any other the file holds bytes.
-_WRITTEN = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-}
 _ARRAYS = "?bhilqBHILQefd"  # dtype codes: truth values, whole numbers and floats, in the machine's byte order
 _NAMED = {name: np.dtype(name) for name in (np.dtype(code).name for code in _ARRAYS)}  # a text may say other kinds
 
@@ -30,6 +25,7 @@ class Packer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._named: dict[tuple[Any, ...], str] = {}
+        self._written_from: set[int] = set()
         self._met: list[Tensor] = []  # alive, so that no address is another tensor's by now
 
     def leaf(self, value: Any, path: str) -> dict[str, Packed] | None:
@@ -51,10 +47,18 @@ class Packer:
         if name is None:
             name = self._named[memory] = f"{len(self.tensors)} {path.removeprefix('state')}"
             self._met.append(tensor)
-            self.tensors[name] = _written(tensor, path)
+            self.tensors[name] = self._alone(_written(tensor, path))
         packed = {"name": name, "shape": list(tensor.shape), "type": _name(tensor.dtype)}
         order = _order(tensor)
         return packed if order == sorted(order) else packed | {"order": order}
+
+    def _alone(self, dense: Tensor) -> Tensor:
+        """Return a tensor to be written, in memory that no other of them has: views of one may differ in shape."""
+        at = dense.untyped_storage().data_ptr()
+        if dense.nbytes and at in self._written_from:
+            return dense.clone()
+        self._written_from.add(at)
+        return dense
 
     def _packed_array(self, array: Any, path: str) -> Packed:
         _require_numbers(array, path)
@@ -128,7 +132,7 @@ def _written(tensor: Tensor, path: str) -> Tensor:
     if dense.untyped_storage().nbytes() != dense.nbytes:
         dense = dense.clone()
     try:
-        return dense if dense.dtype in _WRITTEN else dense.reshape(-1).view(torch.uint8)
+        return dense if dense.dtype in WRITTEN else dense.reshape(-1).view(torch.uint8)
     except RuntimeError as error:
         raise FormatError(path, given=f"a tensor of {_name(tensor.dtype)} ({error})", expected="one of bytes") from None
 
@@ -156,7 +160,7 @@ class Unpacker:
                 raise FormatError(path, given=f"{packed!r:.80}", expected=f"{before!r:.80}, as elsewhere")
             return tensor
         tensor, laid_out = self._tensors[name], [shape[d] for d in order]
-        is_bytes = dtype not in _WRITTEN
+        is_bytes = dtype not in WRITTEN
         if is_bytes and tensor.dtype is torch.uint8 and tensor.numel() == math.prod(shape) * dtype.itemsize:
             tensor = tensor.view(dtype).reshape(laid_out)
         if tensor.dtype is not dtype or list(tensor.shape) != laid_out:
@@ -181,51 +185,6 @@ def _parts(packed: Packed, path: str) -> tuple[str, list[int], torch.dtype, list
     if not are_sizes or sorted(order) != list(range(len(shape))) or not isinstance(dtype, torch.dtype):
         raise FormatError(path, given=f"{packed!r:.80}", expected="a tensor's shape, type and order")
     return str(packed["name"]), shape, dtype, order
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors that are on the host and dense.
-
-    Raises:
-        SaveError: they cannot be written. DependencyError: safetensors is not installed.
-    """
-    library = _library()
-    try:
-        library.torch.save_file(dict(tensors), path)
-    except (library.SafetensorError, OSError) as error:
-        given, expected = f"a file system that says: {error}", "room and leave to write"
-        raise SaveError(str(path), given=given, expected=expected) from None
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of a file, into memory of their own: what becomes of the file is nothing to them.
-
-    Raises:
-        FormatError: it is no such file, or says of itself what is not so. DependencyError: safetensors is missing.
-    """
-    library = _library()
-    try:
-        return {name: tensor.clone() for name, tensor in library.torch.load_file(path).items()}
-    except (library.SafetensorError, OSError, ValueError, KeyError) as error:
-        raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a file of tensors") from None
-
-
-def _library() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise DependencyError(
-            "checkpoints",
-            given="no safetensors",
-            expected="the library that tensors are written with",
-            way_out="pip install 'trimtab[checkpoint]'",
-        ) from None
-    return safetensors
-
-
-def require_library() -> None:
-    """Raise `DependencyError` where tensors cannot be written or read here."""
-    _library()
 
 
 def _name(dtype: torch.dtype) -> str:

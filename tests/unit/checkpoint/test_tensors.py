@@ -105,6 +105,13 @@ def test_what_becomes_of_the_file_is_nothing_to_what_was_read(tmp_path):
     assert torch.equal(found, torch.ones(10_000))
 
 
+def test_views_of_one_memory_that_differ_in_shape_or_type_are_each_written(tmp_path):
+    flat = torch.arange(8.0)
+    state = [flat, flat.view(2, 4), flat.view(torch.int32), flat.view(4, 2).t(), flat[:0], flat.view(2, 4)[:, :0]]
+    for found, expected in zip(back(tmp_path, state), state, strict=True):
+        assert_same(found, expected)
+
+
 def test_halves_of_one_memory_stay_two(tmp_path):
     flat = torch.arange(8.0)
     found = back(tmp_path, [flat[:4], flat[4:], flat.view(2, 4)])
