@@ -93,8 +93,8 @@ RANK = """
     if options.get("killed_in_reading") is not None:
         process_group.TIMEOUT_S = 2.0
         reads = kept_ranks.read_state
-        def and_die(*given):
-            found = reads(*given)
+        def and_die(*given, **named):
+            found = reads(*given, **named)
             if rank == options["killed_in_reading"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found

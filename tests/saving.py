@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint import envelope
-from trimtab.checkpoint.file_names import TENSORS
 from trimtab.checkpoint.manifest import NAME
+from trimtab.checkpoint.read_once import ReadOnce, Taken
 from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.checkpoint.tensor_files import ReadOnce, read_tensors
 
 KILLED = -signal.SIGKILL
 
@@ -41,9 +40,9 @@ def save(parent: Path, step: int, size: int = 2_000) -> Path:
     return folder
 
 
-def loaded(folder: Path, read: Callable[[Path], dict[str, torch.Tensor]] = read_tensors) -> int:
+def loaded(folder: Path, taken: Taken | None = None) -> int:
     """Return the step of a checkpoint, all of whose numbers are that step's."""
-    state = read_state(folder, "", read)
+    state = read_state(folder, taken=taken)
     expected = state_of(state["step"], len(state["weights"]))
     assert torch.equal(state.pop("weights"), expected.pop("weights"))
     assert state == expected
@@ -52,10 +51,12 @@ def loaded(folder: Path, read: Callable[[Path], dict[str, torch.Tensor]] = read_
 
 def gone_on_from(parent: Path) -> tuple[int, envelope.Found]:
     """Return the step that a run goes on from, of the very bytes that were verified; and what was found."""
-    once = ReadOnce(TENSORS)
-    good = envelope.newest_good(parent, rooms=once.room)
+    once = ReadOnce()
+    good = envelope.newest_good(parent, verifies=once.verify)
     assert good.folder is not None
-    return loaded(good.folder, once.read), good
+    taken = once.take(good.folder)
+    assert taken is not None
+    return loaded(good.folder, taken), good
 
 
 def forked(work: Callable[[], None]) -> int:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from trimtab.checkpoint.envelope import committed
 
 WINDOWS = 40
 LOOP = f"""
-    import json, os, sys, time, torch, trimtab
+    import json, time, torch, trimtab
 
     with trimtab.joined() as here:
         torch.manual_seed(here.rank)
@@ -24,7 +24,7 @@ LOOP = f"""
         rows = torch.sin(torch.arange(48.0)[:, None] * 6 + torch.arange(8))
         order = torch.Generator().manual_seed(2)
         loader = trimtab.shard(torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True, generator=order))
-        plan = trimtab.Plan.fixed(4, num_ranks=2, zero_stage=int(sys.argv[1]))
+        plan = trimtab.Plan.fixed(4, num_ranks=2, zero_stage=2)
         keep, losses = trimtab.Checkpoints("run", every_s=None), {{}}
         try:
             with trimtab.start(model, optimizer, plan, checkpoints=keep) as run:
@@ -43,35 +43,46 @@ LOOP = f"""
 """
 
 
-def job(folder: Path, stage: int) -> subprocess.Popen:
+@contextlib.contextmanager
+def job(folder: Path) -> Iterator[subprocess.Popen]:
+    """Run a job of two ranks; what is left of it when this is left is ended."""
     folder.mkdir(exist_ok=True)
     (folder / "loop.py").write_text(textwrap.dedent(LOOP))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, str(stage)], cwd=folder, **streams)
+    started = subprocess.Popen(command, cwd=folder, **streams)
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.terminate()  # sent on to the ranks, which SIGKILL is not
+            started.communicate()
 
 
 def losses(folder: Path) -> list[dict[str, str]]:
+    """Return each rank's losses of a job that nothing cuts off."""
+    with job(folder) as whole:
+        error = whole.communicate()[1]
+    assert whole.returncode == 0, error
+    return said(folder)
+
+
+def said(folder: Path) -> list[dict[str, str]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_signal_to_the_launcher_saves_the_job(tmp_path, stage):
-    whole, cut = job(tmp_path / "whole", stage), job(tmp_path / "cut", stage)
-    while (line := cut.stdout.readline().strip()) != "3":
-        assert line, cut.communicate()[1]
-    cut.send_signal(signal.SIGTERM)
-    cut.communicate()
-    assert cut.returncode != 0
-    (saved,) = committed(tmp_path / "cut" / "run")
+def test_a_signal_to_the_launcher_saves_the_job(tmp_path):
+    whole, folder = losses(tmp_path / "whole"), tmp_path / "cut"
+    with job(folder) as cut:
+        while (line := cut.stdout.readline().strip()) != "3":
+            assert line, cut.communicate()[1]
+        cut.send_signal(signal.SIGTERM)
+        cut.communicate()
+    assert cut.returncode == 1
+    (saved,) = committed(folder / "run")
     windows = int(saved.name.removeprefix("step-"))
     assert 3 <= windows < WINDOWS
-    assert [max(map(int, said)) for said in losses(tmp_path / "cut")] == [windows] * 2
-
-    rest = job(tmp_path / "cut", stage)
-    for each in (whole, rest):
-        error = each.communicate()[1]
-        assert each.returncode == 0, error
-    for then, expected in zip(losses(tmp_path / "cut"), losses(tmp_path / "whole"), strict=True):
-        assert then == {window: loss for window, loss in expected.items() if int(window) > windows}
-        assert len(then) == WINDOWS - windows
+    assert [max(map(int, each)) for each in said(folder)] == [windows] * 2
+    for rest, expected in zip(losses(folder), whole, strict=True):
+        assert rest == {window: loss for window, loss in expected.items() if int(window) > windows}
+        assert len(rest) == WINDOWS - windows

@@ -21,27 +21,20 @@ _MOST_PIECES = 1024  # that a system takes in one call
 
 
 class Room:
-    """Memory for a file's bytes, in pieces that follow one another.
-
-    Attributes:
-        bytes: of all pieces.
-    """
+    """Memory for a file's bytes, in pieces that follow one another."""
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = [*itertools.accumulate(map(len, self._pieces))]
-        self.bytes = self._ends[-1] if self._ends else 0
 
     def part(self, start: int, end: int) -> list[memoryview]:
         """Return the memory from byte `start` on, up to `end` or as far as one call can read."""
-        first = bisect.bisect_right(self._ends, start)
-        found = []
-        for piece, piece_end in zip(self._pieces[first:], self._ends[first:], strict=True):
-            if start >= end or len(found) == _MOST_PIECES:
-                break
-            begin = piece_end - len(piece)
-            found.append(piece[start - begin : end - begin])
-            start = piece_end
+        index, found = bisect.bisect_right(self._ends, start), []
+        while start < end and len(found) < _MOST_PIECES:
+            begin = self._ends[index] - len(self._pieces[index])
+            found.append(self._pieces[index][start - begin : end - begin])
+            start = self._ends[index]
+            index += 1
         return found
 
 

@@ -29,7 +29,8 @@ from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGiven
 
 LATEST = "latest"
 DAMAGED = ".damaged-"
-Rooms = Callable[[Path, int], Room | None]  # memory for the bytes of a file of so many, where somebody wants them
+# Memory for the bytes of a file, where somebody wants them; it is told its name, its descriptor and how many they are.
+Rooms = Callable[[str, int, int], Room | None]
 NAMED = re.compile(r"step-(\d{1,12})")  # what a checkpoint is called, by which one is known that lost its manifest
 
 
@@ -142,12 +143,7 @@ def _synced(path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> F
         os.close(descriptor)
 
 
-def nowhere(path: Path, size: int) -> Room | None:
-    """Return no memory for a file: it is verified alone."""
-    return None
-
-
-def verify(folder: Path, rooms: Rooms = nowhere) -> Manifest:
+def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> Manifest:
     """Read every byte of a folder, and return its manifest.
 
     Args:
@@ -171,7 +167,7 @@ def verify(folder: Path, rooms: Rooms = nowhere) -> Manifest:
         for name, said in manifest.files.items():
             if name not in there:
                 raise damaged(folder, name, "nothing", "a file")
-            _compare(folder / name, said, pool, rooms)
+            _compare(folder, name, said, _found_of(folder / name, said.bytes, pool, rooms))
     return manifest
 
 
@@ -181,19 +177,30 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
         yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
 
-def _compare(path: Path, said: File, pool: ThreadPoolExecutor, rooms: Rooms) -> None:
-    folder, name = path.parent, path.name
+def _compare(folder: Path, name: str, said: File, found: File | str) -> None:
+    if isinstance(found, str):
+        raise damaged(folder, name, f"what cannot be read ({found})", "a file")
+    if found.bytes != said.bytes:
+        raise damaged(folder, name, f"{found.bytes} bytes", f"{said.bytes}")
+    if found.crc32 != said.crc32:
+        raise damaged(folder, name, "other bytes than were written")
+
+
+def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | str:
+    """Return what a file is, read where it has the size; or why it cannot be.
+
+    No error leaves it: one that is kept would keep the memory that the bytes were to go to.
+    """
     try:
-        descriptor, size = open_file(path)
+        descriptor, found = open_file(path)
         try:
-            if size != said.bytes:
-                raise damaged(folder, name, f"{size} bytes", f"{said.bytes}")
-            if crc32_of_chunks(descriptor, size, pool, rooms(path, size)) != said.crc32:
-                raise damaged(folder, name, "other bytes than were written")
+            if found != size:
+                return File(found, ())
+            return File(size, crc32_of_chunks(descriptor, size, pool, rooms(path.name, descriptor, size)))
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise damaged(folder, name, f"what cannot be read ({error.strerror or error})", "a file") from None
+        return str(error.strerror or error)
 
 
 class Refused(NamedTuple):
@@ -222,13 +229,13 @@ def found(parent: Path) -> list[Path]:
 def newest_good(
     parent: Path,
     reads: Callable[[Path, Manifest], object] = lambda folder, manifest: None,
-    rooms: Rooms = nowhere,
+    verifies: Callable[[Path], Manifest] = verify,
 ) -> Found:
     """Return the newest folder of which every byte is as it was written.
 
     Args:
         reads: takes a folder that is whole; one of which it raises `DamagedError` counts as one that is not.
-        rooms: as of `verify`; the folder that is returned is the last one read.
+        verifies: does what `verify` does; the folder that is returned is the last one.
 
     Raises:
         FormatError: one that may be newer has another schema: whoever wrote it can read it.
@@ -236,7 +243,7 @@ def newest_good(
     refused: list[Refused] = []
     for folder in committed(parent):
         try:
-            manifest = verify(folder, rooms)
+            manifest = verifies(folder)
             reads(folder, manifest)
             return Found(folder, manifest, refused)
         except DamagedError as error:

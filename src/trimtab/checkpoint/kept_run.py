@@ -98,7 +98,7 @@ class KeptRun:
         if settings.resume == "never":
             (settings.path / journal.NAME).unlink(missing_ok=True)
             return None
-        found = newest_good(settings.path, said_of, self._ranks.verified.room)
+        found = newest_good(settings.path, said_of, self._ranks.verified.verify)
         if found.folder is None and found.refused:
             damaged = "; ".join(str(error) for error in found.refused)
             raise FormatError(str(settings.path), given=damaged, expected="a checkpoint that is whole")

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from trimtab.checkpoint import envelope
-from trimtab.checkpoint.file_names import TENSORS, prefix_of
+from trimtab.checkpoint.file_names import prefix_of
+from trimtab.checkpoint.read_once import ReadOnce
 from trimtab.checkpoint.said import Saved, said_of
 from trimtab.checkpoint.shards import merged
 from trimtab.checkpoint.state_files import read_state, write_state
-from trimtab.checkpoint.tensor_files import ReadOnce
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -37,7 +37,7 @@ class KeptRanks:
     """The ranks of a run; one process is a job of one.
 
     Attributes:
-        rank: this one. num: of them. verified: the tensors of rank 0's file, where this one has verified it.
+        rank: this one. num: of them. verified: the state of rank 0, where this one has verified it.
     """
 
     _asked = itertools.count()  # the same on every rank, of all runs of the job
@@ -45,7 +45,7 @@ class KeptRanks:
     def __init__(self, exchange: Exchange) -> None:
         self.num = exchange.num_ranks
         self.rank = torch.distributed.get_rank() if self.num > 1 else 0
-        self.verified = ReadOnce(TENSORS)
+        self.verified = ReadOnce()
 
     @property
     def is_first(self) -> bool:
@@ -165,7 +165,7 @@ class KeptRanks:
         A rank beyond those that were saved takes what is its own from one that was, with global random numbers of its
         own from here on. Those that the pass under way began with stay: the order of its rows follows from them.
         """
-        state: dict[str, Any] = read_state(folder, "", self.verified.read)
+        state: dict[str, Any] = read_state(folder, taken=self.verified.take(folder))
         of = self.rank % saved
         if of:
             own = read_state(folder, prefix_of(of))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import open_file
+from trimtab.checkpoint.read_once import Taken
 from trimtab.checkpoint.tensor_files import read_tensors, write_tensors
 from trimtab.checkpoint.tensors import Packer, Unpacker
 from trimtab.checkpoint.tree import pack, unpack
@@ -35,25 +34,29 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
     tensors.chmod(tree.stat().st_mode)  # the library's files are their owner's alone, whatever the process was told
 
 
-def read_state(folder: Path, prefix: str = "", read: Callable[[Path], dict[str, Tensor]] = read_tensors) -> Any:
+def read_state(folder: Path, prefix: str = "", *, taken: Taken | None = None) -> Any:
     """Return a state that was written; its tensors are on the host. `verify` the folder first.
 
     Args:
-        read: returns the tensors of a file.
+        taken: what its files hold, where they were read already.
 
     Raises:
         FormatError: the files are no state. DependencyError: safetensors is not installed.
     """
     path = folder / f"{prefix}{TREE}"
     try:
-        with open(open_file(path)[0], encoding="utf-8") as file:
-            packed = json.load(file)
+        packed = json.loads((_bytes_of(path) if taken is None else taken.tree).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(str(path), given=f"what cannot be read ({error})", expected="a state") from None
-    unpacker = Unpacker(read(folder / f"{prefix}{TENSORS}"))
+    unpacker = Unpacker(read_tensors(folder / f"{prefix}{TENSORS}") if taken is None else taken.tensors)
     try:
         state = unpack(packed, unpacker.leaves)
     except RecursionError:
         raise FormatError(str(path), given="levels without end", expected="a state") from None
     unpacker.require_all_given()
     return state
+
+
+def _bytes_of(path: Path) -> bytes:
+    with open(open_file(path)[0], "rb") as file:
+        return file.read()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trimtab
-from trimtab.checkpoint import envelope, kept_run
+from trimtab.checkpoint import envelope, kept_run, state_files
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import locked
@@ -243,6 +243,18 @@ def test_a_damaged_one_is_put_aside_and_the_one_before_is_gone_on_from(saved, tm
         rest = Loop(saved).train(6)
     assert rest == Loop(tmp_path / "other").train(6)[3:]
     assert [each.name.partition("-4")[0] for each in saved.glob("step-4.damaged-*")] == ["step"]
+
+
+def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch):
+    """Neither file of the state is opened again."""
+
+    def again(*_):
+        raise AssertionError("a file that was verified is read once more")
+
+    expected = Loop(tmp_path / "other").train(6)[4:]
+    monkeypatch.setattr(state_files, "read_tensors", again)
+    monkeypatch.setattr(state_files, "_bytes_of", again)
+    assert Loop(saved).train(6) == expected
 
 
 def test_nothing_whole_is_no_reason_to_begin_anew(saved):
