@@ -15,7 +15,7 @@ RANK = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     import trimtab
-    from trimtab.checkpoint import journal, kept_run, ranks as kept_ranks
+    from trimtab.checkpoint import journal, kept_run, ranks as kept_ranks, state_files
     from trimtab.core.errors import FormatError, TrimtabError
     from trimtab.distributed import process_group
 
@@ -118,6 +118,12 @@ RANK = """
         def full(*_, **__):
             raise OSError(28, "No space left on device")
         safetensors.torch.save = full
+    if options.get("reads_once") and rank == 0:
+        read_tensors = state_files.read_tensors
+        def others(path):
+            assert path.name.startswith("rank-"), "what was verified is read once more"
+            return read_tensors(path)
+        state_files.read_tensors = others
     if options.get("cannot_read") == rank:
         def damaged(*_, **__):
             raise ValueError("another disk")

@@ -50,13 +50,11 @@ def loaded(folder: Path, taken: Taken | None = None) -> int:
 
 
 def gone_on_from(parent: Path) -> tuple[int, envelope.Found]:
-    """Return the step that a run goes on from, of the very bytes that were verified; and what was found."""
+    """Return the step that a run goes on from, of the very bytes that were verified, 0 of none; and what was found."""
     once = ReadOnce()
     good = envelope.newest_good(parent, verifies=once.verify)
-    assert good.folder is not None
-    taken = once.take(good.folder)
-    assert taken is not None
-    return loaded(good.folder, taken), good
+    taken = None if good.folder is None else once.take(good.folder)
+    return (0 if taken is None else loaded(good.folder, taken)), good
 
 
 def forked(work: Callable[[], None]) -> int:

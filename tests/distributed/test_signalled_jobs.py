@@ -15,7 +15,7 @@ from trimtab.checkpoint.envelope import committed
 
 WINDOWS = 40
 LOOP = f"""
-    import json, time, torch, trimtab
+    import json, sys, time, torch, trimtab
 
     with trimtab.joined() as here:
         torch.manual_seed(here.rank)
@@ -32,7 +32,7 @@ LOOP = f"""
                     for window in run.windows(loader):
                         run.train_step(window, lambda model, batch: model(batch).square().mean())
                         losses[run.num_windows] = float(run.loss).hex()
-                        time.sleep(0.05)
+                        time.sleep(float(sys.argv[1]))
                         if here.rank == 0:
                             print(run.num_windows, flush=True)
                         if run.num_windows == {WINDOWS}:
@@ -44,13 +44,14 @@ LOOP = f"""
 
 
 @contextlib.contextmanager
-def job(folder: Path) -> Iterator[subprocess.Popen]:
-    """Run a job of two ranks; what is left of it when this is left is ended."""
+def job(folder: Path, slow_s: float = 0.0) -> Iterator[subprocess.Popen]:
+    """Run a job of two ranks, whose windows take so long at least; what is left of it when this is left is ended."""
     folder.mkdir(exist_ok=True)
     (folder / "loop.py").write_text(textwrap.dedent(LOOP))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = subprocess.Popen(command, cwd=folder, **streams)
+    with (folder / "errors.txt").open("w") as errors:
+        streams = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        started = subprocess.Popen([*command, str(slow_s)], cwd=folder, **streams)
     try:
         yield started
     finally:
@@ -62,8 +63,8 @@ def job(folder: Path) -> Iterator[subprocess.Popen]:
 def losses(folder: Path) -> list[dict[str, str]]:
     """Return each rank's losses of a job that nothing cuts off."""
     with job(folder) as whole:
-        error = whole.communicate()[1]
-    assert whole.returncode == 0, error
+        whole.communicate()
+    assert whole.returncode == 0, (folder / "errors.txt").read_text()
     return said(folder)
 
 
@@ -73,9 +74,9 @@ def said(folder: Path) -> list[dict[str, str]]:
 
 def test_a_signal_to_the_launcher_saves_the_job(tmp_path):
     whole, folder = losses(tmp_path / "whole"), tmp_path / "cut"
-    with job(folder) as cut:
+    with job(folder, slow_s=0.3) as cut:
         while (line := cut.stdout.readline().strip()) != "3":
-            assert line, cut.communicate()[1]
+            assert line, (folder / "errors.txt").read_text()
         cut.send_signal(signal.SIGTERM)
         cut.communicate()
     assert cut.returncode == 1

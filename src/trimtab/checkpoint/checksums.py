@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-try:  # the same sums in a quarter of the time
+try:  # the same sums, several times faster
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
@@ -21,11 +21,16 @@ _MOST_PIECES = 1024  # that a system takes in one call
 
 
 class Room:
-    """Memory for a file's bytes, in pieces that follow one another."""
+    """Memory for a file's bytes, in pieces that follow one another.
+
+    Attributes:
+        bytes: of all pieces.
+    """
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = [*itertools.accumulate(map(len, self._pieces))]
+        self.bytes = self._ends[-1] if self._ends else 0
 
     def part(self, start: int, end: int) -> list[memoryview]:
         """Return the memory from byte `start` on, up to `end` or as far as one call can read."""
@@ -45,8 +50,10 @@ def crc32_of_chunks(descriptor: int, size: int, pool: ThreadPoolExecutor, room: 
         room: for all its bytes, which are there when it returns.
 
     Raises:
-        OSError: it cannot be read, or ends before `size` bytes.
+        OSError: it cannot be read, or ends before `size` bytes. ValueError: the room is for more or fewer.
     """
+    if room is not None and room.bytes != size:
+        raise ValueError(f"room for {room.bytes} bytes, of {size}")
 
     def of(start: int) -> str:
         return _crc32(descriptor, start, min(start + CHUNK_BYTES, size), room)

@@ -247,6 +247,7 @@ def newest_good(
             reads(folder, manifest)
             return Found(folder, manifest, refused)
         except DamagedError as error:
+            error.__traceback__ = error.__context__ = None  # which hold all that called, as long as it is kept
             refused.append(Refused(folder, error))
     return Found(None, None, refused)
 

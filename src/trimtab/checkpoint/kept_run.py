@@ -118,6 +118,7 @@ class KeptRun:
             )
 
     def _release(self) -> None:
+        self._ranks.verified.forget()
         if self._lock is not None:
             self._lock.release()
 

@@ -45,22 +45,27 @@ class ReadOnce:
     """Verifies folders, and has the state of the last one that was whole."""
 
     def __init__(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Hold no state from here on."""
         self._folder: Path | None = None
         self._layout: _Layout | None = None
         self._head, self._tree = bytearray(), bytearray()
 
     def verify(self, folder: Path) -> Manifest:
-        """Do what `envelope.verify` does, which see; nothing is held of a folder that is not whole."""
-        self._forget()
+        """Read every byte of a folder, and return its manifest; nothing is held of one that is not whole.
+
+        Raises:
+            DamagedError, FormatError: as of `envelope.verify`.
+        """
+        self.forget()
         try:
             manifest = envelope.verify(folder, self._room)
             if self._layout is not None and self._head != self._layout.head:
                 raise damaged(folder, TENSORS, "bytes that were others a moment ago")
         except BaseException:
-            self._forget()
+            self.forget()
             raise
         self._folder = folder
         return manifest
@@ -70,7 +75,7 @@ class ReadOnce:
         taken = None
         if folder == self._folder and self._layout is not None:
             taken = Taken(bytes(self._tree), self._layout.tensors)
-        self._forget()
+        self.forget()
         return taken
 
     def _room(self, name: str, descriptor: int, size: int) -> Room | None:
@@ -87,29 +92,35 @@ def _laid_out(descriptor: int, size: int) -> _Layout | None:
     """Return what a file of tensors of so many bytes says of itself; None where it is none, or an odd one."""
     with contextlib.suppress(*_ODD):
         length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-        if length > _LONGEST_HEAD:
+        if length > min(_LONGEST_HEAD, size):
             return None
         head = os.pread(descriptor, _LENGTH_BYTES + length, 0)
         said = json.loads(head[_LENGTH_BYTES:])
         said.pop("__metadata__", None)
-        in_turn = sorted(said.items(), key=lambda item: item[1]["data_offsets"])
-        ends = [0, *(each["data_offsets"][1] for _, each in in_turn)]
-        tensors = {name: _without_values(each, start) for start, (name, each) in zip(ends, in_turn, strict=False)}
-        if len(head) == _LENGTH_BYTES + length and len(head) + ends[-1] == size:
-            return _Layout(head, tensors)
+        in_turn = dict(sorted(said.items(), key=lambda item: item[1]["data_offsets"]))
+        end = 0
+        for each in in_turn.values():
+            end = _end_of(each, end)
+        if len(head) == _LENGTH_BYTES + length and len(head) + end == size:  # before memory is asked for
+            return _Layout(head, {name: _without_values(each) for name, each in in_turn.items()})
     return None
 
 
-def _without_values(said: Any, start: int) -> Tensor:
-    """Return a tensor as a head says that it is, where its bytes begin as told.
+def _end_of(said: Any, start: int) -> int:
+    """Return where the bytes of a tensor end that begin as told.
 
     Raises:
-        ValueError, TypeError, LookupError, ArithmeticError, RuntimeError: there is none such.
+        ValueError, TypeError, LookupError: a head says otherwise, or what no writer of it says.
     """
-    shape, dtype, (begin, end) = said["shape"], TYPES[said["dtype"]], said["data_offsets"]
-    if begin != start or end - begin != math.prod(shape) * dtype.itemsize:
+    (begin, end), shape = said["data_offsets"], said["shape"]
+    is_one = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
+    if not is_one or begin != start or end - begin != math.prod(shape) * TYPES[said["dtype"]].itemsize:
         raise ValueError("bytes that are no such tensor's")
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return end
+
+
+def _without_values(said: Any) -> Tensor:
+    return torch.empty(said["shape"], dtype=TYPES[said["dtype"]], device="cpu")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

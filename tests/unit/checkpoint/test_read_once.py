@@ -13,7 +13,7 @@ import torch
 from saving import gone_on_from, loaded, save
 from test_tensors import BITS, BOMBS, TYPES, assert_same, header
 
-from trimtab.checkpoint import envelope, read_once
+from trimtab.checkpoint import checksums, envelope, read_once
 from trimtab.checkpoint.checksums import Room
 from trimtab.checkpoint.envelope import newest_good, seal, verify
 from trimtab.checkpoint.file_names import TENSORS, TREE
@@ -107,6 +107,7 @@ def test_nothing_is_to_be_had_of_what_was_damaged(tmp_path):
 
 
 def test_what_cannot_be_read_holds_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "CHUNK_BYTES", 4096)  # so that threads read it
     for step in (1, 2):
         save(tmp_path, step)
     rooms, whole = [], os.preadv
@@ -186,6 +187,7 @@ ODD = {
     "no sizes": one(None, 16),
     "another type": one([16], 16, "F8_E4M3"),
     "no type": one([4], 16, None),
+    "an offset that is broken": one([4], 16, data_offsets=[0, 16.0]),
     "offsets of another length": one([4], 16, data_offsets=[0, 16, 16]),
     "no offsets": one([4], 16, data_offsets=None),
     "bytes that nothing names": one([4], 16, data_offsets=[0, 8]),
@@ -204,12 +206,49 @@ ODD = {
 def test_what_is_no_file_of_tensors_is_refused_as_it_is_without(tmp_path, content):
     save(tmp_path, 1)
     folder = save(tmp_path, 2)
-    (folder / TENSORS).write_bytes(content)
+    size = (folder / TENSORS).stat().st_size
+    (folder / TENSORS).write_bytes(content.ljust(size, b"1")[:size])  # looked into, as it has the size
     assert gone_on_from(tmp_path)[0] == 1
     forged(folder, content)
     assert taken(folder) is None
     with pytest.raises(FormatError):
         read_state(folder)
+
+
+@pytest.mark.parametrize("content", [*BOMBS.values(), *ODD.values()], ids=[*BOMBS, *ODD])
+def test_no_memory_is_asked_for_by_what_is_odd(tmp_path, monkeypatch, content):
+    """Of heads alone that say more than there is, or otherwise; what has no elements takes none."""
+    asked = []
+    monkeypatch.setattr(read_once, "_without_values", lambda said: asked.append(said["shape"]) or torch.empty(0))
+    folder = save(tmp_path, 1)
+    forged(folder, content)
+    ReadOnce().verify(folder)
+    assert all(0 in shape for shape in asked)
+
+
+def test_memory_for_another_size_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    for size in (10, 100_000):
+        with pytest.raises(ValueError, match=f"room for {size} bytes"):
+            verify(folder, lambda name, descriptor, _, size=size: Room([memoryview(bytearray(size))]))
+
+
+def test_a_state_that_is_refused_is_not_held(tmp_path):
+    save(tmp_path, 1)
+    once = ReadOnce()
+    good = newest_good(tmp_path, verifies=once.verify)
+    once.forget()
+    assert once.take(good.folder) is None
+
+
+def test_what_was_refused_holds_none_of_those_that_called(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step-2" / TREE).write_bytes(b"{}")
+    (tmp_path / "step-1" / NAME).write_bytes(b"{}")
+    for refused in newest_good(tmp_path).refused:
+        assert refused.error.__traceback__ is None
+        assert refused.error.__context__ is None
 
 
 def test_what_the_library_writes_beside_the_tensors_is_passed_over(tmp_path):
