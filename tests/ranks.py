@@ -108,7 +108,9 @@ class _Server:
 
     def __init__(self) -> None:
         command = [sys.executable, str(TESTS / "rank_server.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # it forks, which a process of threads is not to do
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=one_thread, text=True, **pipes)
         atexit.register(self.close)
 
     def ask(self, does: str, **request: object):
