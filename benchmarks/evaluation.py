@@ -256,6 +256,8 @@ def run_slice(each: Slice, place: Place) -> tuple[str, str]:
     result, begun, before = place.folder / each.result, time.perf_counter(), place.left(each)
     if each.begins_anew:
         result.unlink(missing_ok=True)
+    if each.writes_file:
+        result.parent.mkdir(exist_ok=True)
     code, out, err = _run(_argv(each, place.folder), place.folder, place.limit_s)
     seconds = time.perf_counter() - begun
     if code is None:

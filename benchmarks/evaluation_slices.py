@@ -16,6 +16,7 @@ MINUTES = 9.0  # that a slice may take
 CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
+PHASES = "phases.json"
 SIZES = ("cpu", "gpu", "tiny")
 DONE, TO_DO = "done", "to do"
 
@@ -43,6 +44,11 @@ class Slice:
     def begins_anew(self) -> bool:
         """Whether it goes on with nothing: what a cut-off run of it left is in its way."""
         return self.command[0] == "train"
+
+    @property
+    def writes_file(self) -> bool:
+        """Whether it writes a file where it is told to, and makes no folder for it."""
+        return self.command[0] == "phases"
 
     @property
     def folder(self) -> str:
@@ -145,6 +151,7 @@ def _cpu() -> Iterator[Slice]:
         says = f"{ablated}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), *brief, minutes=changes)
     yield from _by_hand()
+    yield from _phases()
     yield from _growing(
         "cifar-scale",
         "cifar10_resnet on 1 and 2 ranks of one thread, rounds",
@@ -172,6 +179,18 @@ def _by_hand() -> Iterator[Slice]:
     ):
         says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
         yield from _ablations(folder, says, of, *how, minutes=minutes)
+
+
+def _phases() -> Iterator[Slice]:
+    """Yield what a step's phases take that no race has: what is computed again, and what ranks tell one another."""
+    text = (f"{TASKS}:wikitext2_ablate", "--plan", f"{PLANS}/paper-text.json")
+    for folder, says, of in (
+        ("wikitext-phases", "wikitext2_ablate, phases of paper-text", text),
+        ("wikitext-phases-ranks", "wikitext2_ablate, phases of paper-text on 2 ranks", (*text, "--ranks", "2")),
+        ("cifar-phases-ranks", "cifar10_short, phases of S on 2 ranks", (f"{TASKS}:cifar10_short", "--ranks", "2")),
+    ):
+        result = f"{folder}/{PHASES}"
+        yield Slice(folder, says, ("phases", *of, "--out", result), result, 3)
 
 
 def _gpu(minutes: float) -> Iterator[Slice]:

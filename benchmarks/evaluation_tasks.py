@@ -59,6 +59,7 @@ def _of_a_long_run(task: Task) -> Task:
 cifar10_short = _of_a_long_run(_images("cifar10_resnet_short", 20, 16, 5, (0.25, 0.30, 0.35)))
 cifar10_ablate = _images("cifar10_resnet_ablate", 10, 12, 12, (0.20, 0.25, 0.28))
 cifar10_half = _images("cifar10_resnet_half", 40, 16, 5, (0.30, 0.35, 0.40, 0.42))
-wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (10_000.0, 6_000.0, 4_000.0)))
+# The two highest rungs were added after it had been raced: of the others neither the reference nor P1 reaches one.
+wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (20e3, 15e3, 10e3, 6e3, 4e3)))
 wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)
 wikitext2_half = _tokens("wikitext2_gpt_half", 16, 12, 4, (4_000.0, 2_000.0, 1_000.0))

@@ -117,6 +117,7 @@ READERS = (
     "comparison.thirds",
     "comparison.verdicts",
     "evaluation",
+    "phase_page",
     "report",
     "scaling.result",
     "scaling.table",

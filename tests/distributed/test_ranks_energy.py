@@ -7,13 +7,14 @@ import json
 from ranks import run_ranks
 
 RANK = """
-    import json, sys
+    import json, sys, time
     from pathlib import Path
     import torch
     import torch.distributed as dist
     from trimtab.core.energy import Energy, Provenance, absent
     from trimtab.distributed.energy import meter_of_rank
     from trimtab.distributed.process_group import total
+    from trimtab.measure.energy import WINDOW_S, EnergyClock
     from trimtab.measure.meters import Metering
 
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -23,6 +24,19 @@ RANK = """
     lost = absent("the counter is gone") if metered.is_reader else own
     found = {"reads": metered.is_reader, "absent": metered.own.is_absent, "job": metered.job.sources}
     found["joules"], found["lost"] = metered.of_all(own, total).joules, metered.of_all(lost, total).joules
+    counter = Path(folder) / "tree" / "intel-rapl:0" / "energy_uj"
+    shared = meter_of_rank(torch.device("cpu"), Metering(root=counter.parents[1]))
+    clock = EnergyClock(shared.meter)
+    clock.start()
+    dist.barrier()
+    if rank == 1:
+        counter.write_text("51000000")
+    dist.barrier()
+    while clock.seconds < WINDOW_S:
+        time.sleep(WINDOW_S / 4)
+        clock.tick()
+    energy = shared.of_all(clock.read(), total)
+    found["counted"] = [shared.is_reader, shared.job.sources, energy.joules, energy.provenance.value]
     nothing = meter_of_rank(torch.device("cpu"), Metering(root=Path(folder) / "powercap"))
     found["nothing"] = [nothing.job.is_absent, nothing.of_all(own, total).joules]
     with open(f"{folder}/rank-{rank}.json", "w") as file:
@@ -33,6 +47,10 @@ RANK = """
 
 
 def test_one_meter_is_read_once_and_told_to_all(tmp_path):
+    zone = tmp_path / "tree" / "intel-rapl:0"
+    zone.mkdir(parents=True)
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", "262143000000"), ("energy_uj", "1000000")):
+        (zone / name).write_text(text)
     run_ranks(RANK, tmp_path)
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [each["reads"] for each in found] == [True, False]
@@ -40,3 +58,6 @@ def test_one_meter_is_read_once_and_told_to_all(tmp_path):
     assert [each["job"] for each in found] == [["15 W, as given"]] * 2
     assert [(each["joules"], each["lost"]) for each in found] == [(30.0, None)] * 2
     assert [each["nothing"] for each in found] == [[True, None]] * 2
+    # One counter of the machine, which both keep busy: its 50 joules are the job's, and not twice.
+    counted = [["rapl package-0"], 50.0, "measured"]
+    assert [each["counted"] for each in found] == [[True, *counted], [False, *counted]]

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from trimtab.core.codec import read_json
 from trimtab.core.phases import Gain
 from trimtab.decide.attribution import bound_seconds
-from trimtab.experiments.phases_command import PhasePage
+from trimtab.experiments.phase_page import PhasePage
 
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 RANK = """

@@ -26,7 +26,7 @@ from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
 from trimtab.experiments import gain, progress_bar
 from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.phases_command import PhasePage
+from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.racing import race
 from trimtab.measure import machine, meters
 from trimtab.measure.energy import NoMeter

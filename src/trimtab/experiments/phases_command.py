@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,21 @@ import torch
 from trimtab.core.codec import read_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
-from trimtab.core.phases import Gain
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
 from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import Together
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
-from trimtab.experiments.comparison.result import Comparison, ThirdRow
+from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.gain import measure_gain
+from trimtab.experiments.phase_page import PhasePage, merged
 from trimtab.experiments.planning import device_here, given_plan, make_plans
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
 from trimtab.tasks.task import Task, TaskData
-
-PAGE_SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class PhasePage:
-    """What the command found: gains, and for each the thirds of training that its records tell; a JSON value."""
-
-    gains: tuple[Gain, ...]
-    thirds: tuple[tuple[ThirdRow, ...], ...]
-    schema: int = PAGE_SCHEMA
 
 
 @dataclass(frozen=True)
@@ -103,11 +91,6 @@ def phases_of(asked: Asked) -> PhasePage | None:
             for source in asked.sources
         ]
     return merged(pages) if here.rank == 0 else None
-
-
-def merged(pages: Sequence[PhasePage]) -> PhasePage:
-    """Return several pages as one."""
-    return PhasePage(tuple(g for page in pages for g in page.gains), tuple(t for page in pages for t in page.thirds))
 
 
 def _measured(task: Task, asked: Asked, given: Plan | None, progress: Progress, ranks: Together) -> PhasePage:

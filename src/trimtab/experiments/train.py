@@ -88,7 +88,7 @@ def train_part(
     torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    metered = meter_of_rank(device, asked.metering)
+    metered = meter_of_rank(device, asked.metering, idle=True)
     about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
     header = Header(task.name, asked.seed, to_jsonable(plan), environment(), about)
     writer = record_of(asked.record, header, asked.tracks, continues=asked.checkpoints is not None)

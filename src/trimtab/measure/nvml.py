@@ -14,6 +14,8 @@ from trimtab.measure.energy import MeterLost, NoMeter
 
 # Where a GPU has no counter its power is read whenever somebody asks, and taken to be even in between: no longer.
 SAMPLED_S = 2.0
+# What a GPU says that has no such thing, and a driver that is older than the question.
+_NONE = ("NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_FUNCTION_NOT_FOUND")
 
 
 def load() -> Any:
@@ -135,7 +137,7 @@ class Nvml:
         try:
             self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except self._library.NVMLError as error:
-            if not self._is(error, "NVML_ERROR_NOT_SUPPORTED"):
+            if not self._is_none(error):
                 raise MeterLost(self._why(error)) from None
             self._last_mw = self._call("nvmlDeviceGetPowerUsage", self._handle)
             self._read_at = self._clock()
@@ -146,7 +148,7 @@ class Nvml:
         try:
             current, _ = self._library.nvmlDeviceGetMigMode(self._handle)
         except self._library.NVMLError as error:
-            if self._is(error, "NVML_ERROR_NOT_SUPPORTED"):  # a GPU that cannot be shared out
+            if self._is_none(error):  # a GPU that cannot be shared out
                 return
             raise MeterLost(self._why(error)) from None
         if current == self._library.NVML_DEVICE_MIG_ENABLE:
@@ -158,8 +160,8 @@ class Nvml:
         except self._library.NVMLError as error:
             raise MeterLost(self._why(error)) from None
 
-    def _is(self, error: Any, code: str) -> bool:
-        return getattr(error, "value", None) == getattr(self._library, code)
+    def _is_none(self, error: Any) -> bool:
+        return getattr(error, "value", None) in [getattr(self._library, code) for code in _NONE]
 
     @staticmethod
     def _why(error: Exception) -> str:

@@ -71,8 +71,8 @@ def _with_memory(name: str, folder: Path) -> Iterator[Zone]:
 def _name(folder: Path) -> str:
     try:
         return (folder / "name").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    except (OSError, ValueError) as error:  # it may be one that belongs to the sum
+        raise MeterLost(f"what {folder.name} counts cannot be told ({type(error).__name__} of its name)") from None
 
 
 def _range_j(name: str, folder: Path) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +13,14 @@ from tiny_task import task as tiny
 from torch import Tensor
 from torch.nn import functional as F
 
+from trimtab.core.energy import Provenance
 from trimtab.core.errors import LossError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
+from trimtab.core.record import read_record
 from trimtab.experiments import train as train_module
 from trimtab.experiments.train import Training, train_whole
+from trimtab.measure.meters import Metering
 
 STEPS = 6
 
@@ -52,6 +57,23 @@ def test_a_count_that_is_a_number_is_added_up_too():
         return tiny.loss_fn(model, batch) * len(batch[0]), 5
 
     assert trained(loss_fn=loss_fn)["tokens_per_s"] == 5 * STEPS * BATCH_ROWS / 8
+
+
+class Steady:
+    """A meter of a machine that takes the same at any time."""
+
+    provenance, sources, period_s = Provenance.MEASURED, ("a steady counter",), math.inf
+
+    def joules(self) -> float:
+        return 20.0 * time.monotonic()
+
+
+def test_the_record_of_a_metered_run_has_the_watts_of_a_second_before_it(tmp_path):
+    path = tmp_path / "run.jsonl"
+    train_whole(
+        Training(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, record=path, metering=Metering(meter=Steady())), silent
+    )
+    assert read_record(path).header.detail["meter"]["idle_w"] == pytest.approx(20.0, rel=0.05)
 
 
 def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():

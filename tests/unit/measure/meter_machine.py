@@ -59,6 +59,8 @@ class Gpu:
     mig: int | None = None
     limits: tuple[int, int, int] | None = (700_000, 200_000, 700_000)
     is_lost: bool = False
+    is_denied: bool = False
+    is_old: bool = False  # its driver knows neither counters nor slices
 
 
 @dataclass
@@ -70,7 +72,9 @@ class Library:
 
     NVMLError = NVMLError
     NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_NO_PERMISSION = 4
     NVML_ERROR_LIBRARY_NOT_FOUND = 12
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_DEVICE_MIG_ENABLE = 1
 
@@ -91,11 +95,15 @@ class Library:
         return gpu.name.encode()
 
     def nvmlDeviceGetMigMode(self, gpu: Gpu) -> list[int]:
+        self._require_known(gpu)
         return [self._told(gpu.mig), 0]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, gpu: Gpu) -> int:
         if gpu.is_lost:
             raise NVMLError(self.NVML_ERROR_GPU_IS_LOST, "GPU is lost")
+        if gpu.is_denied:
+            raise NVMLError(self.NVML_ERROR_NO_PERMISSION, "Insufficient Permissions")
+        self._require_known(gpu)
         return self._told(gpu.millijoules)
 
     def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:
@@ -106,6 +114,10 @@ class Library:
 
     def nvmlDeviceGetPowerManagementLimitConstraints(self, gpu: Gpu) -> list[int]:
         return list(self._told(gpu.limits)[1:])
+
+    def _require_known(self, gpu: Gpu) -> None:
+        if gpu.is_old:
+            raise NVMLError(self.NVML_ERROR_FUNCTION_NOT_FOUND, "Function Not Found")
 
     def _told(self, value):
         if value is None:

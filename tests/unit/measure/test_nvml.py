@@ -107,6 +107,22 @@ def test_a_gpu_that_vanishes_is_lost_and_not_zero():
         meter.joules()
 
 
+def test_a_counter_that_may_not_be_read_is_lost_and_not_zero():
+    library = two()
+    meter = Nvml(0, library=library, environment=NONE)
+    library.gpus[0].is_denied = True
+    with pytest.raises(MeterLost, match="Insufficient Permissions"):
+        meter.joules()
+    found = nvml(0, library=library)
+    assert found.provenance is Provenance.ABSENT
+    assert "Insufficient Permissions" in found.reason
+
+
+def test_a_driver_that_knows_neither_counters_nor_slices_tells_power():
+    library = Library([Gpu("GPU-a", is_old=True)])
+    assert Nvml(0, library=library, environment=NONE).sources == ("nvml gpu 0 power, sampled at least every 2 s",)
+
+
 def test_without_a_driver_it_says_so():
     found = nvml(0, library=Library(starts=False))
     assert isinstance(found, NoMeter)

@@ -128,6 +128,17 @@ def test_one_of_several_that_may_not_be_read_makes_the_sum_unknown(tree, monkeyp
     assert "chmod a+r" in found.reason
 
 
+@pytest.mark.parametrize("zone", ["intel-rapl:1", "intel-rapl:0:2"])
+def test_one_whose_name_cannot_be_read_makes_the_sum_unknown(tree, zone):
+    """It may be a package, or memory: the sum of the others is not the machine's."""
+    one_package(tree)
+    tree.add("intel-rapl:0:1", "core")
+    tree.add(zone, "dram")
+    tree.file(zone, "name").unlink()
+    tree.file(zone, "name").mkdir()
+    assert f"what {zone} counts cannot be told" in rapl(tree.root).reason
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read anything")
 def test_a_file_of_roots_own_is_told_as_such(tree):
     one_package(tree)

@@ -17,9 +17,10 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_phases, of_record, of_scaling
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
+from trimtab.experiments.phase_page import FILE, PhasePage
 from trimtab.experiments.scaling.result import Scaling
 from trimtab.experiments.settings_file import NAME
 
@@ -45,6 +46,7 @@ KINDS = (
     Kind("comparison", "report.json", "target_rows", Comparison, of_comparison),
     Kind("ablation", "report.json", "effects", Ablation, of_ablation),
     Kind("scaling table", "scaling.json", "links", Scaling, of_scaling),
+    Kind("phase table", FILE, "gains", PhasePage, of_phases),
 )
 _EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"
 

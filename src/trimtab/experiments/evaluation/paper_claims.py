@@ -19,9 +19,6 @@ _BOUNDS = (">= ", "<= ")  # how a time that is bounded is told
 NEAR = 0.1  # around a share that is claimed, what is about it
 # Measure and part of a claim -> why nothing that the evaluation runs has a figure of it.
 _UNREACHED = {
-    ("gain_share", ("communication",)): (
-        "no run of this evaluation clocks ranks: `trimtab phases TASK --ranks 2` does, and is no part of this page"
-    ),
     ("component_time", ACCUMULATION): (
         "its models of images have batch statistics, which a batch that is cut would change: no plan is let do that "
         "unasked, and none that was written by hand does"

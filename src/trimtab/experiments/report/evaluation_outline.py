@@ -121,7 +121,7 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
     if not found:
         yield Paragraph("No arm saved anything that could be shared out.")
     yield from (tables.gain_table(run, tier) for run, tier in found)
-    compared = [(number, run) for number, run in enumerate(runs, 1) if run.kind == "comparison"]
+    compared = [(number, run) for number, run in enumerate(runs, 1) if run.kind in ("comparison", "phases")]
     clocked = [(number, run.gain) for number, run in compared if run.gain is not None]
     if clocked:
         yield side_by_side([gain for _, gain in clocked])

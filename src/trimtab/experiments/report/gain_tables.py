@@ -198,9 +198,14 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
     names = _in_any(each for pair in bounds for each in pair)
     rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
     rows.append(("speed-up", *(cell for gain in gains for cell in ("", *_speedup_cells(gain)))))
-    columns = [f"{say.one_line(gain.task)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
+    columns = [f"{_title(gain)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
     note = "Shares of a step; then what the phase has of the seconds saved, where these are clear of nothing."
     return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
+
+
+def _title(gain: Gain) -> str:
+    ranks = f" on {gain.num_ranks} ranks" if gain.num_ranks > 1 else ""
+    return f"{say.one_line(gain.task)}{ranks}"
 
 
 def _speedup_cells(gain: Gain) -> tuple[str, str]:
