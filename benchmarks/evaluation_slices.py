@@ -183,14 +183,18 @@ def _by_hand() -> Iterator[Slice]:
 
 def _phases() -> Iterator[Slice]:
     """Yield what a step's phases take that no race has: what is computed again, and what ranks tell one another."""
-    text = (f"{TASKS}:wikitext2_ablate", "--plan", f"{PLANS}/paper-text.json")
+    paper = ("--plan", f"{PLANS}/paper-text.json")
     for folder, says, of in (
-        ("wikitext-phases", "wikitext2_ablate, phases of paper-text", text),
-        ("wikitext-phases-ranks", "wikitext2_ablate, phases of paper-text on 2 ranks", (*text, "--ranks", "2")),
+        ("wikitext-phases", "wikitext2_ablate, phases of paper-text", (f"{TASKS}:wikitext2_ablate", *paper)),
+        (
+            "wikitext-phases-ranks",
+            "wikitext2_short, phases of paper-text on 2 ranks",  # of twice the rows: the plan is of a rank's
+            (f"{TASKS}:wikitext2_short", *paper, "--ranks", "2"),
+        ),
         ("cifar-phases-ranks", "cifar10_short, phases of S on 2 ranks", (f"{TASKS}:cifar10_short", "--ranks", "2")),
     ):
         result = f"{folder}/{PHASES}"
-        yield Slice(folder, says, ("phases", *of, "--out", result), result, 3)
+        yield Slice(folder, says, ("phases", *of, "--rounds", "24", "--out", result), result, 3)
 
 
 def _gpu(minutes: float) -> Iterator[Slice]:
@@ -206,7 +210,8 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     for kind, task in (("resnet", "resnet50_timed"), ("gpt2", "gpt2_timed")):
         # An arm's seconds are capped so that a race fits a slice; what is not reached by then is a bound.
         caps = ("--cap", str(CAP_S), "--reference-cap", f"{reference_s:g}")
-        freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", "learning-rate,schedule", *caps)
+        adapts = "learning-rate,schedule" + (",optimizer" if kind == "gpt2" else "")  # Muon is of matrices alone
+        freed = (f"{GPU_TASKS}:{task}", "--no-peers", "--adapt", adapts, *caps)
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
         yield from _whole(kind, task, minutes)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):

@@ -197,7 +197,7 @@ def phases(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="folders or files of compare, ablate or scale, or runs' records (.jsonl)"),
+        typer.Argument(help="folders or files of compare, ablate, scale or phases, or runs' records (.jsonl)"),
     ],
     out: Annotated[
         Path | None, typer.Option(help="folder; default: where one run came from, runs/report of more")
