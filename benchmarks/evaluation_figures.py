@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from evaluation_goals import GOALS, Reached, reached, runs_in
-from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
+from evaluation_slices import DONE, PHASES, TO_DO, Ran, Slice, slices
+from phases_figures import phases
 
 from trimtab.core.codec import read_json
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.ablation.rows import ablation_object
+from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.report import evaluation_texts, read_report
 from trimtab.experiments.scaling.result import Scaling
 from trimtab.experiments.scaling.table import tables
@@ -126,6 +129,13 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
 def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iterator[str]]) -> Iterator[str]:
     if (path / "scaling.json").is_file():
         yield from _scaling(run, read_json(Scaling, path / "scaling.json"))
+    elif (path / PHASES).is_file():
+        page = read_json(PhasePage, path / PHASES)
+        yield f"### {path.name}: {run.task}"
+        yield ""
+        yield f"{run.headline.sentence} {_versions(run)[0].upper()}{_versions(run)[1:]}."
+        yield ""
+        yield from phases(phase_object(page.gains, page.thirds)["rows"])
     elif (path / "report.json").is_file():
         found = read_report(path / "report.json")
         yield f"### [{path.name}]({link}/report.md): {found.task}"

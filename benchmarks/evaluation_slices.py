@@ -215,6 +215,9 @@ def _gpu(minutes: float) -> Iterator[Slice]:
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
         yield from _whole(kind, task, minutes)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
+        folder = f"{kind}-phases-ranks"
+        clocked = ("phases", task, "--ranks", "2", "--rounds", "24", "--out", f"{folder}/{PHASES}")
+        yield Slice(folder, f"{task}, phases of S on 2 ranks", clocked, f"{folder}/{PHASES}", 6, ("gpu", "2 gpus"))
         says = f"{task}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), "--whole", "0", minutes=4, needs=("gpu",))
         for folder, ranks, most in ((f"{kind}-scale", "1,2,4", "4 gpus"), (f"{kind}-scale2", "1,2", "2 gpus")):

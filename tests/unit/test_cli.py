@@ -605,6 +605,9 @@ def test_phases_of_a_plan_and_of_what_was_measured(trimtab, tmp_path):
     assert "forward: Linear" in done.out
     found = read_json(PhasePage, tmp_path / "found.json")
     assert len(found.gains[0].plan.laps) == 2
+    shown = trimtab("report", "found.json", "--out", "page")
+    assert (shown.code, shown.err) == (0, "")
+    assert "Side by side" in (tmp_path / "page" / "evaluation.md").read_text()
 
     compared = trimtab(
         "compare",

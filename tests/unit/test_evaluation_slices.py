@@ -21,8 +21,10 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.plan import Measured, Plan
 from trimtab.core.recompute import schedule_of
 from trimtab.decide.ablation import changes_of
+from trimtab.decide.ranks import replicated
 from trimtab.experiments.evaluation.findings import of_comparison
 from trimtab.experiments.planning import require_fits
+from trimtab.experiments.ranks import task_of_rank
 from trimtab.measure.blocks import find_blocks
 from trimtab.runtime.splitting import has_batch_statistics
 from trimtab.tasks import load_task
@@ -305,6 +307,25 @@ def test_a_command_is_made_where_it_runs(evaluation, place, listed):
     (place.folder / "arm.json").write_text('{"peak_bytes": null}')
     with pytest.raises(FormatError, match="no peak"):
         evaluation._argv(each, place.folder)
+
+
+def test_a_slice_that_writes_a_file_has_a_folder_for_it(evaluation, place, listed, monkeypatch):
+    ran = []
+
+    def writes(argv, folder, limit_s):
+        ran.append(argv)
+        (folder / argv[argv.index("--out") + 1]).write_text("{}")
+        return 0, "", ""
+
+    monkeypatch.setattr(evaluation, "_run", writes)
+    found = [each for each in listed.slices("cpu") if each.writes_file]
+    assert [evaluation.run_slice(each, place)[0] for each in found] == ["run"] * 3
+    for argv in ran:
+        task, num_ranks = argv[argv.index("phases") + 1], 2 if "--ranks" in argv else 1
+        of = load_task(f"{(place.folder / task.partition(':')[0]).resolve()}:{task.partition(':')[2]}")
+        if "--plan" in argv:
+            plan = read_json(Plan, place.folder / argv[argv.index("--plan") + 1])
+            require_fits(task_of_rank(of, num_ranks), replicated(plan, num_ranks), num_ranks)
 
 
 BY_HAND = {

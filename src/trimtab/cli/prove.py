@@ -181,7 +181,7 @@ def phases(
     as_json: Json = False,
 ) -> None:
     """Say where the gain comes from: which phases of a step a plan shortens, and what bounds those that are left."""
-    from trimtab.core.codec import to_json
+    from trimtab.core.codec import to_json, write_whole
     from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phases_command import Asked, phases_of
 
@@ -190,7 +190,7 @@ def phases(
     if found is None:
         return
     if out is not None:
-        out.write_text(to_json(found, indent=1), encoding="utf-8")
+        write_whole(out, to_json(found, indent=1))
     print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
 
 
@@ -208,10 +208,10 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Put several runs on one page, beside what the paper claims; write one run's own report again."""
-    from trimtab.experiments.evaluation.files import read_runs
+    from trimtab.experiments.evaluation.files import has_own_report, read_runs
     from trimtab.experiments.report import read_report
 
-    if paper or len(runs) > 1:
+    if paper or len(runs) > 1 or not has_own_report(runs[0]):
         command = shlex.join(["trimtab", *sys.argv[1:]])
         write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)
         return

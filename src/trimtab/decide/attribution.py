@@ -26,7 +26,7 @@ class Saved:
 
     Args:
         reference_s, plan_s: mean seconds of a step. saved: the one less the other, paired by lap, with its 95% t
-            interval. share: of what the whole step saves; None where that is not clear of nothing.
+            interval. share: of what the whole step saves; None where it is not clear that it saves anything.
     """
 
     phase: str
@@ -60,13 +60,13 @@ def attribute(gain: Gain) -> Attribution:
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    is_clear = interval.low > 0 or interval.high < 0
+    is_gain = interval.low > 0  # of a loss nothing has a share: the paper's shares are of what is gained
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
         found = mean_interval([t - o for t, o in pairs])
         reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
-        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_clear else None)
+        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_gain else None)
 
     def of_phase(name: str) -> Saved:
         return saved(name, lambda lap: lap.seconds.get(name, 0.0))

@@ -57,6 +57,11 @@ class Training:
     grid: Intensity | None = None
     tracks: tuple[str, ...] = ()
 
+    @property
+    def begins_record(self) -> bool:
+        """Whether a record is to begin, and does not go on."""
+        return self.record is not None and not self.record.exists()
+
     def __post_init__(self) -> None:
         rows = -(-self.task.batch_rows // place().num_ranks)
         if self.plan.batch_rows != rows:
@@ -88,7 +93,7 @@ def train_part(
     torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
     optimizer = task.make_optimizer(model)
-    metered = meter_of_rank(device, asked.metering, idle=True)
+    metered = meter_of_rank(device, asked.metering, idle=asked.begins_record)
     about = {"data": to_jsonable(data.source), "data_on": to_jsonable(where), "meter": to_jsonable(metered.own)}
     header = Header(task.name, asked.seed, to_jsonable(plan), environment(), about)
     writer = record_of(asked.record, header, asked.tracks, continues=asked.checkpoints is not None)

@@ -455,6 +455,46 @@ def test_a_phase_table_is_a_run(tmp_path):
     assert "cifar10_resnet50 on 2 ranks: reference" in page
     assert "10.0%" in next(line for line in page.splitlines() if line.startswith("| communication | 15%"))
     assert "Not clocked by phase: 2: cifar10_resnet50." in page
+    of_paper, of_ours = [line for line in page.splitlines() if line.startswith("| 15% of the gain in communication")]
+    assert "not measured" in of_paper
+    assert "on 2 ranks" in of_ours
+    assert judged.status == PASS, "the whole interval is within a tenth of it"
+
+
+def test_of_a_slower_plan_no_phase_has_a_share(tmp_path):
+    page = phase_page()
+    slower = replace(page.gains[0], reference=page.gains[0].plan, plan=page.gains[0].reference)
+    (tmp_path / "phases.json").write_text(to_json(replace(page, gains=(slower,))))
+    (run,) = read_runs([tmp_path])
+    assert run.findings == ()
+    text = write_evaluation([run], tmp_path / "page", "x")["md"].read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| communication |"))
+    assert row.count("no clear gain") == 1
+
+
+def test_thirds_of_a_phase_table_are_read(tmp_path):
+    third = ThirdRow("early", "plan_S", "reference", "S", None, None, None, saved=around(0.4))
+    (tmp_path / "phases.json").write_text(to_json(replace(phase_page(), thirds=((third,),))))
+    assert "early" in {each.part for each in read_runs([tmp_path])[0].findings}
+
+
+@pytest.mark.parametrize("lap", [Lap({"forward": 1.0}, {}, 0.0), Lap({}, {}, 1.0), Lap({"forward": 0.0}, {}, 1.0)])
+def test_a_step_that_took_no_time_is_refused(tmp_path, lap):
+    page = phase_page()
+    damaged = replace(page.gains[0], plan=ArmPhases((lap,) * len(NOISE)))
+    (tmp_path / "phases.json").write_text(to_json(replace(page, gains=(damaged,))))
+    with pytest.raises(FormatError, match=r"phases.json: gains: laps: given a step that took no time"):
+        read_runs([tmp_path])
+
+
+def test_a_phase_table_keeps_its_own_machine_wherever_it_lies(tmp_path):
+    run = comparison(environment=CPU)
+    (tmp_path / "report.json").write_text(to_json(run))
+    (tmp_path / "phases.json").write_text(to_json(phase_page()))
+    with pytest.raises(FormatError, match=r"given a folder of several: report\.json, phases\.json; .*Name the file"):
+        read_runs([tmp_path])
+    both = read_runs([tmp_path / "report.json", tmp_path / "phases.json"])
+    assert [each.environment for each in both] == [CPU, GPU]
 
 
 @pytest.mark.parametrize("gains", [0, 2])

@@ -17,7 +17,8 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_phases, of_record, of_scaling
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.gain_findings import of_phases
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
 from trimtab.experiments.phase_page import FILE, PhasePage
@@ -69,6 +70,9 @@ def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
     files = [path / name for name in dict.fromkeys(kind.file for kind in KINDS) if (path / name).is_file()]
+    if len(files) > 1:
+        given, way_out = f"a folder of several: {', '.join(file.name for file in files)}", "Name the file."
+        raise FormatError(str(path), given=given, expected="one result", way_out=way_out)
     if files:
         return files[0]
     if (path / NAME).is_file():  # without a result beside it, it was cut off
@@ -90,7 +94,7 @@ def _read(name: str, file: Path) -> Run:
         raise FormatError(str(file), given=str(error), expected=_EXPECTED) from None
     except (ValueError, RecursionError) as error:
         raise FormatError(str(file), given=f"text that is not JSON ({error})", expected=_EXPECTED) from None
-    kind = next((kind for kind in KINDS if isinstance(data, dict) and kind.key in data), None)
+    kind = _kind_of(data)
     if kind is None:
         raise FormatError(str(file), given=_what(data), expected=_EXPECTED)
     try:
@@ -99,7 +103,22 @@ def _read(name: str, file: Path) -> Run:
         raise FormatError(
             f"{file}: {error.field}", given=error.given, expected=error.expected, way_out=error.way_out
         ) from None
-    return _beside(found, file.parent) if file.name == kind.file else found
+    is_beside = file.name == kind.file and kind.value is not PhasePage  # which has its own machine
+    return _beside(found, file.parent) if is_beside else found
+
+
+def has_own_report(path: Path) -> bool:
+    """Return whether what is there is of a kind that writes a report of its own; damage is told by who reads it."""
+    try:
+        data = json.loads(_file(path).read_text(encoding="utf-8"))
+    except (FormatError, OSError, ValueError, RecursionError):
+        return True
+    kind = _kind_of(data)
+    return kind is None or kind.value in (Comparison, Ablation)
+
+
+def _kind_of(data: Any) -> Kind | None:
+    return next((kind for kind in KINDS if isinstance(data, dict) and kind.key in data), None)
 
 
 def _beside(run: Run, folder: Path) -> Run:

@@ -7,23 +7,26 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.core.errors import FormatError
-from trimtab.core.phases import Gain
 from trimtab.core.record import RunRecord
-from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
-from trimtab.decide.attribution import shares
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.result import (
+    Arm,
+    ArmCurve,
+    Comparison,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    Verdict,
+)
 from trimtab.experiments.comparison.stats import as_ratio, crossing
+from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
-from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
 
-REFERENCE, NO_VERDICT = "reference", "no verdict"
+NO_VERDICT = "no verdict"
 _ALIKE = 0.02  # of the rows that two arms trained on, where their ends are compared
-_PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
 
 
 def of_comparison(name: str, found: Comparison) -> Run:
@@ -34,7 +37,7 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.task,
         found.environment,
         found.headline,
-        (*_ratios(found), *_targets(found), *_peers(found), *_mfu(found), *_gain(found)),
+        (*_ratios(found), *_targets(found), *_peers(found), *_mfu(found), *gain_findings(found.gain, found.thirds)),
         found.metric,
         found.unit,
         found.terms,
@@ -218,45 +221,6 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
         theirs = None if reference is None else reference.mfu
         figure = as_ratio(mean_interval(each), each)
         yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure)
-
-
-def _gain(found: Comparison) -> Iterator[Finding]:
-    """Yield where the gain comes from: shares of what a step saves by phase and bound, of a run by third."""
-    if found.gain is not None:
-        yield from _shares(found.gain)
-    for row in found.thirds:
-        if row.against == REFERENCE and row.saved is not None:
-            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, part=row.third)
-
-
-def _shares(gain: Gain) -> Iterator[Finding]:
-    for each in shares(gain):
-        figure = as_ratio(each.share, each.each)
-        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, part=_PARTS.get(each.of, each.of))
-
-
-def of_phases(name: str, found: PhasePage) -> Run:
-    """Return what laps under a clock show.
-
-    Raises:
-        FormatError: they are of several plans, or none.
-    """
-    if len(found.gains) != 1:
-        given, way_out = f"{len(found.gains)} of them", "trimtab phases ONE --out FILE"
-        raise FormatError("gains", given=given, expected="one plan's", way_out=way_out)
-    (gain,) = found.gains
-    ranks = f" on {gain.num_ranks} ranks" if gain.num_ranks > 1 else ""
-    said = f"A step of {gain.task}{ranks} under a clock of its phases: {gain.changes or 'the plan changes nothing'}."
-    return Run(
-        name,
-        "phases",
-        gain.task,
-        gain.environment,
-        Verdict("no verdict", said),
-        tuple(_shares(gain)),
-        labels={"plan_S": gain.changes or "the plan"},
-        gain=gain,
-    )
 
 
 def of_scaling(name: str, found: Scaling) -> Run:

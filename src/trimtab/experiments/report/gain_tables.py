@@ -39,7 +39,7 @@ def phase_gain_table(gain: Gain) -> Table:
         "No phases were measured.",
         f"Mean of {len(gain.plan.laps)} paired laps, run in turns, of one seed and arms that are built once: where "
         "these lie in memory is in all laps alike, and in no interval. The rows above the last add up to it. A share "
-        f"stands where what the step saves is clear of nothing. {_clock(found)}",
+        f"stands where it is clear that the step saves something. {_clock(found)}",
         _SAVED,
     )
 
@@ -55,7 +55,7 @@ def _longer(ratio: float) -> str:
 
 
 def _saved(row: Saved) -> tuple[str, ...]:
-    share = "not clear" if row.share is None else say.share(row.share)
+    share = "no clear gain" if row.share is None else say.share(row.share)
     shown = (say.signed_seconds(each) for each in (row.reference_s, row.plan_s, row.saved.mean))
     return *shown, _between(row.saved, say.signed_seconds), share
 
@@ -199,7 +199,7 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
     rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
     rows.append(("speed-up", *(cell for gain in gains for cell in ("", *_speedup_cells(gain)))))
     columns = [f"{_title(gain)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
-    note = "Shares of a step; then what the phase has of the seconds saved, where these are clear of nothing."
+    note = "Shares of a step; then what the phase has of the seconds saved, where it is clear that any are."
     return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
 
 
@@ -218,7 +218,7 @@ def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
     if row is None:
         return "none", "none", ""
     wholes = [math.fsum(getattr(each, name) for each in found.phases) for name in ("reference_s", "plan_s")]
-    share = "not clear" if row.share is None else say.share(row.share)
+    share = "no clear gain" if row.share is None else say.share(row.share)
     return say.share(row.reference_s / wholes[0]), say.share(row.plan_s / wholes[1]), share
 
 

@@ -1,0 +1,65 @@
+"""Findings of where a gain comes from: of laps under a clock, and of the thirds of races."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from trimtab.core.errors import FormatError
+from trimtab.core.phases import Gain
+from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
+from trimtab.decide.attribution import shares
+from trimtab.experiments.comparison.result import ThirdRow, Verdict
+from trimtab.experiments.comparison.stats import as_ratio
+from trimtab.experiments.evaluation.result import Finding, Run
+from trimtab.experiments.phase_page import PhasePage
+
+REFERENCE = "reference"
+_PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
+
+
+def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow]) -> Iterator[Finding]:
+    """Yield shares of what a step saves by phase and bound, where it was clocked, and of a run by third."""
+    if gain is not None:
+        yield from _shares(gain)
+    for row in thirds:
+        if row.against == REFERENCE and row.saved is not None:
+            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, part=row.third)
+
+
+def _shares(gain: Gain) -> Iterator[Finding]:
+    for each in shares(gain):
+        figure = as_ratio(each.share, each.each)
+        part, said = _PARTS.get(each.of, each.of), _on_ranks(gain)
+        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, said=said, part=part)
+
+
+def _on_ranks(gain: Gain) -> str:
+    return f"on {gain.num_ranks} ranks" if gain.num_ranks > 1 else ""
+
+
+def of_phases(name: str, found: PhasePage) -> Run:
+    """Return what laps under a clock show.
+
+    Raises:
+        FormatError: they are of several plans, or none; or of steps that took no time.
+    """
+    if len(found.gains) != 1:
+        given, way_out = f"{len(found.gains)} of them", "trimtab phases ONE --out FILE"
+        raise FormatError("gains", given=given, expected="one plan's", way_out=way_out)
+    (gain,) = found.gains
+    laps = (*gain.reference.laps, *gain.plan.laps)
+    if not all(0 < seconds < math.inf for lap in laps for seconds in (lap.plain_s, lap.clocked_s)):
+        raise FormatError("gains: laps", given="a step that took no time, or for ever", expected="seconds above 0")
+    clocked = " ".join(filter(None, (f"A step of {gain.task}", _on_ranks(gain), "under a clock of its phases")))
+    said = f"{clocked}: {gain.changes or 'the plan changes nothing'}."
+    return Run(
+        name,
+        "phases",
+        gain.task,
+        gain.environment,
+        Verdict("no verdict", said),
+        tuple(gain_findings(gain, found.thirds[0] if found.thirds else ())),
+        labels={"plan_S": gain.changes or "the plan"},
+        gain=gain,
+    )
