@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation_goals import GOALS, Reached, reached, runs_in
-from evaluation_slices import DONE, PHASES, TO_DO, Ran, Slice, slices
+from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
 from phases_figures import phases
 
 from trimtab.core.codec import read_json
@@ -23,6 +23,7 @@ from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.phase_page import FILE as PHASES
 from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.report import evaluation_texts, read_report
 from trimtab.experiments.scaling.result import Scaling
@@ -133,7 +134,7 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
         page = read_json(PhasePage, path / PHASES)
         yield f"### {path.name}: {run.task}"
         yield ""
-        yield f"{run.headline.sentence} {_versions(run)[0].upper()}{_versions(run)[1:]}."
+        yield f"{run.headline.sentence} With {_versions(run)}."
         yield ""
         yield from phases(phase_object(page.gains, page.thirds)["rows"])
     elif (path / "report.json").is_file():

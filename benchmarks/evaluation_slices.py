@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.experiments.phase_page import FILE as PHASES
+
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
 MINUTES = 9.0  # that a slice may take
 CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
-PHASES = "phases.json"
 SIZES = ("cpu", "gpu", "tiny")
 DONE, TO_DO = "done", "to do"
 
@@ -193,8 +194,12 @@ def _phases() -> Iterator[Slice]:
         ),
         ("cifar-phases-ranks", "cifar10_short, phases of S on 2 ranks", (f"{TASKS}:cifar10_short", "--ranks", "2")),
     ):
-        result = f"{folder}/{PHASES}"
-        yield Slice(folder, says, ("phases", *of, "--rounds", "24", "--out", result), result, 3)
+        yield _clocked(folder, says, of, 3)
+
+
+def _clocked(folder: str, says: str, of: tuple[str, ...], minutes: float, *needs: str) -> Slice:
+    result = f"{folder}/{PHASES}"
+    return Slice(folder, says, ("phases", *of, "--rounds", "24", "--out", result), result, minutes, needs)
 
 
 def _gpu(minutes: float) -> Iterator[Slice]:
@@ -215,9 +220,8 @@ def _gpu(minutes: float) -> Iterator[Slice]:
         yield from _races(f"{kind}-freed", f"{task}, S and F to targets", freed, _FIVE, minutes, "gpu", whole=True)
         yield from _whole(kind, task, minutes)
     for kind, task in (("resnet", "cifar10_resnet50"), ("gpt2", "wikitext2_gpt2")):
-        folder = f"{kind}-phases-ranks"
-        clocked = ("phases", task, "--ranks", "2", "--rounds", "24", "--out", f"{folder}/{PHASES}")
-        yield Slice(folder, f"{task}, phases of S on 2 ranks", clocked, f"{folder}/{PHASES}", 6, ("gpu", "2 gpus"))
+        ranks = (task, "--ranks", "2")
+        yield _clocked(f"{kind}-phases-ranks", f"{task}, phases of S on 2 ranks", ranks, 6, "gpu", "2 gpus")
         says = f"{task}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), "--whole", "0", minutes=4, needs=("gpu",))
         for folder, ranks, most in ((f"{kind}-scale", "1,2,4", "4 gpus"), (f"{kind}-scale2", "1,2", "2 gpus")):

@@ -109,6 +109,11 @@ class Gain:
     environment: Mapping[str, str] = field(default_factory=dict)
     schema: int = PHASES_SCHEMA
 
+    @property
+    def on_ranks(self) -> str:
+        """How many trained together, in words; "" of one process."""
+        return f"on {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+
     def __post_init__(self) -> None:
         if self.schema != PHASES_SCHEMA:
             raise FormatError("gain.schema", given=repr(self.schema), expected=str(PHASES_SCHEMA))

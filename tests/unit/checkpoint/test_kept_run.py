@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trimtab
-from trimtab.checkpoint import envelope, kept_run, state_files
+from trimtab.checkpoint import envelope, kept_run, ranks, state_files
 from trimtab.checkpoint.envelope import committed
 from trimtab.checkpoint.journal import Journal
 from trimtab.checkpoint.lock import locked
 from trimtab.checkpoint.manifest import manifest_of
 from trimtab.checkpoint.ranks import KeptRanks
+from trimtab.checkpoint.read_once import ReadOnce
 from trimtab.checkpoint.world import WAYS_OUT, class_of, device_of
 from trimtab.core.errors import (
     DamagedError,
@@ -255,6 +256,15 @@ def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch)
     monkeypatch.setattr(state_files, "read_tensors", again)
     monkeypatch.setattr(state_files, "_bytes_of", again)
     assert Loop(saved).train(6) == expected
+
+
+def test_a_start_that_is_refused_holds_no_state(saved, monkeypatch):
+    once, loop = ReadOnce(), Loop(saved)
+    monkeypatch.setattr(ranks, "ReadOnce", lambda: once)
+    loop.optimizer = torch.optim.RMSprop(loop.model.parameters())
+    with pytest.raises(ValueGivenError, match="resume: optimizer: given RMSprop"):
+        loop.start()
+    assert once.take(committed(saved)[0]) is None
 
 
 def test_nothing_whole_is_no_reason_to_begin_anew(saved):

@@ -233,14 +233,6 @@ def test_memory_for_another_size_is_refused(tmp_path):
             verify(folder, lambda name, descriptor, _, size=size: Room([memoryview(bytearray(size))]))
 
 
-def test_a_state_that_is_refused_is_not_held(tmp_path):
-    save(tmp_path, 1)
-    once = ReadOnce()
-    good = newest_good(tmp_path, verifies=once.verify)
-    once.forget()
-    assert once.take(good.folder) is None
-
-
 def test_what_was_refused_holds_none_of_those_that_called(tmp_path):
     for step in (1, 2):
         save(tmp_path, step)

@@ -18,6 +18,7 @@ from trimtab.core.errors import LossError
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.record import read_record
+from trimtab.distributed import energy
 from trimtab.experiments import train as train_module
 from trimtab.experiments.train import Training, train_whole
 from trimtab.measure.meters import Metering
@@ -75,6 +76,19 @@ def test_the_record_of_a_metered_run_has_the_watts_of_a_second_before_it(tmp_pat
     )
     # As far as a busy machine lets the clock be read when the meter is.
     assert read_record(path).header.detail["meter"]["idle_w"] == pytest.approx(20.0, rel=0.25)
+
+
+def test_no_second_is_idle_where_no_record_begins(tmp_path, monkeypatch):
+    def waits(_):
+        raise AssertionError("a second in which nothing is done")
+
+    monkeypatch.setattr(energy, "with_idle", waits)
+    path = tmp_path / "run.jsonl"
+    path.touch()
+    asked = Training(tiny, Plan.fixed(BATCH_ROWS, 8), STEPS, metering=Metering(meter=Steady()))
+    assert not replace(asked, record=path).begins_record  # a run that goes on, in its own
+    assert replace(asked, record=tmp_path / "new.jsonl").begins_record
+    train_whole(asked, silent)
 
 
 def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():

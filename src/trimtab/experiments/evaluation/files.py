@@ -33,7 +33,8 @@ class Kind:
     """A kind of result.
 
     Args:
-        file: in a run's folder. key: of its JSON object, and of no other kind's.
+        file: in a run's folder. key: of its JSON object, and of no other kind's. has_report: whether its command writes
+            a report of it alone. has_folder: whether the folder it is in is the run's own, and says more of it.
     """
 
     name: str
@@ -41,13 +42,15 @@ class Kind:
     key: str
     value: type[Any]
     run_of: Callable[[str, Any], Run]
+    has_report: bool = False
+    has_folder: bool = True
 
 
 KINDS = (
-    Kind("comparison", "report.json", "target_rows", Comparison, of_comparison),
-    Kind("ablation", "report.json", "effects", Ablation, of_ablation),
+    Kind("comparison", "report.json", "target_rows", Comparison, of_comparison, has_report=True),
+    Kind("ablation", "report.json", "effects", Ablation, of_ablation, has_report=True),
     Kind("scaling table", "scaling.json", "links", Scaling, of_scaling),
-    Kind("phase table", FILE, "gains", PhasePage, of_phases),
+    Kind("phase table", FILE, "gains", PhasePage, of_phases, has_folder=False),
 )
 _EXPECTED = f"a folder or file of {', '.join(kind.name for kind in KINDS)}, or a run's record ({RECORD})"
 
@@ -103,18 +106,17 @@ def _read(name: str, file: Path) -> Run:
         raise FormatError(
             f"{file}: {error.field}", given=error.given, expected=error.expected, way_out=error.way_out
         ) from None
-    is_beside = file.name == kind.file and kind.value is not PhasePage  # which has its own machine
-    return _beside(found, file.parent) if is_beside else found
+    return _beside(found, file.parent) if kind.has_folder and file.name == kind.file else found
 
 
 def has_own_report(path: Path) -> bool:
-    """Return whether what is there is of a kind that writes a report of its own; damage is told by who reads it."""
+    """Return whether what is there is of a kind that has a report of its own; damage is told by who reads it."""
     try:
         data = json.loads(_file(path).read_text(encoding="utf-8"))
     except (FormatError, OSError, ValueError, RecursionError):
         return True
     kind = _kind_of(data)
-    return kind is None or kind.value in (Comparison, Ablation)
+    return kind is None or kind.has_report
 
 
 def _kind_of(data: Any) -> Kind | None:

@@ -11,15 +11,7 @@ from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.comparison.result import (
-    Arm,
-    ArmCurve,
-    Comparison,
-    Ratio,
-    RatioRow,
-    TargetRow,
-    Verdict,
-)
+from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import as_ratio, crossing
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run

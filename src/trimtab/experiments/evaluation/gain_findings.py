@@ -30,12 +30,8 @@ def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow]) -> Iterator[Fin
 def _shares(gain: Gain) -> Iterator[Finding]:
     for each in shares(gain):
         figure = as_ratio(each.share, each.each)
-        part, said = _PARTS.get(each.of, each.of), _on_ranks(gain)
-        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, said=said, part=part)
-
-
-def _on_ranks(gain: Gain) -> str:
-    return f"on {gain.num_ranks} ranks" if gain.num_ranks > 1 else ""
+        part = _PARTS.get(each.of, each.of)
+        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, said=gain.on_ranks, part=part)
 
 
 def of_phases(name: str, found: PhasePage) -> Run:
@@ -51,7 +47,7 @@ def of_phases(name: str, found: PhasePage) -> Run:
     laps = (*gain.reference.laps, *gain.plan.laps)
     if not all(0 < seconds < math.inf for lap in laps for seconds in (lap.plain_s, lap.clocked_s)):
         raise FormatError("gains: laps", given="a step that took no time, or for ever", expected="seconds above 0")
-    clocked = " ".join(filter(None, (f"A step of {gain.task}", _on_ranks(gain), "under a clock of its phases")))
+    clocked = " ".join(filter(None, (f"A step of {gain.task}", gain.on_ranks, "under a clock of its phases")))
     said = f"{clocked}: {gain.changes or 'the plan changes nothing'}."
     return Run(
         name,

@@ -204,8 +204,7 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
 
 
 def _title(gain: Gain) -> str:
-    ranks = f" on {gain.num_ranks} ranks" if gain.num_ranks > 1 else ""
-    return f"{say.one_line(gain.task)}{ranks}"
+    return f"{say.one_line(gain.task)} {gain.on_ranks}".rstrip()
 
 
 def _speedup_cells(gain: Gain) -> tuple[str, str]:
