@@ -10,7 +10,8 @@ is not run again; where sources or its command have changed since, it is called 
 file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended. Where
 that left something new it is run again and goes on from it; else it would only be ended again, and is run when
 `--slice-minutes` allows more than it was ended at. On a GPU a race to a target is as long as a slice may be, so that
-`--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60.
+`--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60. On two cores the
+longest races need `--slice-minutes 15`, and are told as such where they may not take them.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Place:
     def _has(self, need: str) -> bool:
         if match := re.fullmatch(r"(\d+) gpus", need):
             return self.num_gpus >= int(match[1])
+        if match := re.fullmatch(r"(\d+) minutes", need):
+            return self.limit_s >= 60 * int(match[1])
         if need.startswith("command "):
             return need.removeprefix("command ") in self.commands
         known = {"gpu": self.num_gpus > 0, "meter": self.has_meter}

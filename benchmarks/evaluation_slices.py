@@ -30,7 +30,7 @@ class Slice:
         name: of it and of what is written down of it. says: what it is of. command: of `trimtab`, or a benchmark's
             file first. result: the file it leaves, below the evaluation's folder; what a `prints` one prints is put
             there. minutes: about, on two cores or on one H200. needs: what has to be there: "gpu", "2 gpus", "meter",
-            "command NAME", or a file that an earlier slice leaves.
+            "command NAME", "15 minutes" that a slice may take, or a file that an earlier slice leaves.
     """
 
     name: str
@@ -151,6 +151,7 @@ def _cpu() -> Iterator[Slice]:
         task, brief = f"{TASKS}:{ablated}", ("--whole", "0")
         says = f"{ablated}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), *brief, minutes=changes)
+    yield from _longer()
     yield from _by_hand()
     yield from _phases()
     yield from _growing(
@@ -165,6 +166,21 @@ def _cpu() -> Iterator[Slice]:
     yield _monitor("digits_resnet", 4.4)
     record = ("train", "cifar10_resnet", "--steps", "100", "--record", "energy.jsonl", "--json")
     yield Slice("energy", "cifar10_resnet, joules of a run", record, "energy.jsonl", 2, ("meter",))
+
+
+def _longer() -> Iterator[Slice]:
+    """Yield what short races leave open: tier F where planning weighs less, quality by all test images, and no harm.
+
+    Harm is looked for step by step, in one process: a plan that changes nothing takes dozens of races to be shown to.
+    """
+    for kind, task, minutes in (("cifar", "cifar10_long", 12.5), ("wikitext", "wikitext2_long", 10.5)):
+        freed = (f"{TASKS}:{task}", "--no-peers", "--adapt", "learning-rate", "--cap", "120", "--reference-cap", "900")
+        says, how = f"{task}, F beside S for two minutes", {"whole": True, "plans_minutes": 3}
+        yield from _races(f"{kind}-long", says, freed, _FIVE, minutes, "15 minutes", **how)
+    judged = (f"{TASKS}:cifar10_judged", "--no-peers", "--adapt", "none")
+    yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 5, whole=True, plans_minutes=4)
+    command = ("no_harm.py", "--json", "--tasks", "cifar10_resnet", "wikitext2_gpt")
+    yield Slice("no-harm", "P2 and its plan, step by step", command, "no-harm.json", 8, prints=True)
 
 
 def _by_hand() -> Iterator[Slice]:

@@ -2,9 +2,10 @@
 
 `_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too; its plan, and
 that of `_ablate`, is made for a run of a hundred times the rows, which may be measured for longer. `_half`: longer, so
-that a freed plan can pay back what its planning took; raced against the reference alone. `_ablate`: for races of half
-a dozen arms or more, of images to their end, each arm on as many rows, and of text with half the rows a step. Which
-rungs are in reach of which recipe is not known beforehand.
+that a freed plan can pay back what its planning took; raced against the reference alone. `_long`: twice as long again,
+as planning weighs less the longer a run is. `_judged`: `_short` by all test images, a few times, as a share of a
+thousand is rough. `_ablate`: for races of half a dozen arms or more, of images to their end, each arm on as many rows,
+and of text with half the rows a step. Which rungs are in reach of which recipe is not known beforehand.
 """
 
 from __future__ import annotations
@@ -18,16 +19,22 @@ from trimtab.tasks.cifar10 import load_cifar10
 from trimtab.tasks.peers import muon_gpt, strong_gpt, strong_resnet
 from trimtab.tasks.task import Task
 
-JUDGED_IMAGES = 1_000
+JUDGED_IMAGES, ALL_IMAGES = 1_000, 10_000
 
 
-def _images(name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...]) -> Task:
-    """Return the image task of so many evaluations, `eval_steps` apart; what frees its rate trains on `adapted`."""
+def _images(
+    name: str, eval_steps: int, evals: int, adapted: int, targets: tuple[float, ...], judged: int = JUDGED_IMAGES
+) -> Task:
+    """Return the image task of so many evaluations, `eval_steps` apart; what frees its rate trains on `adapted`.
+
+    Args:
+        judged: test images of an evaluation, the first ones.
+    """
     every = eval_steps * cifar.BATCH_ROWS
     return replace(
         cifar.TASK,
         name=name,
-        load_data=functools.partial(load_cifar10, JUDGED_IMAGES),
+        load_data=functools.partial(load_cifar10, judged),
         eval_every_rows=every,
         budget_rows=evals * every,
         adapted_rows=adapted * every,
@@ -59,7 +66,10 @@ def _of_a_long_run(task: Task) -> Task:
 cifar10_short = _of_a_long_run(_images("cifar10_resnet_short", 20, 16, 5, (0.25, 0.30, 0.35)))
 cifar10_ablate = _images("cifar10_resnet_ablate", 10, 12, 12, (0.20, 0.25, 0.28))
 cifar10_half = _images("cifar10_resnet_half", 40, 16, 5, (0.30, 0.35, 0.40, 0.42))
+cifar10_long = _images("cifar10_resnet_long", 40, 32, 8, (0.40, 0.42, 0.45, 0.48, 0.50, 0.52), 2 * JUDGED_IMAGES)
+cifar10_judged = _of_a_long_run(_images("cifar10_resnet_judged", 80, 4, 1, (0.30, 0.35), ALL_IMAGES))
 # The two highest rungs were added after it had been raced: of the others neither the reference nor P1 reaches one.
 wikitext2_short = _of_a_long_run(_tokens("wikitext2_gpt_short", 8, 10, 3, (20e3, 15e3, 10e3, 6e3, 4e3)))
 wikitext2_ablate = replace(wikitext2_short, name="wikitext2_gpt_ablate", batch_rows=wikitext.BATCH_ROWS // 2)
 wikitext2_half = _tokens("wikitext2_gpt_half", 16, 12, 4, (4_000.0, 2_000.0, 1_000.0))
+wikitext2_long = _tokens("wikitext2_gpt_long", 16, 28, 8, (2_000.0, 1_000.0, 700.0, 600.0, 500.0))

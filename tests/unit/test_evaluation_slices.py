@@ -69,7 +69,8 @@ def goals():
 def test_slices_are_named_once_and_fit_nine_minutes(listed, size):
     found = listed.slices(size)
     assert len({each.name for each in found}) == len(found) > 3
-    assert all(each.minutes <= 9 for each in found if not each.name.endswith("-plans"))  # which go on where cut off
+    races = [each for each in found if not each.name.endswith("-plans")]  # which go on where they are cut off
+    assert all(each.minutes <= 9 or ("15 minutes" in each.needs and each.minutes <= 15) for each in races)
     assert size != "gpu" or all("gpu" in each.needs or each.name.startswith("prediction") for each in found)
 
 
@@ -411,6 +412,12 @@ def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
     assert len(evaluation.chosen(found, ["cifar-freed"])) == 6
     with pytest.raises(FormatError, match=r"--only: given 'x'.*cifar-recipes"):
         evaluation.chosen(found, ["x"])
+
+
+def test_a_slice_that_needs_more_minutes_is_not_begun_to_be_cut(listed, place):
+    (each,) = [found for found in listed.slices("cpu") if found.name == "cifar-long-1"]
+    assert place.state(each) == ("cannot run here", "needs 15 minutes")
+    assert replace(place, limit_s=900.0).state(each)[0] == "to do"
 
 
 def test_a_list_says_what_is_left(evaluation, place, listed):

@@ -38,12 +38,12 @@ class Workload:
 IMAGES = Workload(
     "CIFAR-10, ResNet-50",
     (("cifar10_resnet50", "cifar10_resnet50_timed"), ("cifar10_resnet50_7x7",)),
-    ("cifar10_resnet", "cifar10_resnet_short", "cifar10_resnet_half", "cifar10_resnet_ablate"),
+    tuple(f"cifar10_resnet{size}" for size in ("", "_short", "_half", "_long", "_judged", "_ablate")),
 )
 TOKENS = Workload(
     "WikiText-2, GPT-2 Small",
     (("wikitext2_gpt2", "wikitext2_gpt2_timed"),),
-    ("wikitext2_gpt", "wikitext2_gpt_short", "wikitext2_gpt_half", "wikitext2_gpt_ablate"),
+    tuple(f"wikitext2_gpt{size}" for size in ("", "_short", "_half", "_long", "_ablate")),
 )
 
 
