@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from evaluation_slices import Slice
 
@@ -22,7 +23,7 @@ from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
 from trimtab.experiments.evaluation.result import Finding, Run
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
-MONITOR, TOLD = "monitor_overhead_ratio", "predicted_time_ratio"
+MONITOR, NO_HARM, TOLD = "monitor_overhead_ratio", "do_no_harm_ratio", "predicted_time_ratio"
 SMALL_BYTES = 4.5e9  # that GPT-2 is to be trained within
 
 
@@ -34,7 +35,8 @@ class Goal:
         size: of the evaluation. run: its folder or file. measure, arm, against, charged, target: of the finding; no
             target: the hardest rung whose time is known. of_value: whether the arm's own figure is meant, and not what
             it is over the other's. unit: how it is told. Of what is told: run and against are the files of two plans,
-            under the limit and without it, and the bar is on the time of the one over that of the other.
+            under the limit and without it, and the bar is on the time of the one over that of the other. Of what is
+        measured step by step, run is the file of a benchmark's rows, and arm the task.
     """
 
     says: str
@@ -51,26 +53,31 @@ class Goal:
     unit: str = "x"
 
 
-def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
-    recipes, longer = f"{kind}-recipes", f"{kind}-freed"
+def _cpu(kind: str, task: str, same: float, freed: float) -> tuple[Goal, ...]:
+    recipes = f"{kind}-recipes"
+    harm, quality = f"{kind}: no harm to P2, 0.97", f"{kind}: S within 0.5% of P0's quality"
+    unit = "%" if kind == "wikitext" else " points"
+    of_quality = ("final_metric", "plan_S", "reference", WITHIN, 0.5)
+    by_all = Goal(f"{quality}, by all test images", "cpu", "cifar-judged", *of_quality, unit=unit)
     return (
         Goal(f"{kind}: S {same}x P0", "cpu", recipes, "throughput", "plan_S", "reference", LEAST, same),
-        Goal(
-            f"{kind}: F {freed:g}x P0 to the target, search charged",
-            *("cpu", longer, "time_to_target", "plan_F", "reference", MOST, 1 / freed, True),
+        *(
+            Goal(
+                f"{kind}: F {freed:g}x P0 to the target, search charged{which}",
+                *("cpu", f"{kind}-{run}", "time_to_target", "plan_F", "reference", MOST, 1 / freed, True),
+            )
+            for run, which in (("freed", ""), ("long", ", in a longer run"))
         ),
-        Goal(f"{kind}: no harm to P2, 0.97", "cpu", recipes, "do_no_harm", "strong_plan", "strong", LEAST, 0.97),
-        Goal(
-            f"{kind}: S within 0.5% of P0's quality",
-            *("cpu", recipes, "final_metric", "plan_S", "reference", WITHIN, 0.5),
-            unit="%" if kind == "wikitext" else " points",
-        ),
+        Goal(harm, "cpu", recipes, "do_no_harm", "strong_plan", "strong", LEAST, 0.97),
+        Goal(f"{harm}, step by step", "cpu", "no-harm.json", NO_HARM, task, "", LEAST, 0.97),
+        Goal(quality, "cpu", recipes, *of_quality, unit=unit),
+        *([by_all] if kind == "cifar" else []),
     )
 
 
 GOALS = (
-    *_cpu("wikitext", 1.3, 4.0),
-    *_cpu("cifar", 1.8, 3.0),
+    *_cpu("wikitext", "wikitext2_gpt", 1.3, 4.0),
+    *_cpu("cifar", "cifar10_resnet", 1.8, 3.0),
     Goal("GPT-2: S 8x P0", "gpu", "gpt2-recipes", "throughput", "plan_S", "reference", LEAST, 8),
     Goal(
         "GPT-2: S 370,000 tokens/s",
@@ -151,6 +158,8 @@ def reached(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tup
 def _reached(goal: Goal, folder: Path, runs: Mapping[str, Run]) -> Reached:
     if goal.measure == MONITOR:
         return _monitor(goal, folder / goal.run)
+    if goal.measure == NO_HARM:
+        return _by_steps(goal, folder / goal.run)
     if goal.measure == TOLD:
         return _told(goal, folder / goal.run, folder / goal.against)
     run = runs.get(goal.run)
@@ -238,13 +247,32 @@ def _bounded(goal: Goal, found: Finding) -> Reached:
 
 def _monitor(goal: Goal, path: Path) -> Reached:
     """Return whether the upper end is within the bar and the control's half-width (math: section 8)."""
-    if not path.is_file():
+    row = _row(path, MONITOR)
+    if row is None:
         return Reached(goal, NOT_MEASURED, "")
-    (row, *_) = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["metric"] == MONITOR]
     bar = goal.bar + row["control_half_width"]
     status = MET if row["high"] <= bar else NOT_SHOWN if row["low"] <= bar else MISSED
-    figure = f"{row['mean']:.4f}x (95% {row['low']:.4f} to {row['high']:.4f}, n = {row['n']}), bar {bar:.4f}"
-    return Reached(goal, status, f"{row['task']}: {figure}")
+    return Reached(goal, status, f"{row['task']}: {_of_row(row)}, bar {bar:.4f}")
+
+
+def _by_steps(goal: Goal, path: Path) -> Reached:
+    """Return whether the lower end of a ratio of steps' speed is above the bar."""
+    row = _row(path, NO_HARM, goal.arm)
+    if row is None:
+        return Reached(goal, NOT_MEASURED, "")
+    status = MET if row["low"] >= goal.bar else MISSED if row["high"] < goal.bar else NOT_SHOWN
+    return Reached(goal, status, f"{_of_row(row)} of a plan that changes {row['changes']}")
+
+
+def _row(path: Path, metric: str, task: str | None = None) -> dict[str, Any] | None:
+    """Return the first row of a metric, of a task where one is named."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    found = [row for row in rows if row["metric"] == metric and task in (None, row["task"])]
+    return found[0] if found else None
+
+
+def _of_row(row: Mapping[str, Any]) -> str:
+    return f"{row['mean']:.4f}x (95% {row['low']:.4f} to {row['high']:.4f}, n = {row['n']})"
 
 
 def _told(goal: Goal, limited: Path, unlimited: Path) -> Reached:

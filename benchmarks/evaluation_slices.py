@@ -169,7 +169,8 @@ def _cpu() -> Iterator[Slice]:
 
 
 def _longer() -> Iterator[Slice]:
-    """Yield what short races leave open: tier F where planning weighs less, quality by all test images, and no harm.
+    """Yield what short races leave open: tier F where planning weighs less and of all that is raced for it, quality by
+    all test images, and no harm.
 
     Harm is looked for step by step, in one process: a plan that changes nothing takes dozens of races to be shown to.
     """
@@ -179,6 +180,11 @@ def _longer() -> Iterator[Slice]:
         yield from _races(f"{kind}-long", says, freed, _FIVE, minutes, "15 minutes", **how)
     judged = (f"{TASKS}:cifar10_judged", "--no-peers", "--adapt", "none")
     yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 5, whole=True, plans_minutes=4)
+    raced = "learning-rate,schedule,optimizer"
+    options = ("digits_resnet", "--no-peers", "--adapt", raced)
+    yield from _races("digits-options", "digits_resnet, S and F by races", options, _FIVE, 3, whole=True)
+    options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", f"{raced},dropout")
+    yield from _races("wikitext-options", "wikitext2_long, F by races", options, (), 20, "25 minutes", whole=False)
     command = ("no_harm.py", "--json", "--tasks", "cifar10_resnet", "wikitext2_gpt")
     yield Slice("no-harm", "P2 and its plan, step by step", command, "no-harm.json", 8, prints=True)
 

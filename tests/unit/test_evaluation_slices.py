@@ -549,6 +549,18 @@ def test_what_benchmarks_and_plans_say_is_read(goals, tmp_path):
         assert stands(goals, says, tmp_path)[0] == status
 
 
+def test_no_harm_step_by_step_is_of_its_task_and_its_interval(goals, tmp_path):
+    says, other = (f"{kind}: no harm to P2, 0.97, step by step" for kind in ("cifar", "wikitext"))
+    row = {"metric": "do_no_harm_ratio", "task": "cifar10_resnet", "mean": 0.99, "high": 1.0, "n": 240}
+    assert stands(goals, says, tmp_path) == ("not measured", "")
+    for low, high, status in ((0.98, 1.0, "met"), (0.96, 1.0, "not shown"), (0.9, 0.96, "missed")):
+        rows = [row | {"low": low, "high": high, "changes": "nothing"}]
+        (tmp_path / "no-harm.json").write_text(json.dumps({"rows": rows}))
+        found, figure = stands(goals, says, tmp_path)
+        assert (found, figure.endswith("n = 240) of a plan that changes nothing")) == (status, True)
+    assert stands(goals, other, tmp_path) == ("not measured", "")
+
+
 def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals, tmp_path):
     """A plan that was made within 4.5 GB is within it: what may be missed is the time that it takes for that."""
     says = "GPT-2: within 4.5 GB at 1.35x the time without a limit, as told for an H200"
@@ -621,7 +633,8 @@ def test_every_task_that_the_evaluation_races_on_two_cores_is_known_beside_the_p
     known = {*IMAGES.tasks, *IMAGES.smaller, *TOKENS.tasks, *TOKENS.smaller}
     raced = {each.command[1] for each in listed.slices("cpu") if each.command[0] in ("compare", "ablate", "scale")}
     tasks = {task.replace(listed.TASKS, str(ROOT / "benchmarks" / "evaluation_tasks.py")) for task in raced}
-    assert {load_task(task).name for task in tasks} <= known
+    of_no_claim = {"digits_resnet"}  # its steps are short enough for all that tier F races
+    assert {load_task(task).name for task in tasks} <= known | of_no_claim
     assert len(tasks) > 5
 
 
