@@ -1,6 +1,6 @@
 """The paper's whole evaluation in slices of minutes, so that whichever machine there is goes on where the last stopped.
 
-`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes 9] [--most N] [--only NAME ...]` runs what is
+`python benchmarks/evaluation.py [--size cpu|gpu|tiny] [--slice-minutes N] [--most N] [--only NAME ...]` runs what is
 not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices, `--summary` says how the goals
 stand; neither runs anything. `--json` prints the summary as one object.
 
@@ -10,8 +10,8 @@ is not run again; where sources or its command have changed since, it is called 
 file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended. Where
 that left something new it is run again and goes on from it; else it would only be ended again, and is run when
 `--slice-minutes` allows more than it was ended at. On a GPU a race to a target is as long as a slice may be, so that
-`--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60. On two cores the
-longest races need `--slice-minutes 15`, and are told as such where they may not take them.
+`--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60. Without it a
+slice may take nine minutes on a GPU, which may be lent for a short turn, and fifteen on two cores.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Place:
     num_gpus: int = 0
     has_meter: bool = False
     commands: tuple[str, ...] = ()
-    limit_s: float = 60 * MINUTES
+    limit_s: float = 60 * MINUTES["gpu"]
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a slice that has ended."""
@@ -101,8 +101,6 @@ class Place:
     def _has(self, need: str) -> bool:
         if match := re.fullmatch(r"(\d+) gpus", need):
             return self.num_gpus >= int(match[1])
-        if match := re.fullmatch(r"(\d+) minutes", need):
-            return self.limit_s >= 60 * int(match[1])
         if need.startswith("command "):
             return need.removeprefix("command ") in self.commands
         known = {"gpu": self.num_gpus > 0, "meter": self.has_meter}
@@ -137,7 +135,7 @@ def main() -> None:
     """Run what is not done, and say how the goals stand."""
     parser = command.parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="cpu", help="of tasks: for two cores, for a GPU, or a trial")
-    parser.add_argument("--slice-minutes", type=float, default=MINUTES, help="that a slice may take; then it is ended")
+    parser.add_argument("--slice-minutes", type=float, help="that a slice may take; then it is ended")
     parser.add_argument("--most", type=int, help="slices to run now; all by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these slices or their folders")
     parser.add_argument("--folder", type=Path, help="of results; by default named for this machine")
@@ -145,10 +143,11 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="say how the goals stand, run nothing")
     options = parser.parse_args()
     try:
-        number("--slice-minutes", options.slice_minutes, low=0, open_low=True)
         size = "tiny" if options.quick else options.size
-        every = slices(size, options.slice_minutes)
-        wanted, place = chosen(every, options.only), here(size, options.folder, 60 * options.slice_minutes)
+        given = MINUTES[size] if options.slice_minutes is None else options.slice_minutes
+        minutes = number("--slice-minutes", given, low=0, open_low=True)
+        every = slices(size, minutes)
+        wanted, place = chosen(every, options.only), here(size, options.folder, 60 * minutes)
         if options.dry_run:
             print("\n".join(listed(wanted, place)))
             return
@@ -174,7 +173,7 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
-def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES) -> Place:
+def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["gpu"]) -> Place:
     """Return this machine, with a folder that is its own; a trial's is not among the results.
 
     Raises:

@@ -32,7 +32,6 @@ from trimtab.experiments.scaling.table import tables
 Row = dict[str, Any]
 Runs = Mapping[str, Run]
 PAGE, SUMMARY, MACHINE_FILE = "evaluation.md", "summary.json", "machine.json"
-KNOWN = "known.json"  # what was found out of races after they were run: of which states of the sources, and what
 _SETTINGS = {"interaction": "together", "whole": "the plan"}  # others are said as they are
 
 
@@ -143,7 +142,7 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
         yield ""
         yield f"`{found.command}`; {_versions(run)}."
         yield ""
-        for says in _known(path.parent, run):
+        for says in run.known:
             yield f"*{says}*"
             yield ""
         if isinstance(found, Comparison):
@@ -151,14 +150,6 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
         else:
             yield from ablation(found)
         yield ""
-
-
-def _known(folder: Path, run: Run) -> Iterator[str]:
-    """Yield what is known by now of races of a run's sources."""
-    path = folder / KNOWN
-    for each in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ():
-        if any(state in run.environment["sources"] for state in each["sources"]):
-            yield each["says"]
 
 
 def _versions(run: Run) -> str:

@@ -14,7 +14,7 @@ from trimtab.experiments.phase_page import FILE as PHASES
 
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
-MINUTES = 9.0  # that a slice may take
+MINUTES = {"cpu": 15.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
 CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
@@ -30,7 +30,7 @@ class Slice:
         name: of it and of what is written down of it. says: what it is of. command: of `trimtab`, or a benchmark's
             file first. result: the file it leaves, below the evaluation's folder; what a `prints` one prints is put
             there. minutes: about, on two cores or on one H200. needs: what has to be there: "gpu", "2 gpus", "meter",
-            "command NAME", "15 minutes" that a slice may take, or a file that an earlier slice leaves.
+            "command NAME", or a file that an earlier slice leaves.
     """
 
     name: str
@@ -70,13 +70,15 @@ class Ran:
     schema: int = 1
 
 
-def slices(size: str, minutes: float = MINUTES) -> tuple[Slice, ...]:
+def slices(size: str, minutes: float | None = None) -> tuple[Slice, ...]:
     """Return the evaluation at a size: "cpu", "gpu", or "tiny", which shows that it runs and measures nothing.
 
     Args:
         minutes: that a slice may take, and a race to a target on a GPU takes: its reference trains for all that the
-            other arms leave. In nine minutes such a goal can be bounded; to be shown it takes an hour.
+            other arms leave. In nine minutes such a goal can be bounded; to be shown it takes an hour. None: as long as
+            is usual at the size.
     """
+    minutes = MINUTES[size] if minutes is None else minutes
     return tuple(_gpu(minutes) if size == "gpu" else {"cpu": _cpu, "tiny": _tiny}[size]())
 
 
@@ -116,8 +118,8 @@ def _growing(
 _FIVE = (1, 2, 3, 4, 5)
 
 
-# On two cores, as measured: a race of all recipes and the plans before it, the same of S and F, a race of changes.
-_TOOK = {"cifar": (8.8, 5.1, 9, 2.6, 2.1), "wikitext": (7.6, 10.2, 7.2, 7.1, 4.2)}
+# On two cores, as measured: a race of all recipes and the plans before it, a race of changes.
+_TOOK = {"cifar": (8.8, 5.1, 2.1), "wikitext": (7.6, 10.2, 4.2)}
 
 
 def _ablations(
@@ -137,21 +139,19 @@ def _ablations(
 
 
 def _cpu() -> Iterator[Slice]:
-    for kind, short, half, ablated, peers in (
-        ("cifar", "cifar10_short", "cifar10_half", "cifar10_short", "paper,strong"),
-        ("wikitext", "wikitext2_short", "wikitext2_half", "wikitext2_ablate", "paper,strong,muon"),
+    for kind, short, ablated, peers in (
+        ("cifar", "cifar10_short", "cifar10_short", "paper,strong"),
+        ("wikitext", "wikitext2_short", "wikitext2_ablate", "paper,strong,muon"),
     ):
-        race, plans, longer, its_plans, changes = _TOOK[kind]
+        race, plans, changes = _TOOK[kind]
         raced = (f"{TASKS}:{short}", "--adapt", "none", "--against", peers)
         how = {"whole": True, "plans_minutes": plans}
         yield from _races(f"{kind}-recipes", f"{short}, S, P1 to P3", raced, _FIVE, race, **how)
-        freed = (f"{TASKS}:{half}", "--no-peers", "--adapt", "learning-rate")
-        how = {"whole": True, "plans_minutes": its_plans}
-        yield from _races(f"{kind}-freed", f"{half}, S and F", freed, _FIVE, longer, **how)
         task, brief = f"{TASKS}:{ablated}", ("--whole", "0")
         says = f"{ablated}, races of each change"
         yield from _ablations(f"{kind}-ablate", says, (task,), *brief, minutes=changes)
-    yield from _longer()
+    yield from _freed()
+    yield from _judged()
     yield from _by_hand()
     yield from _phases()
     yield from _growing(
@@ -168,37 +168,49 @@ def _cpu() -> Iterator[Slice]:
     yield Slice("energy", "cifar10_resnet, joules of a run", record, "energy.jsonl", 2, ("meter",))
 
 
-def _longer() -> Iterator[Slice]:
-    """Yield what short races leave open: tier F where planning weighs less and of all that is raced for it, quality by
-    all test images, and no harm.
+def _freed() -> Iterator[Slice]:
+    """Yield races of tier F, which pay its planning back where they are long enough; and of all that it races itself.
+
+    In the longer ones tier S trains for two minutes. Of text no more than the plans: that races are lost is told there.
+    """
+    only = ("--no-peers", "--adapt", "learning-rate")
+    freed = (f"{TASKS}:cifar10_half", *only)
+    yield from _races("cifar-freed", "cifar10_half, S and F", freed, _FIVE, 9.8, whole=True, plans_minutes=2.6)
+    for kind, task, minutes in (("cifar", "cifar10_long", 12.5), ("wikitext", "wikitext2_long", 10.5)):
+        longer = (f"{TASKS}:{task}", *only, "--cap", "120", "--reference-cap", "900")
+        says, how = f"{task}, F beside S for two minutes", {"whole": True, "plans_minutes": 3}
+        yield from _races(f"{kind}-long", says, longer, _FIVE, minutes, **how)
+    options = ("digits_resnet", "--no-peers", "--adapt", "learning-rate,schedule,optimizer")
+    yield from _races("digits-options", "digits_resnet, S and F by races", options, _FIVE, 3, whole=True)
+    for name, adapts in (("dropout", "dropout"), ("muon", "learning-rate,schedule,optimizer")):
+        options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", adapts)
+        yield from _races(f"wikitext-{name}", f"wikitext2_long, F by races: {adapts}", options, (), 12, whole=False)
+
+
+def _judged() -> Iterator[Slice]:
+    """Yield what short races leave open: quality by all test images, and no harm.
 
     Harm is looked for step by step, in one process: a plan that changes nothing takes dozens of races to be shown to.
     """
-    for kind, task, minutes in (("cifar", "cifar10_long", 12.5), ("wikitext", "wikitext2_long", 10.5)):
-        freed = (f"{TASKS}:{task}", "--no-peers", "--adapt", "learning-rate", "--cap", "120", "--reference-cap", "900")
-        says, how = f"{task}, F beside S for two minutes", {"whole": True, "plans_minutes": 3}
-        yield from _races(f"{kind}-long", says, freed, _FIVE, minutes, "15 minutes", **how)
     judged = (f"{TASKS}:cifar10_judged", "--no-peers", "--adapt", "none")
-    yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 5, whole=True, plans_minutes=4)
-    raced = "learning-rate,schedule,optimizer"
-    options = ("digits_resnet", "--no-peers", "--adapt", raced)
-    yield from _races("digits-options", "digits_resnet, S and F by races", options, _FIVE, 3, whole=True)
-    options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", f"{raced},dropout")
-    yield from _races("wikitext-options", "wikitext2_long, F by races", options, (), 20, "25 minutes", whole=False)
+    yield from _races("cifar-judged", "cifar10_judged, S", judged, _FIVE, 6.7, whole=True, plans_minutes=2.7)
     command = ("no_harm.py", "--json", "--tasks", "cifar10_resnet", "wikitext2_gpt")
-    yield Slice("no-harm", "P2 and its plan, step by step", command, "no-harm.json", 8, prints=True)
+    yield Slice("no-harm", "P2 and its plan, step by step", command, "no-harm.json", 9.3, prints=True)
 
 
 def _by_hand() -> Iterator[Slice]:
     """Yield ablations of plans that are written by hand: one of ours may make other changes, or none.
 
-    Of the paper's components those that a processor has and batch statistics allow; of images to the end of training,
-    as they and what is freed show in quality and in time to a target.
+    Of the paper's components those that a processor has; of images, whose batch statistics a batch that is cut would
+    change, accumulation is of four whole batches, at four times the rate. Of images to the end of training, as they and
+    what is freed show in quality and in time to a target.
     """
     for folder, task, plan, how, minutes in (
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
+        ("cifar-ablate-windows", "cifar10_ablate", "paper-windows", (), 3),
         ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 8.2),
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
+        ("text-ablate-regularised", "repeated_gpt", "regularised-text", (), 3.5),
     ):
         says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
         yield from _ablations(folder, says, of, *how, minutes=minutes)
@@ -215,6 +227,8 @@ def _phases() -> Iterator[Slice]:
             (f"{TASKS}:wikitext2_short", *paper, "--ranks", "2"),
         ),
         ("cifar-phases-ranks", "cifar10_short, phases of S on 2 ranks", (f"{TASKS}:cifar10_short", "--ranks", "2")),
+        ("cifar-phases", "cifar10_short, phases of S", (f"{TASKS}:cifar10_short",)),
+        ("wikitext-phases-s", "wikitext2_short, phases of S", (f"{TASKS}:wikitext2_short",)),
     ):
         yield _clocked(folder, says, of, 3)
 
@@ -269,23 +283,33 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     yield Slice("energy", "wikitext2_gpt2, joules of a run", record, "energy.jsonl", 4, ("gpu", "meter"))
 
 
+# Of a kind of model: folder, plan, what it is, and how many changes it makes.
+_BY_HAND = {
+    "gpt2": (
+        ("ablate-paper", "paper-gpt2", "the paper's components", 4),
+        ("ablate-regularised", "regularised-gpt2", "dropout and weight decay at a higher rate", 4),
+    ),
+    "resnet": (("ablate-paper", "paper-resnet50", "the paper's components", 3),),
+}
+
+
 def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     """Yield what tables I to III are made of: the paper's recipe, and each of its components, raced to a target.
 
     All arms but the controls train for as long, so that a slice ends in its minutes. On the first race of components
     what each arm holds is counted too.
     """
-    peers, plan = ("paper,strong,muon", "paper-gpt2") if kind == "gpt2" else ("paper,strong", "paper-resnet50")
+    peers = "paper,strong,muon" if kind == "gpt2" else "paper,strong"
     arms = 2 + peers.count(",") + 1  # the reference and S beside them
     cap_s = (60 * minutes - AROUND_S - 2 * CONTROL_S) // arms
     raced = (f"{GPU_TASKS}:{task}", "--adapt", "none", "--against", peers, "--cap", f"{cap_s:g}")
     says = f"{task}, S, P0 to P3 to targets"
     yield from _races(f"{kind}-whole", says, raced, _FIVE, minutes, "gpu", whole=True)
-    changes = 4 if kind == "gpt2" else 3
-    cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
-    of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
-    says = f"{task}, the paper's components to targets"
-    yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))
+    for folder, plan, what, changes in _BY_HAND[kind]:
+        cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
+        of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
+        how = {"minutes": minutes, "needs": ("gpu",)}
+        yield from _ablations(f"{kind}-{folder}", f"{task}, {what} to targets", of, "--cap", f"{cap_s:g}", **how)
 
 
 def _predictions() -> Iterator[Slice]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.plan import Plan
 from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
@@ -70,6 +71,21 @@ def evaluated(root: Path, name: str) -> Record:
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
     machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
     return Record(f"{EVALUATION}, {name}", f"{name}-{found.task}", machine, tuple(made["rows"]))
+
+
+def is_evaluated(root: Path, name: str) -> bool:
+    """Return whether a run of the evaluation has left its report."""
+    return (root / "benchmarks" / "results" / EVALUATION / name / "report.json").is_file()
+
+
+def plan_of(root: Path, name: str, tier: str) -> Plan:
+    """Return the plan of a tier that a comparison of the evaluation raced.
+
+    Raises:
+        KeyError: it has none.
+    """
+    found = read_report(root / "benchmarks" / "results" / EVALUATION / name / "report.json")
+    return (found.plans if isinstance(found, Comparison) else {})[tier]
 
 
 def _read(path: Path) -> Record:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from figure_words import difference, ratio, speed
-from records import Record, evaluated, every, newest
+from records import Record, evaluated, every, is_evaluated, newest, plan_of
+
+from trimtab.core.choice import Choice
+from trimtab.decide.tier_f import tried
 
 Row = dict[str, Any]
 PLAIN_RATE = 1e-4  # of the tasks' plain loops
@@ -23,6 +26,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
         "precision.md": {"races": list(_races(races)), "steps": list(_precisions(steps))},
         "micro_batch.md": {"limits": list(_limits(walk)), "steps": list(_splits(steps))},
         "learning_rate.md": {"races": list(_freed(races)), "rates": list(_rates(sweeps, races))},
+        "optimizer.md": {"races": list(_raced(root))},
     }
 
 
@@ -189,3 +193,32 @@ def _value(row: Row) -> float:
 def _changed(found: Record, arm: str) -> str:
     """Return what the plan of an arm changes."""
     return str(found.one("planning_s", arm=arm)["changes"])
+
+
+# docs/optimizer.md
+
+
+_RACED = {"dropout": "no dropout", "schedule": "a straight line", "optimizer": "Muon"}
+_OPTIONS = ("digits-options", "wikitext-dropout", "wikitext-muon")
+
+
+def _raced(root: Path) -> Iterator[str]:
+    """Yield what each race of a plan said."""
+    there = [name for name in _OPTIONS if is_evaluated(root, name)]
+    if not there:
+        yield "Not measured: no plan was raced that took Muon, a straight line, or no dropout."
+        return
+    yield "| record | raced | | what the race said |"
+    yield "|---|---|---|---|"
+    for name in there:
+        plan = plan_of(root, name, "F")
+        for setting in (each for each in _RACED if each in tried(plan)):
+            choice: Choice = getattr(plan, setting)
+            reason = choice.reason if _has_won(choice) else choice.losers[-1].reason
+            stands = "kept" if _has_won(choice) else "refused"
+            yield f"| {evaluated(root, name).link} | {_RACED[setting]} | {stands} | {reason} |"
+
+
+def _has_won(choice: Choice) -> bool:
+    """Return whether the plan has what was raced: of a schedule the line, and not the cosine that it began as."""
+    return choice.value in (0.0, "muon", "warmup_linear")

@@ -46,6 +46,7 @@ KEEP_BUCKET = Choice(None, _KEPT, Mark.ROUNDING)
 KEEP_REDUCES_ONCE = Choice(True, _KEPT, Mark.ROUNDING)
 KEEP_POWERSGD = Choice(None, _KEPT, Mark.DYNAMICS)
 KEEP_DROPOUT = Choice(None, _KEPT, Mark.DYNAMICS)
+KEEP_WEIGHT_DECAY = Choice(None, _KEPT, Mark.DYNAMICS)
 KEEP_OPTIMIZER = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_SCHEDULE = Choice("user", _KEPT, Mark.DYNAMICS)
 KEEP_WARMUP = Choice(None, "5% of the run, as the paper has it", Mark.DYNAMICS)
@@ -78,6 +79,7 @@ class Plan:
             every micro-batch, and a shard is held.
         powersgd_rank: of DDP: gradients are sent as factors of that rank (Vogels et al. 2019); None: as they are.
         dropout: probability of every module that drops values at random; None: each as the loop has it.
+        weight_decay: of all groups of the optimizer that decay; None: each as the loop has it.
         optimizer: "user", or "muon": the matrices of the model's blocks are stepped by Muon beside the user's AdamW.
         schedule: "user" (the user's own, untouched), or by progress "warmup_cosine" (paper eq. 10) or "warmup_linear".
         warmup_fraction: share of the run that such a schedule rises for; None: 5%.
@@ -119,6 +121,7 @@ class Plan:
     reduces_once: Choice = KEEP_REDUCES_ONCE
     powersgd_rank: Choice = KEEP_POWERSGD
     dropout: Choice = KEEP_DROPOUT
+    weight_decay: Choice = KEEP_WEIGHT_DECAY
     optimizer: Choice = KEEP_OPTIMIZER
     schedule: Choice = KEEP_SCHEDULE
     warmup_fraction: Choice = KEEP_WARMUP
@@ -158,6 +161,8 @@ class Plan:
         checks.one_of("plan.schedule", self.schedule.value, SCHEDULES)
         if self.dropout.value is not None:
             checks.number("plan.dropout", self.dropout.value, low=0, high=1)
+        if self.weight_decay.value is not None:
+            checks.number("plan.weight_decay", self.weight_decay.value, low=0)
         self._check_warmup()
         checks.number("plan.learning_rate_scale", self.learning_rate_scale.value, low=0, open_low=True)
         if self.clip_norm.value is not None:

@@ -14,6 +14,7 @@ from trimtab.runtime import activation_checkpoint, compiled, dropout, layout, lo
 from trimtab.runtime.compile_check import CompileCheck, Note
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
+from trimtab.runtime.weight_decay import use_weight_decay
 
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -35,6 +36,8 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
+        if plan.weight_decay.value is not None:
+            undo.callback(use_weight_decay(optimizer, float(plan.weight_decay.value)))
         if plan.optimizer.value == "muon":
             undo.callback(muon.use_muon(model, optimizer))
         if plan.memory_layout.value == "channels_last":

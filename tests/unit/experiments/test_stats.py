@@ -366,6 +366,28 @@ def test_an_arm_that_was_censored_has_no_ratio(ours, theirs, bound):
     assert row.verdict.kind == "no verdict"
 
 
+def capped(seconds: float) -> RunRecord:
+    """Return an arm that was stopped by a cap before it crossed."""
+    made = failing(seconds)
+    return replace(made, end=replace(made.end, reason="cap"))
+
+
+def test_an_arm_that_a_cap_stopped_is_bounded_from_above():
+    """It took 120 s at the least, whatever it would have taken in the end: that is no "never"."""
+    row = target([capped(120)] * 5, [reaching(300), reaching(330), reaching(300), reaching(290), reaching(310)])
+    assert (row.ratio, row.bound, row.reached_arm) == (None, "<= 2.75x", 0)
+    assert row.verdict.kind == "no verdict"
+    charged = target([capped(120)] * 5, [reaching(300)] * 5, charge=30.0)
+    assert charged.bound == "<= 2.00x"
+    assert target([capped(120), reaching(100)], [reaching(300)] * 2).bound == "<= 3.00x"
+    assert target([capped(120)] * 2, [failing(900)] * 2).bound == "never reached by either"
+    assert target([capped(120), failing(100)], [reaching(300)] * 2).bound == "never reached"
+    assert target([capped(120), early(5)], [reaching(300)] * 2).bound == "reached in some pairs only"
+    late = climbing([60, 120], [0.1, 0.7])  # stopped right after an evaluation that may have been its crossing
+    stopped = replace(late, end=replace(late.end, reason="cap"))
+    assert target([stopped] * 2, [reaching(300)] * 2).bound == "<= 5.00x"
+
+
 def early(seconds: float) -> RunRecord:
     """Return an arm that is past 0.5 when first looked at, at this time."""
     return climbing([seconds, 2 * seconds], [0.6, 0.7])

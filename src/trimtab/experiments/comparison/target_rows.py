@@ -32,7 +32,8 @@ class _Pair:
 
     An arm that failed never reached it. `early`: crossed by the first evaluation, so that the time is an upper bound.
     `cap_s`: how long the other is known to have taken at least, where it never reached it. `charge_s`: what is charged,
-    which an arm takes however early it crosses.
+    which an arm takes however early it crosses. `cut_s`: how long the arm had taken when it was stopped by a cap before
+    it crossed (charge included); infinite where it was not.
     """
 
     ours: float
@@ -41,11 +42,12 @@ class _Pair:
     theirs_early: bool
     cap_s: float
     charge_s: float = 0.0
+    cut_s: float = math.inf
 
     @property
     def least_s(self) -> float:
         """Seconds that the arm took at the least."""
-        return self.charge_s if self.ours_early else self.ours
+        return self.charge_s if self.ours_early else min(self.ours, self.cut_s)
 
 
 def target_row(
@@ -112,8 +114,10 @@ def _pair(
     theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
     # Where the other failed after it had crossed, no more than that time may be counted against it.
     cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
+    was_cut = math.isinf(ours) and record.end is not None and record.end.reason == "cap"
+    cut_s = _not_yet_s(record, metric, target, higher_is_better) + charge_s if was_cut else math.inf
     ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
-    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s)
+    return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s, cut_s)
 
 
 def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
@@ -165,7 +169,7 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
     most = as_ratio(ratio_interval(ratios), ratios)
     if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
         return None
-    bound = f"<= {math.ceil(100 * most.high - 1e-9) / 100:.2f}x"
+    bound = f"<= {_up(most.high)}"
     why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
     return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
 
@@ -175,9 +179,22 @@ def _down(ratio: float) -> str:
     return f"{math.floor(100 * ratio + 1e-9) / 100:.2f}x"
 
 
+def _up(ratio: float) -> str:
+    """Return an upper bound, rounded up."""
+    return f"{math.ceil(100 * ratio - 1e-9) / 100:.2f}x"
+
+
+def _at_most(pairs: list[_Pair]) -> float:
+    """Return how many times as fast an arm can be that was stopped by a cap before it crossed; 0: that is not known."""
+    known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
+    return max(pair.theirs / pair.least_s for pair in pairs) if known else 0.0
+
+
 def _censored(pairs: list[_Pair]) -> str:
     """Say what pairs allow in which a time is not known: how much faster the arm is at least, where that is known."""
     never = [math.isinf(pair.ours) for pair in pairs]
+    if any(never) and (most := _at_most(pairs)):
+        return f"<= {_up(most)}"
     if all(never):
         return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
     if any(never):

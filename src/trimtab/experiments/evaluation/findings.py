@@ -13,6 +13,7 @@ from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, TH
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import as_ratio, crossing
+from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
@@ -69,14 +70,19 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
     for row in found.ratios:
         measure = names.get(row.metric, row.metric)
         values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
-        is_open = row.verdict.kind == NO_VERDICT
-        said = row.verdict.sentence if is_open else ""
+        said = row.verdict.sentence if row.verdict.kind == NO_VERDICT else ""
         arm = found.arm(row.arm)
         each = arm.terms_per_s if arm is not None and measure == "throughput" else ()
-        kind = {"has_verdict": not is_open, "values": each}
+        kind = {"has_verdict": _has_verdict(row), "values": each}
         yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
+
+
+def _has_verdict(row: RatioRow) -> bool:
+    """Return whether an interval may be held against a bar; that its own bar is in it is no reason against another."""
+    is_whole = row.metric == "do_no_harm" and row.verdict == non_inferiority(row.ratio)
+    return row.ratio.n >= MIN_PAIRS_FOR_VERDICT if is_whole else row.verdict.kind != NO_VERDICT
 
 
 def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
@@ -167,6 +173,7 @@ def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Find
         said,
         target=target,
         has_verdict=not unresolved,
+        values=tuple(ours),
     )
 
 

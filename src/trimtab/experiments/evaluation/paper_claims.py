@@ -8,22 +8,15 @@ from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.result import Ratio, Verdict
-from trimtab.experiments.evaluation.paper_figures import ABOUT, ACCUMULATION, CLAIMS, LEAST, MOST, Claim
+from trimtab.experiments.evaluation.paper_figures import ABOUT, CLAIMS, LEAST, MOST, PRECISION, Claim
 from trimtab.experiments.evaluation.result import Finding, Run
 
 PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
-NOT_COMPARABLE, NOT_MEASURED, NOT_MEASURABLE = "not comparable", "not measured", "not in this evaluation"
+NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
 _BOUNDS = (">= ", "<= ")  # how a time that is bounded is told
-NEAR = 0.1  # around a share that is claimed, what is about it
-# Measure and part of a claim -> why nothing that the evaluation runs has a figure of it.
-_UNREACHED = {
-    ("component_time", ACCUMULATION): (
-        "its models of images have batch statistics, which a batch that is cut would change: no plan is let do that "
-        "unasked, and none that was written by hand does"
-    ),
-}
+NEAR = 0.1  # of the whole, around a share that is claimed, what is about it
 _THIRDS = (("early",), ("middle",), ("late",))
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
 _AGAINST = ("reference", "", "alone")
@@ -72,11 +65,6 @@ def _first(found: set[str], *order: str) -> str:
     return next((status for status in order if status in found), NOT_MEASURED)
 
 
-def status_without(claim: Claim) -> str:
-    """Return the status of a claim of which there is no figure."""
-    return NOT_MEASURABLE if (claim.measure, claim.part) in _UNREACHED else NOT_MEASURED
-
-
 def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
     for run in runs:
         if run.task not in _tasks(claim):
@@ -84,6 +72,8 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
         by, label = _way(claim, run)
         for finding in _of(by, run):
             elsewhere, here = _elsewhere(by, run, finding), met(by.sense, by.bar, finding)
+            if _is_even(by, finding) and here == PASS:
+                here = NO_VERDICT
             status = NOT_COMPARABLE if elsewhere else here
             why = label + (elsewhere or finding.said or _because(by, here, finding))
             yield Judged(claim, run, finding, status, here, why)
@@ -94,7 +84,7 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 
     A component's time to the target is its throughput where both loops learn as much of a row, which need not be so.
     """
-    if claim.measure != "component_time" or any(each.figure is not None for each in _of(claim, run)):
+    if claim.measure != "component_time" or any(each.figure or is_lost(each) for each in _of(claim, run)):
         return claim, ""
     by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
     return by, "by throughput, as no time to a target is known: "
@@ -103,11 +93,18 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 def _because(claim: Claim, here: str, finding: Finding) -> str:
     figure = finding.figure
     if here == NO_VERDICT:
-        return _open(finding)
+        return "no different from a third" if _is_even(claim, finding) else _open(finding)
     if claim.sense == ABOUT:
-        return f"{'the whole interval is' if here == PASS else 'no part of the interval is'} within {NEAR:.0%} of it"
+        whole = "the whole interval is" if here == PASS else "no part of the interval is"
+        return f"{whole} within {100 * NEAR:g} points of it"
     what = "the count is" if figure is not None and figure.counted else "the whole interval is"
     return f"{what} {'as claimed or beyond' if here == PASS else 'short of it'}"
+
+
+def _is_even(claim: Claim, finding: Finding) -> bool:
+    """Return whether a claim is of a third of training, whose share is no different from that of the others."""
+    bounds = _bounds(finding.figure)
+    return claim.part in _THIRDS and bounds is not None and bounds[0] <= 1 / 3 <= bounds[1]
 
 
 def _open(finding: Finding) -> str:
@@ -139,14 +136,30 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
 
 
 def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
-    """Return the rung of a target; where the ladder has none, the hardest whose time is known or bounded, or the last.
+    """Return the rung of a target; where the ladder has none, the hardest that tells the two arms apart, or the last.
+
+    That is one whose time is known or bounded, or one that the other arm reached in most pairs and this one did not: an
+    easier one would speak for an arm that lost.
 
     Args:
         rungs: easiest first. target: None, where no rung is meant more than another.
     """
     exact = [each for each in rungs if target is not None and each.target == target]
-    known = [each for each in rungs if each.figure is not None or each.said.startswith(_BOUNDS)]
-    return (exact or known or list(rungs))[-1]
+    telling = [each for each in rungs if each.figure or each.said.startswith(_BOUNDS) or is_lost(each)]
+    return (exact or telling or list(rungs))[-1]
+
+
+def is_lost(finding: Finding) -> bool:
+    """Return whether the other arm reached a target in most pairs, and this one in fewer, as medians over them say."""
+    ours, theirs = finding.value, finding.baseline
+    return ours is not None and theirs is not None and math.isinf(ours) and math.isfinite(theirs)
+
+
+def has_never_reached(finding: Finding) -> bool:
+    """Return whether an arm trained to its end in enough pairs, and in none of them to what the other arm reached."""
+    of = finding.values
+    is_bounded = finding.said.startswith(_BOUNDS)
+    return is_lost(finding) and not is_bounded and len(of) >= MIN_PAIRS_FOR_VERDICT and all(map(math.isinf, of))
 
 
 def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
@@ -164,9 +177,12 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
 def met(sense: str, bar: float, finding: Finding) -> str:
     """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
 
-    A count has no interval: it is the figure itself that is beyond or short. Of a difference of the final metric in
-    tier F, whose training is another one, only what is worse counts (math: section 8).
+    A count has no interval: it is the figure itself that is beyond or short. A target that was reached in no pair falls
+    short where the other arm reached it. Of a difference of the final metric in tier F, whose training is another one,
+    only what is worse counts (math: section 8).
     """
+    if has_never_reached(finding):
+        return FAIL
     bounds = _bounds(finding.figure) if finding.has_verdict else None
     if bounds is None:
         return NO_VERDICT
@@ -193,8 +209,8 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
-    if status_without(claim) == NOT_MEASURABLE:
-        return _UNREACHED[claim.measure, claim.part]
+    if claim.part == PRECISION and not any(run.has_gpu for run in runs):
+        return "on a processor without fast half precision plans compute in fp32, and so does P1"
     if claim.measure.startswith("component_"):
         return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
     if claim.measure == "scaling_efficiency":
@@ -220,7 +236,6 @@ def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
         f"{literal.count(PASS)} shown, {literal.count(FAIL)} missed, {literal.count(NO_VERDICT)} without a verdict",
         f"{literal.count(NOT_COMPARABLE)} measured where they cannot be compared",
         f"{literal.count(NOT_MEASURED)} not measured",
-        f"{literal.count(NOT_MEASURABLE)} that no run of this evaluation measures",
     ]
     said = f"Of the paper's {len(judged)} claims, by its own recipe (P1): {', '.join(parts)}. By trimtab's plans: "
     said += f"{reached} reached, {ours.count(FAIL)} missed, {_left(ours)} without a comparable verdict."
@@ -232,7 +247,7 @@ def headline(judged: Mapping[Claim, Sequence[Judged]]) -> Verdict:
 
 
 def _stands(claim: Claim, found: Sequence[Judged]) -> str:
-    return status_of(found) if found else status_without(claim)
+    return status_of(found) if found else NOT_MEASURED
 
 
 def _left(statuses: Sequence[str]) -> int:

@@ -58,6 +58,7 @@ class Run:
         trained: what its reference was trained on and came to, in words; "" where that is not known.
         planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
         meter: what counted its joules, or why nothing did, in words; "" where joules are not asked of its kind.
+        known: what was found of its races after they were run, which no figure holds.
         gain: laps of its reference and its plan of tier S under a clock; None: they were not clocked.
     """
 
@@ -78,6 +79,7 @@ class Run:
     trained: str = ""
     planned: str = ""
     meter: str = ""
+    known: tuple[str, ...] = ()
     gain: Gain | None = None
 
     @property

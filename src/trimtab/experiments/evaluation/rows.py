@@ -10,7 +10,7 @@ from trimtab.experiments.comparison.result import Ratio
 from trimtab.experiments.comparison.rows import ROWS_SCHEMA, interval_of
 from trimtab.experiments.evaluation.machines import letters
 from trimtab.experiments.evaluation.paper_arithmetic import checks
-from trimtab.experiments.evaluation.paper_claims import Judged, headline, judge, status_without
+from trimtab.experiments.evaluation.paper_claims import NOT_MEASURED, Judged, headline, judge
 from trimtab.experiments.evaluation.paper_figures import Claim
 from trimtab.experiments.evaluation.result import Finding, Run
 
@@ -38,7 +38,7 @@ def _claims(judged: Mapping[Claim, Sequence[Judged]]) -> Iterator[dict[str, Any]
     for claim, found in judged.items():
         head = {"metric": "claim", "claim": claim.says, "source": claim.source, "sense": claim.sense, "bar": claim.bar}
         if not found:
-            yield head | {"status": status_without(claim)}
+            yield head | {"status": NOT_MEASURED}
         for each in found:
             where = {"run": each.run.name, "task": each.run.task, "arm": each.finding.arm, "tier": each.finding.tier}
             status = {"status": each.status, "here": each.here, "why": each.why}

@@ -35,7 +35,9 @@ _SHARES = (
     "Shares of the seconds that an arm saves: by where a step spends them, of laps of both arms in turns under a "
     "clock, and by thirds of training, of the races. Each is a mean of noisy pairs, and what the clock itself takes is "
     "in no phase: they need not add up to 100%. The paper gives percentages without saying how they were measured; a "
-    f"claim passes where the whole interval is within {NEAR:.0%} of it, and fails where no part of it is."
+    f"claim passes where the whole interval is within {100 * NEAR:g} points of it, and fails where no part of it is. A "
+    "third has a third of the gain where nothing depends on how far training went: an interval that holds that shows "
+    "nothing of it."
 )
 
 
@@ -50,11 +52,21 @@ def document(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, 
         f"{len(runs)} runs of {len({run.task for run in runs})} tasks · {sameness(runs)[0]}",
         (),
         (
-            *((Section("Goals", (tables.goal_table(goals),), brief=True),) if goals else ()),
+            *((Section("Goals", (tables.goal_table(goals), *_known(runs)), brief=True),) if goals else ()),
             *_sections(runs, judged, command),
         ),
         _no_drawing,
     )
+
+
+def _known(runs: Sequence[Run]) -> Iterator[Block]:
+    """Yield what was found of races after they were run, with the runs that it is of."""
+    of: dict[str, list[str]] = {}
+    for number, run in enumerate(runs, 1):
+        for says in run.known:
+            of.setdefault(says, []).append(f"{number} ({run.name})")
+    if of:
+        yield Bullets(tuple(f"Runs {', '.join(which)}: {say.one_line(says)}" for says, which in of.items()))
 
 
 def _no_drawing(picture: Picture) -> NoReturn:

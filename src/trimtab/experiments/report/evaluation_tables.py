@@ -11,10 +11,10 @@ from trimtab.experiments.evaluation.paper_arithmetic import checks
 from trimtab.experiments.evaluation.paper_claims import (
     FAIL,
     NOT_COMPARABLE,
+    NOT_MEASURED,
     PASS,
     Judged,
     nearest,
-    status_without,
     unmeasured,
 )
 from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
@@ -42,7 +42,7 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
             where = f"{numbers[id(run)]}: {say.one_line(run.task)}{_part(finding)}{_beside_of(finding, run)}"
             rows.append((claim.says, _verdict(each), *figures(finding, run), where, claim.source))
         if not found and whole:
-            empty = Verdict(status_without(claim), unmeasured(claim, runs))
+            empty = Verdict(NOT_MEASURED, unmeasured(claim, runs))
             rows.append((claim.says, empty, "", "", "", "", claim.source))
     return Table(
         title,

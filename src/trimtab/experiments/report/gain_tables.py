@@ -156,13 +156,23 @@ def _figure(ratio: Ratio, words: Callable[[float], str]) -> str:
 
 
 def projection_sentences(gain: Gain) -> tuple[str, ...]:
-    """Return eqs. 21 to 23 of what was measured."""
-    reference_s, plan_s = (math.fsum(map(arm.mean_s, arm.has)) for arm in (gain.reference, gain.plan))
-    net, speedup = net_of(reference_s, plan_s, gain.plan.mean_s("recompute")), speedup_of(gain)
+    """Return eqs. 21 to 23 of what steps took without the clock of phases, where these tell both arms apart."""
+    speedup = speedup_of(gain)
+    return f"Net speed-up [21]: {_net(gain, speedup)}", f"Doubling [22, 23]: {_doubling(gain, speedup)}"
+
+
+def _net(gain: Gain, speedup: Interval) -> str:
+    if not gain.changes:
+        return "the plan changes nothing."
+    if speedup.low <= 1 <= speedup.high:
+        return f"the steps of both cannot be told apart ({say.ratio(speedup.mean)})."
+    plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
+    found = net_of(speedup.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
+    between = _between(speedup, say.ratio)
+    within = "" if between == _NO_INTERVAL else f" (95% {between})"
     return (
-        f"Net speed-up [21]: {say.ratio(net.gain)} if nothing were computed again, over 1 and the "
-        f"{say.share(net.overhead)} that computing it again takes: {say.ratio(net.net)}, of steps under the clock.",
-        f"Doubling [22, 23]: {_doubling(gain, speedup)}",
+        f"{say.ratio(found.net)}{within}: {say.ratio(found.gain)} if nothing were computed again, over 1 and the "
+        f"{say.share(found.overhead)} that computing it again takes, by the clock of phases."
     )
 
 

@@ -1,0 +1,104 @@
+"""A plan's weight decay: set for a run, of all groups that decay, and put back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trimtab
+from trimtab.core.errors import OptimizerError
+from trimtab.core.plan import Plan
+from trimtab.runtime.weight_decay import use_weight_decay
+
+PLANNED = Plan.fixed(4, weight_decay=0.5)
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def made(decay: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose biases do not decay, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": weights, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.05)
+
+
+def decays(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["weight_decay"] for group in optimizer.param_groups]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, steps: int = 5) -> list[Tensor]:
+    with trimtab.start(model, optimizer, plan) as run:
+        for seed in range(steps):
+            batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            run.train_step(run.window(batch), loss_fn)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("more", [{}, {"fused_optimizer": True}])
+def test_it_trains_as_a_plain_loop_with_that_decay(more):
+    ours = trained(*made(), Plan.fixed(4, weight_decay=0.5, **more))
+    model, optimizer = made(decay=0.5)
+    if more:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    for seed in range(5):
+        optimizer.zero_grad()
+        loss_fn(model, torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, model.parameters(), strict=True))
+    others = trained(*made(), Plan.fixed(4, **more))
+    assert not torch.equal(ours[0], others[0])
+
+
+def test_groups_that_decay_nothing_are_left_and_all_is_put_back():
+    model, optimizer = made()
+    with trimtab.start(model, optimizer, PLANNED):
+        assert decays(optimizer) == [0.5, 0.0]
+    assert decays(optimizer) == [0.01, 0.0]
+
+
+def test_what_is_saved_holds_the_users_own_and_what_is_loaded_takes_the_plans():
+    model, optimizer = made()
+    with trimtab.start(model, optimizer, PLANNED) as run:
+        run.train_step(run.window(torch.randn(4, 3)), loss_fn)
+        saved = optimizer.state_dict()
+        assert [group["weight_decay"] for group in saved["param_groups"]] == [0.01, 0.0]
+        assert decays(optimizer) == [0.5, 0.0]
+        optimizer.load_state_dict(saved)
+        assert decays(optimizer) == [0.5, 0.0]
+    assert decays(optimizer) == [0.01, 0.0]
+    after = optimizer.state_dict()
+    assert [group["weight_decay"] for group in after["param_groups"]] == [0.01, 0.0]
+
+
+def test_a_run_that_is_gone_on_with_decays_as_planned():
+    whole = trained(*made(), PLANNED, steps=4)
+    model, optimizer = made()
+    with trimtab.start(model, optimizer, PLANNED) as run:
+        for seed in range(2):
+            run.train_step(run.window(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))), loss_fn)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), run.state_dict()))
+    model, optimizer = made()
+    with trimtab.start(model, optimizer, PLANNED) as run:
+        for each, state in zip((model, optimizer, run), kept, strict=True):
+            each.load_state_dict(state)
+        for seed in range(2, 4):
+            run.train_step(run.window(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))), loss_fn)
+    assert all(torch.equal(a, b) for a, b in zip(whole, model.parameters(), strict=True))
+
+
+def test_an_optimizer_that_decays_nothing_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OptimizerError, match=r"plan\.weight_decay.*SGD without weight decay"):
+        trimtab.start(model, optimizer, Plan.fixed(4, weight_decay=0.5))
+    undo = use_weight_decay(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), 0.0)
+    undo()
