@@ -67,7 +67,7 @@ class Place:
     num_gpus: int = 0
     has_meter: bool = False
     commands: tuple[str, ...] = ()
-    limit_s: float = 60 * MINUTES["gpu"]
+    limit_s: float = 60 * MINUTES["cpu"]
 
     def ran(self, each: Slice) -> Path:
         """Return the file of a slice that has ended."""
@@ -173,7 +173,7 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
-def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["gpu"]) -> Place:
+def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["cpu"]) -> Place:
     """Return this machine, with a folder that is its own; a trial's is not among the results.
 
     Raises:
@@ -362,7 +362,7 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
     goals = [row for row in found["rows"] if row["metric"] == "goal"]
     states = [row["state"] for row in found["rows"] if row["metric"] == "slice"]
     for row in goals:
-        yield f"{row['status']:<13} {row['says']}{': ' if row['figure'] else ''}{row['figure']}"
+        yield f"{row['status']:<16} {row['says']}{': ' if row['figure'] else ''}{row['figure']}"
     counted = ", ".join(
         f"{states.count(state)} {state}" for state in (DONE, STALE, TO_DO, CUT, CANNOT) if state in states
     )

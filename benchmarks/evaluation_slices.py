@@ -283,33 +283,23 @@ def _gpu(minutes: float) -> Iterator[Slice]:
     yield Slice("energy", "wikitext2_gpt2, joules of a run", record, "energy.jsonl", 4, ("gpu", "meter"))
 
 
-# Of a kind of model: folder, plan, what it is, and how many changes it makes.
-_BY_HAND = {
-    "gpt2": (
-        ("ablate-paper", "paper-gpt2", "the paper's components", 4),
-        ("ablate-regularised", "regularised-gpt2", "dropout and weight decay at a higher rate", 4),
-    ),
-    "resnet": (("ablate-paper", "paper-resnet50", "the paper's components", 3),),
-}
-
-
 def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     """Yield what tables I to III are made of: the paper's recipe, and each of its components, raced to a target.
 
     All arms but the controls train for as long, so that a slice ends in its minutes. On the first race of components
     what each arm holds is counted too.
     """
-    peers = "paper,strong,muon" if kind == "gpt2" else "paper,strong"
+    peers, plan = ("paper,strong,muon", "paper-gpt2") if kind == "gpt2" else ("paper,strong", "paper-resnet50")
     arms = 2 + peers.count(",") + 1  # the reference and S beside them
     cap_s = (60 * minutes - AROUND_S - 2 * CONTROL_S) // arms
     raced = (f"{GPU_TASKS}:{task}", "--adapt", "none", "--against", peers, "--cap", f"{cap_s:g}")
     says = f"{task}, S, P0 to P3 to targets"
     yield from _races(f"{kind}-whole", says, raced, _FIVE, minutes, "gpu", whole=True)
-    for folder, plan, what, changes in _BY_HAND[kind]:
-        cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
-        of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
-        how = {"minutes": minutes, "needs": ("gpu",)}
-        yield from _ablations(f"{kind}-{folder}", f"{task}, {what} to targets", of, "--cap", f"{cap_s:g}", **how)
+    changes = 4 if kind == "gpt2" else 3
+    cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
+    of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
+    says = f"{task}, the paper's components to targets"
+    yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))
 
 
 def _predictions() -> Iterator[Slice]:

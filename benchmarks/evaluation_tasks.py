@@ -1,4 +1,4 @@
-"""Tasks of the evaluation on two cores: the small tasks with fewer rows, so that a whole race ends within nine minutes.
+"""Tasks of the evaluation on two cores: the small tasks with fewer rows, so that a whole race ends within minutes.
 
 `_short`: the reference takes less than two minutes, so that the paper's recipe runs to its end too; its plan, and
 that of `_ablate`, is made for a run of a hundred times the rows, which may be measured for longer. `_half`: longer, so
@@ -101,7 +101,7 @@ wikitext2_long = _tokens("wikitext2_gpt_long", 16, 28, 8, (2_000.0, 1_000.0, 700
 repeated_gpt = replace(
     source.TASK,
     name="repeated_gpt",
-    description=f"{REPEATED_ROWS} rows of Python's reference texts, GPT (2 layers, width 64, context {REPEATED_CONTEXT})",
+    description=f"{REPEATED_ROWS} rows of Python's reference texts, GPT (2 layers, context {REPEATED_CONTEXT})",
     make_model=_small_gpt,
     make_optimizer=_adamw,
     load_data=_little_data,

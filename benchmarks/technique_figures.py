@@ -26,7 +26,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
         "precision.md": {"races": list(_races(races)), "steps": list(_precisions(steps))},
         "micro_batch.md": {"limits": list(_limits(walk)), "steps": list(_splits(steps))},
         "learning_rate.md": {"races": list(_freed(races)), "rates": list(_rates(sweeps, races))},
-        "optimizer.md": {"races": list(_raced(root))},
+        "optimizer.md": {"regularised": list(_regularised(root)), "races": list(_raced(root))},
     }
 
 
@@ -196,6 +196,24 @@ def _changed(found: Record, arm: str) -> str:
 
 
 # docs/optimizer.md
+
+
+_REGULARISED = "text-ablate-regularised"
+
+
+def _regularised(root: Path) -> Iterator[str]:
+    """Yield what dropout and weight decay are worth at the end of a run of many passes."""
+    if not is_evaluated(root, _REGULARISED):
+        yield "Not measured: no record."
+        return
+    found = evaluated(root, _REGULARISED)
+    yield "| change | set in | bits per byte at the end, better by (95%, or each pair) | n |"
+    yield "|---|---|---|---|"
+    for row in found.of("final_metric_difference"):
+        if row.get("change") and row["setting"] in ("alone", "in the plan"):
+            yield f"| {row['change'].replace('_', ' ')} | {row['setting']} | {difference(row)}% | {row['n']} |"
+    yield ""
+    yield f"{found.link}, {found.machine}."
 
 
 _RACED = {"dropout": "no dropout", "schedule": "a straight line", "optimizer": "Muon"}

@@ -32,6 +32,7 @@ CHANGES = {
     "recompute": ("every_block",),
     "compiled": (True,) if shutil.which("g++") else (),
     "dropout": (0.0, 0.8),
+    "weight_decay": (0.5,),
     "optimizer": ("muon",),
     "schedule": ("warmup_cosine", "warmup_linear"),
     "warmup_fraction": (0.5,),

@@ -553,7 +553,7 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert several.out.rstrip().endswith("report: runs/report/evaluation.html")
     rows = trimtab("report", "out", "run.jsonl", "--out", "page", "--json").json["rows"]
     statuses = {row["status"] for row in rows if row["metric"] == "claim"}
-    assert statuses == {"not measured", "not in this evaluation"}  # a task of our own
+    assert statuses == {"not measured"}  # a task of our own
     assert {row["run"] for row in rows if "run" in row} == {"out", "run.jsonl"}
     assert {path.suffix for path in (tmp_path / "page").iterdir()} == {".html", ".md", ".json"}
     assert trimtab("report", "out", "--paper", "--json").json["name"] == "report"

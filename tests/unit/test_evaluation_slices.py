@@ -334,13 +334,12 @@ BY_HAND = {
         *("cifar-ablate-paper", "cifar-ablate-windows", "cifar-ablate-freed"),
         *("wikitext-ablate-paper", "text-ablate-regularised"),
     },
-    "gpu": {"resnet-ablate-paper", "gpt2-ablate-paper", "gpt2-ablate-regularised"},
+    "gpu": {"resnet-ablate-paper", "gpt2-ablate-paper"},
 }
 NOT_THE_PAPERS = {  # and what they change
     "cifar-ablate-freed": {"schedule", "learning_rate_scale"},
     "cifar-ablate-windows": {"batch_policy"},  # what batch statistics allow of the paper's accumulation
     "text-ablate-regularised": {"dropout", "weight_decay"},
-    "gpt2-ablate-regularised": {"dropout", "weight_decay", "schedule", "learning_rate_scale"},
 }
 
 
@@ -423,14 +422,6 @@ def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
         evaluation.chosen(found, ["x"])
 
 
-def test_what_slices_took_fits_their_minutes(listed):
-    found = list((ROOT / "benchmarks" / "results").glob("evaluation-*/done/*.json"))
-    took = {path: json.loads(path.read_text())["seconds"] for path in found}
-    assert took
-    size = {path: "gpu" if "gpu" in path.parts[-3] else "cpu" for path in found}
-    assert [path.name for path, seconds in took.items() if seconds > 60 * listed.MINUTES[size[path]]] == []
-
-
 def test_a_list_says_what_is_left(evaluation, place, listed):
     lines = list(evaluation.listed(listed.slices("gpu"), place))
     assert lines[0].startswith("cannot run here  resnet-recipes-plans")
@@ -500,7 +491,7 @@ def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
     assert at(ratio=None, bound="<= 2.10x")[0] == "missed"
     assert at(ratio=None, bound="<= 4.10x")[0] == "not shown"
     assert at(ratio=None, bound="<= 2.10x", arm_s=(1.0,) * 4)[0] == "not shown"
-    assert at(ratio=None, bound="never reached") == ("not shown", "never reached")
+    assert at(ratio=None, bound="never reached") == ("not shown", "never reached to 0.85, n = 5")
     assert at(charged=False) == ("not measured", "")
 
 
@@ -583,22 +574,25 @@ def test_steps_in_turns_show_nothing_of_a_change_that_all_of_the_process_has(goa
     assert (status, figure) == ("not measured", "allocator retain is of the process, and so of both")
 
 
-def test_a_target_that_only_the_reference_reached_is_missed(goals, tmp_path):
+def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_further(goals, tmp_path):
     from measured_runs import GAIN, around, comparison
 
     of = comparison()
     easy = replace(of.target_rows[1], arm="plan_F", tier="F", charged=True, ratio=around(5.0), verdict=GAIN)
-    never = (math.inf,) * 5
-    hard = replace(
-        easy, target=0.9, ratio=None, bound="never reached", reached_arm=0, arm_s=never, against_s=(80.0,) * 5
-    )
+    never = {"arm_s": (math.inf,) * 5, "against_s": (80.0,) * 5, "reached_arm": 0}
+    hard = replace(easy, target=0.9, ratio=None, bound="never reached", **never)
 
     def at(*rows):
         run = of_comparison("cifar-freed", replace(of, target_rows=rows))
         return stands(goals, "cifar: F 3x P0 to the target, search charged", tmp_path, {"cifar-freed": run})
 
     assert at(easy)[0] == "met"
-    assert at(easy, hard) == ("missed", "never reached to 0.9, n = 5")
+    status, figure = at(easy, hard)
+    assert (status, figure.endswith("to 0.85; the other arm came further, to 0.9 in more pairs")) == ("not shown", True)
+    assert at(replace(easy, ratio=around(2.0)), hard)[0] == "missed"
+    assert at(hard) == ("not shown", "never reached to 0.9, n = 5")
+    capped = replace(hard, bound="<= 2.50x")
+    assert at(easy, capped) == ("missed", "<= 2.50x to 0.9, n = 5")
 
 
 def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals, tmp_path):
@@ -614,11 +608,11 @@ def test_what_is_told_within_a_limit_is_held_against_what_is_told_without(goals,
     assert stands(goals, says, tmp_path) == ("not measured", "")
     told("prediction", 0.1, 15_000_000_000)
     status, figure = stands(goals, says, tmp_path)
-    assert status == "told to be met"
+    assert status == "predicted met"
     assert figure == "1.200x the time (0.12 s a step for 0.1), 4,400,000,000 bytes; not measured"
     for step_s, size in ((0.14, 4_400_000_000), (0.12, 4_600_000_000)):
         told("prediction-small", step_s, size)
-        assert stands(goals, says, tmp_path)[0] == "told to be missed"
+        assert stands(goals, says, tmp_path)[0] == "predicted missed"
 
 
 def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, place):
@@ -635,11 +629,11 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
     assert statuses["wikitext: S 1.3x P0"] == "not measured"
     page = (place.folder / "evaluation.md").read_text()
     assert "a smaller task" in page
-    assert [line for line in page.splitlines() if line.startswith("- Runs 1 (")] == [
-        "- Runs 1 (cifar-recipes): One.",
-        "- Runs 1 (cifar-recipes): Three.",
+    assert [line for line in page.splitlines() if line.startswith("- Run 1 (")] == [
+        "- Run 1 (cifar-recipes): One.",
+        "- Run 1 (cifar-recipes): Three.",
     ]
-    assert next(evaluation.text(found)) == "not measured  wikitext: S 1.3x P0"
+    assert next(evaluation.text(found)) == "not measured     wikitext: S 1.3x P0"
 
 
 def test_the_summary_reads_the_runs_once(evaluation, goals, listed, place, monkeypatch):

@@ -19,6 +19,7 @@ from trimtab.runtime.engine import Run
 LIMIT_S = 1800.0
 # Of a plan, what a host's own settings decide.
 _LEFT = {"schedule": "user", "learning_rate_scale": 1.0, "clip_norm": None, "optimizer": "user", "batch_policy": "user"}
+_LEFT |= {"weight_decay": None}
 
 
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:

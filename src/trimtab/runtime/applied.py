@@ -37,7 +37,7 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
         if plan.weight_decay.value is not None:
-            undo.callback(use_weight_decay(optimizer, float(plan.weight_decay.value)))
+            undo.callback(use_weight_decay(optimizer, plan.weight_decay.value))
         if plan.optimizer.value == "muon":
             undo.callback(muon.use_muon(model, optimizer))
         if plan.memory_layout.value == "channels_last":

@@ -386,6 +386,8 @@ def test_an_arm_that_a_cap_stopped_is_bounded_from_above():
     late = climbing([60, 120], [0.1, 0.7])  # stopped right after an evaluation that may have been its crossing
     stopped = replace(late, end=replace(late.end, reason="cap"))
     assert target([stopped] * 2, [reaching(300)] * 2).bound == "<= 5.00x"
+    between = replace(failing(60), end=replace(failing(60).end, reason="cap", detail={"train_s": 120.0}))
+    assert target([between] * 2, [reaching(300)] * 2).bound == "<= 5.00x"  # it may have crossed right after 60 s
 
 
 def early(seconds: float) -> RunRecord:

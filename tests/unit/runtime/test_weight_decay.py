@@ -12,6 +12,7 @@ import trimtab
 from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.runtime.weight_decay import use_weight_decay
+from trimtab.tasks.models.gpt import GPT, GPTShape
 
 PLANNED = Plan.fixed(4, weight_decay=0.5)
 
@@ -95,10 +96,58 @@ def test_a_run_that_is_gone_on_with_decays_as_planned():
     assert all(torch.equal(a, b) for a, b in zip(whole, model.parameters(), strict=True))
 
 
+def test_what_is_loaded_is_the_users_own_from_then_on():
+    other = made(decay=0.2)[1].state_dict()
+    model, optimizer = made()
+    with trimtab.start(model, optimizer, PLANNED) as run:
+        run.train_step(run.window(torch.randn(4, 3)), loss_fn)
+        optimizer.load_state_dict(other)
+        assert decays(optimizer) == [0.5, 0.0]
+        assert [group["weight_decay"] for group in optimizer.state_dict()["param_groups"]] == [0.2, 0.0]
+    assert decays(optimizer) == [0.2, 0.0]
+
+
+def test_groups_that_come_and_go_are_left():
+    _, optimizer = made()
+    undo = use_weight_decay(optimizer, 0.5)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.3})
+    assert decays(optimizer) == [0.5, 0.0, 0.3]
+    assert [group["weight_decay"] for group in optimizer.state_dict()["param_groups"]] == [0.01, 0.0, 0.3]
+    undo()
+    assert decays(optimizer) == [0.01, 0.0, 0.3]
+    undo = use_weight_decay(optimizer, 0.5)
+    del optimizer.param_groups[1:]
+    assert [group["weight_decay"] for group in optimizer.state_dict()["param_groups"]] == [0.01]
+    undo()
+    assert decays(optimizer) == [0.01]
+
+
+def test_muon_decays_by_it_too():
+    def after(decay: float, plan: Plan) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = GPT(GPTShape(11, 8, num_layers=1, num_heads=2, width=8, dropout=0.0))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=decay)
+        with trimtab.start(model, optimizer, plan) as run:
+            tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(1))
+            run.train_step(run.window(tokens), lambda model, batch: model(batch[:, :-1]).square().mean())
+        return [p.detach().clone() for p in model.parameters()]
+
+    planned = after(0.01, Plan.fixed(4, optimizer="muon", weight_decay=0.5))
+    by_hand = after(0.5, Plan.fixed(4, optimizer="muon"))
+    assert all(torch.equal(a, b) for a, b in zip(planned, by_hand, strict=True))
+
+
 def test_an_optimizer_that_decays_nothing_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptimizerError, match=r"plan\.weight_decay.*SGD without weight decay"):
         trimtab.start(model, optimizer, Plan.fixed(4, weight_decay=0.5))
-    undo = use_weight_decay(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), 0.0)
-    undo()
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_an_optimizer_that_is_saved_in_a_way_of_its_own_is_refused(name):
+    """It would not ask what is the user's and what the plan's."""
+    own = type("Own", (torch.optim.AdamW,), {name: lambda self, *args: {}})
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptimizerError, match="Own, saved its own way"):
+        trimtab.start(model, own(model.parameters()), PLANNED)

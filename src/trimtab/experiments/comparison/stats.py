@@ -14,6 +14,7 @@ from trimtab.experiments.comparison.result import Ratio
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 # In a header's detail: the rows an arm was to train on.
 GIVEN_ROWS = "given_rows"
+FAILED = " failed in "  # in a sentence on arms of which one did
 
 
 Pair = tuple[RunRecord, RunRecord]

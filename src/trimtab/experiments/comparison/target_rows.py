@@ -114,23 +114,21 @@ def _pair(
     theirs, theirs_early = time_to_target(other, metric, target, higher_is_better)
     # Where the other failed after it had crossed, no more than that time may be counted against it.
     cap_s = theirs if math.isfinite(theirs) else _not_yet_s(other, metric, target, higher_is_better)
-    was_cut = math.isinf(ours) and record.end is not None and record.end.reason == "cap"
+    was_cut = math.isinf(ours) and not failed(record) and record.end is not None and record.end.reason == "cap"
     cut_s = _not_yet_s(record, metric, target, higher_is_better) + charge_s if was_cut else math.inf
     ours, theirs = (math.inf if failed(run) else seconds for run, seconds in ((record, ours), (other, theirs)))
     return _Pair(ours + charge_s, theirs, ours_early, theirs_early, cap_s, charge_s, cut_s)
 
 
 def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: bool) -> float:
-    """Return how long an arm trained without a crossing that its last evaluation may be one of.
+    """Return how long an arm trained without a crossing: to its last evaluation that is not beyond the target.
 
-    A last evaluation beyond the target confirms none, and rules none out since the one before.
+    What it trained for after that rules none out: a crossing is told from the evaluation before it.
     """
     points = curve(record, metric)
     before = len(points)
     while before and is_beyond(points[before - 1][2], target, higher_is_better):
         before -= 1
-    if before == len(points):
-        return float(record.end.detail["train_s"]) if record.end else 0.0
     return points[before - 1][1] if before else 0.0
 
 

@@ -12,8 +12,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_inte
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
-from trimtab.experiments.comparison.stats import as_ratio, crossing
-from trimtab.experiments.comparison.verdicts import non_inferiority
+from trimtab.experiments.comparison.stats import FAILED, as_ratio, crossing
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
@@ -70,10 +69,11 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
     for row in found.ratios:
         measure = names.get(row.metric, row.metric)
         values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
-        said = row.verdict.sentence if row.verdict.kind == NO_VERDICT else ""
+        has_verdict = _has_verdict(row)
+        said = "" if has_verdict else row.verdict.sentence
         arm = found.arm(row.arm)
         each = arm.terms_per_s if arm is not None and measure == "throughput" else ()
-        kind = {"has_verdict": _has_verdict(row), "values": each}
+        kind = {"has_verdict": has_verdict, "values": each}
         yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
@@ -81,8 +81,9 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
 
 def _has_verdict(row: RatioRow) -> bool:
     """Return whether an interval may be held against a bar; that its own bar is in it is no reason against another."""
-    is_whole = row.metric == "do_no_harm" and row.verdict == non_inferiority(row.ratio)
-    return row.ratio.n >= MIN_PAIRS_FOR_VERDICT if is_whole else row.verdict.kind != NO_VERDICT
+    if row.metric == "do_no_harm" and FAILED not in row.verdict.sentence:
+        return row.ratio.n >= MIN_PAIRS_FOR_VERDICT
+    return row.verdict.kind != NO_VERDICT
 
 
 def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
@@ -112,8 +113,10 @@ def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") 
     ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
     figure, is_open = None if row.ratio is None else inverse(row.ratio), row.verdict.kind == NO_VERDICT
     said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
+    if FAILED in row.verdict.sentence:
+        said = row.verdict.sentence
     where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open}
-    where |= {"values": row.arm_s, "part": part}
+    where |= {"values": row.arm_s, "part": part, "reached": (row.reached_arm, row.reached_against)}
     return Finding(measure, arm, against, row.tier, ours, theirs, figure, said, **where)
 
 
@@ -173,7 +176,7 @@ def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Find
         said,
         target=target,
         has_verdict=not unresolved,
-        values=tuple(ours),
+        reached=reached,
     )
 
 

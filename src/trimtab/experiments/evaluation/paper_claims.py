@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.result import Ratio, Verdict
-from trimtab.experiments.evaluation.paper_figures import ABOUT, CLAIMS, LEAST, MOST, PRECISION, Claim
+from trimtab.experiments.evaluation.paper_figures import (
+    ABOUT,
+    CLAIMS,
+    IMAGES,
+    LEAST,
+    MOST,
+    PRECISION,
+    SPLITTING,
+    Claim,
+)
 from trimtab.experiments.evaluation.result import Finding, Run
 
 PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
@@ -84,7 +94,8 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 
     A component's time to the target is its throughput where both loops learn as much of a row, which need not be so.
     """
-    if claim.measure != "component_time" or any(each.figure or is_lost(each) for each in _of(claim, run)):
+    found = list(_of(claim, run))
+    if claim.measure != "component_time" or any(each.figure or each.reached[0] < each.reached[1] for each in found):
         return claim, ""
     by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
     return by, "by throughput, as no time to a target is known: "
@@ -92,8 +103,10 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 
 def _because(claim: Claim, here: str, finding: Finding) -> str:
     figure = finding.figure
+    if here == NO_VERDICT and finding.behind_at is not None:
+        return f"the other arm came further: to {finding.behind_at:g} in more pairs"
     if here == NO_VERDICT:
-        return "no different from a third" if _is_even(claim, finding) else _open(finding)
+        return "the interval holds a third" if _is_even(claim, finding) else _open(finding)
     if claim.sense == ABOUT:
         whole = "the whole interval is" if here == PASS else "no part of the interval is"
         return f"{whole} within {100 * NEAR:g} points of it"
@@ -102,7 +115,7 @@ def _because(claim: Claim, here: str, finding: Finding) -> str:
 
 
 def _is_even(claim: Claim, finding: Finding) -> bool:
-    """Return whether a claim is of a third of training, whose share is no different from that of the others."""
+    """Return whether a claim is of a third of training, and a third of the gain is in its interval."""
     bounds = _bounds(finding.figure)
     return claim.part in _THIRDS and bounds is not None and bounds[0] <= 1 / 3 <= bounds[1]
 
@@ -131,35 +144,31 @@ def _of(claim: Claim, run: Run) -> Iterator[Finding]:
     if claim.target is None:
         yield from found
         return
-    for way in dict.fromkeys((finding.arm, finding.charged) for finding in found):
-        yield nearest([finding for finding in found if (finding.arm, finding.charged) == way], claim.target)
+    for way in dict.fromkeys(map(_way_of, found)):
+        yield nearest([finding for finding in found if _way_of(finding) == way], claim.target)
+
+
+def _way_of(finding: Finding) -> tuple[str, bool, str]:
+    """Return what tells a ladder from another of the same run."""
+    return finding.arm, finding.charged, finding.part
 
 
 def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
-    """Return the rung of a target; where the ladder has none, the hardest that tells the two arms apart, or the last.
+    """Return the rung of a target; where the ladder has none, the hardest whose time is known or bounded, or the last.
 
-    That is one whose time is known or bounded, or one that the other arm reached in most pairs and this one did not: an
-    easier one would speak for an arm that lost.
+    With a harder one, where the other arm reached that in more pairs: a gain on an easier rung does not speak for an
+    arm that was left behind.
 
     Args:
         rungs: easiest first. target: None, where no rung is meant more than another.
     """
-    exact = [each for each in rungs if target is not None and each.target == target]
-    telling = [each for each in rungs if each.figure or each.said.startswith(_BOUNDS) or is_lost(each)]
-    return (exact or telling or list(rungs))[-1]
-
-
-def is_lost(finding: Finding) -> bool:
-    """Return whether the other arm reached a target in most pairs, and this one in fewer, as medians over them say."""
-    ours, theirs = finding.value, finding.baseline
-    return ours is not None and theirs is not None and math.isinf(ours) and math.isfinite(theirs)
-
-
-def has_never_reached(finding: Finding) -> bool:
-    """Return whether an arm trained to its end in enough pairs, and in none of them to what the other arm reached."""
-    of = finding.values
-    is_bounded = finding.said.startswith(_BOUNDS)
-    return is_lost(finding) and not is_bounded and len(of) >= MIN_PAIRS_FOR_VERDICT and all(map(math.isinf, of))
+    if exact := [each for each in rungs if target is not None and each.target == target]:
+        return exact[-1]
+    known = [at for at, each in enumerate(rungs) if each.figure or each.said.startswith(_BOUNDS)]
+    if not known:
+        return rungs[-1]
+    behind = [each.target for each in rungs[known[-1] + 1 :] if each.reached[0] < each.reached[1]]
+    return replace(rungs[known[-1]], behind_at=behind[-1]) if behind else rungs[known[-1]]
 
 
 def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
@@ -177,15 +186,19 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
 def met(sense: str, bar: float, finding: Finding) -> str:
     """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
 
-    A count has no interval: it is the figure itself that is beyond or short. A target that was reached in no pair falls
-    short where the other arm reached it. Of a difference of the final metric in tier F, whose training is another one,
-    only what is worse counts (math: section 8).
+    A count has no interval: it is the figure itself that is beyond or short. A time that is bounded lies beyond its
+    bound. What is reached on an easier target is not, where the arm was left behind on a harder one. Of a difference of
+    the final metric in tier F, whose training is another one, only what is worse counts (math: section 8).
     """
-    if has_never_reached(finding):
-        return FAIL
     bounds = _bounds(finding.figure) if finding.has_verdict else None
+    bounds = _bound(finding) if finding.figure is None else bounds
     if bounds is None:
         return NO_VERDICT
+    found = _beyond(sense, bar, bounds, finding)
+    return NO_VERDICT if found == PASS and finding.behind_at is not None else found
+
+
+def _beyond(sense: str, bar: float, bounds: tuple[float, float], finding: Finding) -> str:
     low, high = bounds
     if sense == MOST:
         return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
@@ -195,6 +208,15 @@ def met(sense: str, bar: float, finding: Finding) -> str:
         low, high, bar = low - bar, high - bar, NEAR
     beyond = math.inf if finding.tier == "F" and sense != ABOUT else bar
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
+
+
+def _bound(finding: Finding) -> tuple[float, float] | None:
+    """Return between which shares of the other's a time lies that is told as `>= 3.1x` or `<= 0.8x` the speed."""
+    told = re.match(r"([<>])= (\d+(?:\.\d+)?)x", finding.said)
+    if told is None or len(finding.values) < MIN_PAIRS_FOR_VERDICT:
+        return None
+    share = 1 / float(told[2]) if float(told[2]) > 0 else math.inf
+    return (0.0, share) if told[1] == ">" else (share, math.inf)
 
 
 def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
@@ -209,8 +231,11 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
-    if claim.part == PRECISION and not any(run.has_gpu for run in runs):
-        return "on a processor without fast half precision plans compute in fp32, and so does P1"
+    given = [run for run in runs if run.task in _tasks(claim)]
+    if claim.part == PRECISION and any(run.labels.get(LITERAL, "").endswith("computed in fp32") for run in given):
+        return "there is no fast half precision on this processor: P1 was computed in fp32, and no plan in less"
+    if claim.part == SPLITTING and claim.workload is IMAGES:
+        return "its models have batch statistics, which a batch that is cut would change; whole batches hold no less"
     if claim.measure.startswith("component_"):
         return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
     if claim.measure == "scaling_efficiency":

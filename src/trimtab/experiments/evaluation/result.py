@@ -28,6 +28,8 @@ class Finding:
         said: what stands in place of it, where it is not known, or has to be known beside it.
         has_verdict: whether its run has one on it: enough pairs, a control, and nothing that failed.
         values: the figure itself of each pair, where there is one of each; infinite: never reached.
+        reached: of a target, the pairs in which each of the two did. behind_at: a harder target that
+            the other arm reached in more pairs, if any: no gain on this one speaks for the arm.
         target, charged: of a time, and whether planning is counted. ranks: of an efficiency. part: of a component, its
             choice; of a share, what it is of.
     """
@@ -42,6 +44,8 @@ class Finding:
     said: str = ""
     has_verdict: bool = True
     values: tuple[float, ...] = ()
+    reached: tuple[int, int] = (0, 0)
+    behind_at: float | None = None
     target: float | None = None
     charged: bool = False
     ranks: int | None = None

@@ -36,8 +36,8 @@ _SHARES = (
     "clock, and by thirds of training, of the races. Each is a mean of noisy pairs, and what the clock itself takes is "
     "in no phase: they need not add up to 100%. The paper gives percentages without saying how they were measured; a "
     f"claim passes where the whole interval is within {100 * NEAR:g} points of it, and fails where no part of it is. A "
-    "third has a third of the gain where nothing depends on how far training went: an interval that holds that shows "
-    "nothing of it."
+    "third of training has a third of the gain where nothing depends on how far training went: an interval that holds "
+    "that shows nothing of when the gain comes."
 )
 
 
@@ -52,7 +52,7 @@ def document(runs: Sequence[Run], command: str, goals: Sequence[tuple[str, str, 
         f"{len(runs)} runs of {len({run.task for run in runs})} tasks · {sameness(runs)[0]}",
         (),
         (
-            *((Section("Goals", (tables.goal_table(goals), *_known(runs)), brief=True),) if goals else ()),
+            *((Section("Goals", (tables.goal_table(goals),), brief=True),) if goals else ()),
             *_sections(runs, judged, command),
         ),
         _no_drawing,
@@ -66,7 +66,8 @@ def _known(runs: Sequence[Run]) -> Iterator[Block]:
         for says in run.known:
             of.setdefault(says, []).append(f"{number} ({run.name})")
     if of:
-        yield Bullets(tuple(f"Runs {', '.join(which)}: {say.one_line(says)}" for says, which in of.items()))
+        runs_of = {says: f"{'Run' if len(which) == 1 else 'Runs'} {', '.join(which)}" for says, which in of.items()}
+        yield Bullets(tuple(f"{which}: {say.one_line(says)}" for says, which in runs_of.items()))
 
 
 def _no_drawing(picture: Picture) -> NoReturn:
@@ -90,6 +91,7 @@ def _sections(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]], com
 
 def _claims(runs: Sequence[Run], judged: Mapping[Claim, Sequence[Judged]]) -> Iterator[Block]:
     yield Paragraph(_CLAIMED)
+    yield from _known(runs)
     literal = {claim: [each for each in found if each.is_literal] for claim, found in judged.items()}
     yield tables.claim_table(literal, "By the paper's own recipe (P1)", runs, whole=True)
     for tier in ("S", "F"):
