@@ -149,8 +149,8 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
     throughput = cifar.one("throughput_ratio", arm="plan_S", against="reference")
     yield _aim("tier S 1.8 times the plain loop on images, with bf16", throughput, cifar, 1.8)
     for found, which, times in ((cifar, "three times as soon on images", 3), (gpt, "four times as soon on text", 4)):
-        rung = _hardest(found)
-        yield _aim(f"tier F {which} (to {rung['target']:g}), search charged", _turned(rung), found, times)
+        rung, behind = _hardest(found)
+        yield _aim(f"tier F {which} (to {rung['target']:g}), search charged", _turned(rung), found, times, behind)
     harm = digits.one("do_no_harm_ratio", arm="strong_plan")
     yield _aim("no harm to a loop tuned by hand, in whole races: 0.97 of its speed", harm, digits, 0.97)
     yield from _goals(root)
@@ -171,10 +171,19 @@ def _turned(row: Row) -> Row:
     return row | {"mean": 1 / row["mean"], "low": 1 / row["high"], "high": 1 / row["low"]}
 
 
-def _hardest(found: Record) -> Row:
-    """Return the last target that every run of tier F and of the plain loop reached, by time that has search in it."""
+def _hardest(found: Record) -> tuple[Row, str]:
+    """Return the last target that every run of tier F and of the plain loop reached, by time that has search in it.
+
+    And in words the harder ones that the plain loop reached in more runs.
+    """
     rungs = found.of("time_to_target_ratio", arm="plan_F", against="reference", charged=True)
-    return [row for row in rungs if row["reached"] == row["reached_against"] == row["n"]][-1]
+    last = max(at for at, row in enumerate(rungs) if row["reached"] == row["reached_against"] == row["n"])
+    more = [
+        f"; {row['target']:g} in {row['reached']} of {row['n']} runs, the plain loop in {row['reached_against']}"
+        for row in rungs[last + 1 :]
+        if row["reached"] < row["reached_against"]
+    ]
+    return rungs[last], "".join(more)
 
 
 def _goals(root: Path) -> Iterator[str]:

@@ -207,11 +207,13 @@ def _regularised(root: Path) -> Iterator[str]:
         yield "Not measured: no record."
         return
     found = evaluated(root, _REGULARISED)
-    yield "| change | set in | bits per byte at the end, better by (95%, or each pair) | n |"
+    yield "| change | set in | bits per byte at the end, better by percent (95%, or each pair) | n |"
     yield "|---|---|---|---|"
     for row in found.of("final_metric_difference"):
-        if row.get("change") and row["setting"] in ("alone", "in the plan"):
-            yield f"| {row['change'].replace('_', ' ')} | {row['setting']} | {difference(row)}% | {row['n']} |"
+        change = row.get("change", "")
+        if "other" not in row and (change or (row["arm"], row["against"]) == ("plan", "reference")):
+            where = row["setting"] if change else "together"
+            yield f"| {change.replace('_', ' ') or 'both'} | {where} | {difference(row)} | {row['n']} |"
     yield ""
     yield f"{found.link}, {found.machine}."
 

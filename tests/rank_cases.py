@@ -19,7 +19,16 @@ STAGES = {
     "zero-3": {"zero_stage": 3},
     "zero-3-each": {"zero_stage": 3, "reduces_once": False},
 }
-DEEPSPEED = ("mean", "mean-k3", "tokens", "tokens-k3-clip", "uneven-ends", "rank-without-rows", "recompute")
+DEEPSPEED = (
+    "mean",
+    "mean-k3",
+    "tokens",
+    "tokens-k3-clip",
+    "uneven-ends",
+    "rank-without-rows",
+    "recompute",
+    "weight-decay",
+)
 DROPPED = -1  # a target that the loss leaves out
 
 
@@ -75,7 +84,8 @@ class Case:
 
     def alone(self, ranks: int) -> Case:
         """The same on one process, in the same micro-batches where a precision rounds each."""
-        kept = {name: v for name, v in self.values.items() if name in ("precision", "schedule", "recompute")}
+        known = ("precision", "schedule", "recompute", "weight_decay")
+        kept = {name: v for name, v in self.values.items() if name in known}
         micro = min(self.micro, ROWS // ranks) if "precision" in kept else ROWS
         return replace(self, values=kept, micro=micro)
 
@@ -134,6 +144,7 @@ def _cases():
         "uneven-ends": Case({}, micro=2, last=3, optimizer="sgd"),
         "rank-without-rows": Case({}, micro=2, last=1, optimizer="sgd"),
         "recompute": Case({"recompute": "every_block"}, micro=2),
+        "weight-decay": Case({"weight_decay": 0.4}, is_mean=True),
         "schedule": Case({"schedule": "warmup_cosine"}, last=3, total_samples=4 * (4 * ROWS + 3)),
         "fp16-clip": Case({"precision": "fp16"}, micro=2, dtype=torch.float32, clip_norm=0.05, optimizer="sgd"),
     }
