@@ -319,6 +319,20 @@ def test_a_bound_is_held_against_the_bar(said, status):
     assert met("at most", 1 / 3, replace(rung(0.5, (0, 5), said), values=(1.0,) * 4)) == NO_VERDICT
 
 
+def test_the_page_says_where_an_arm_was_left_behind(tmp_path):
+    made = comparison("cifar10_resnet", environment=CPU)
+    (row,) = [each for each in made.target_rows if each.arm == "plan_S" and not each.charged]
+    row = replace(row, target=0.6)
+    never = {"arm_s": (math.inf,) * 5, "reached_arm": 0, "ratio": None, "bound": "never reached"}
+    harder = replace(row, target=0.9, **never)
+    run = of_comparison("a", replace(made, target_rows=(row, harder)))
+    page = write_evaluation([run], tmp_path, "x")["md"].read_text()
+    assert "| Time to accuracy 0.6, behind at 0.9 |" in page
+    rates = [each for each in run.findings if (each.measure, each.arm) == ("throughput", "plan_S")]
+    more = f"{100 * (rates[0].figure.mean - 1):+.2f}% | {100 * (rates[0].figure.low - 1):+.2f}% to"
+    assert any(more in line for line in page.splitlines() if line.startswith("| FLOPs utilization"))
+
+
 def on_half(ours, theirs, **how):
     """Return the finding on 0.5 of arms that were raced: (seconds, held-out metric) of each, and how they ended."""
 

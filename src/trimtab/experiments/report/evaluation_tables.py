@@ -59,11 +59,13 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
 def _beside_of(finding: Finding, run: Run) -> str:
     """Return what has to be known beside a figure: that planning is counted in it, the rows that it is after.
 
-    Planning takes what it may take of the run that it is for, which may be a longer one than was raced.
+    Or that the other arm came further. Planning takes what it may take of the run that it is for, which may be a longer
+    one than was raced.
     """
     said = [finding.said] if finding.measure == "final_metric" and finding.figure is not None and finding.said else []
     charged = [f"planning counted{f' ({run.planned})' if run.planned else ''}"] if finding.charged else []
-    return "".join(f", {say.one_line(each)}" for each in (*charged, *said))
+    behind = [] if finding.behind_at is None else [f"behind at {say.metric(finding.behind_at)}"]
+    return "".join(f", {say.one_line(each)}" for each in (*charged, *said, *behind))
 
 
 def _part(finding: Finding) -> str:
@@ -152,7 +154,7 @@ def _beside(table: MainTable, line: Line, run: Run, arm: str) -> Iterator[tuple[
 def _row(table: MainTable, line: Line, run: Run, one: Finding) -> tuple[Cell, ...]:
     says = line.says if one.target in (None, table.target) else f"time to {run.metric} {say.metric(one.target)}"
     values = (_value(one, value, run) for value in (one.baseline, one.value))
-    change = _more(one) if line.measure == "mfu" else figures(one, run)
+    change = _more(one, run) if line.measure == "mfu" else figures(one, run)
     return (_first(says) + _beside_of(one, run), line.change, *values, *change)
 
 
@@ -160,10 +162,11 @@ def _first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _more(finding: Finding) -> tuple[str, str, str]:
-    """Return how much more one share is than another; its interval is that of the throughput."""
-    ours, theirs = finding.value, finding.baseline
-    return say.UNMEASURED if ours is None or not theirs else say.percent(ours / theirs - 1), "", ""
+def _more(finding: Finding, run: Run) -> tuple[str, str, str]:
+    """Return how much more one share of the peak is than another: as much as its throughput, of the same FLOP, is."""
+    same = ("throughput", finding.arm, finding.against)
+    rate = next((each for each in run.findings if (each.measure, each.arm, each.against) == same), None)
+    return (say.UNMEASURED, "", "") if rate is None else figures(rate, run)
 
 
 def _value(finding: Finding, value: float | None, run: Run) -> str:
