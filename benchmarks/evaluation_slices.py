@@ -180,8 +180,13 @@ def _freed() -> Iterator[Slice]:
         longer = (f"{TASKS}:{task}", *only, "--cap", "120", "--reference-cap", "900")
         says, how = f"{task}, F beside S for two minutes", {"whole": True, "plans_minutes": 3}
         yield from _races(f"{kind}-long", says, longer, _FIVE, minutes, **how)
-    options = ("digits_resnet", "--no-peers", "--adapt", "learning-rate,schedule,optimizer")
-    yield from _races("digits-options", "digits_resnet, S and F by races", options, _FIVE, 3, whole=True)
+    for name, task, adapts in (
+        ("digits", "digits_resnet", "learning-rate,schedule"),
+        ("text", f"{TASKS}:repeated_gpt", "learning-rate,schedule,optimizer"),
+    ):
+        options = (task, "--no-peers", "--adapt", adapts)
+        says = f"{task.rpartition(':')[2]}, S and F by races: {adapts}"
+        yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True)
     for name, adapts in (("dropout", "dropout"), ("muon", "learning-rate,schedule,optimizer")):
         options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", adapts)
         yield from _races(f"wikitext-{name}", f"wikitext2_long, F by races: {adapts}", options, (), 12, whole=False)

@@ -219,7 +219,7 @@ def _regularised(root: Path) -> Iterator[str]:
 
 
 _RACED = {"dropout": "no dropout", "schedule": "a straight line", "optimizer": "Muon"}
-_OPTIONS = ("digits-options", "wikitext-dropout", "wikitext-muon")
+_OPTIONS = ("digits-options", "text-options", "wikitext-dropout", "wikitext-muon")
 
 
 def _raced(root: Path) -> Iterator[str]:

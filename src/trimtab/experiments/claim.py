@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import trimtab
-from trimtab.core.codec import to_json, write_whole
+from trimtab.core.codec import from_json, to_json, write_whole
 from trimtab.core.errors import FormatError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -74,13 +74,21 @@ def claim(
     wanted = {key: str(value) for key, value in {**given, **_subject(task, data), **_place(machine)}.items()}
     if not path.exists():
         write_whole(path, json.dumps(wanted, indent=1))
-    elif (found := read_settings(out)) != wanted:
+    elif (found := _as_written_now(read_settings(out))) != wanted:
         raise FormatError(
             str(out),
             given=f"a comparison with another {_difference(found, wanted)}",
             expected="the same settings",
             way_out="Name another folder with --out.",
         )
+
+
+def _as_written_now(found: Mapping[str, str]) -> Mapping[str, str]:
+    """Return settings with their plan as it is written today: what there is only now is as the loop has it."""
+    try:
+        return {**found, "plan": to_json(from_json(Plan, found["plan"]))} if "plan" in found else found
+    except FormatError:
+        return found
 
 
 def _difference(found: Mapping[str, str], wanted: Mapping[str, str]) -> str:

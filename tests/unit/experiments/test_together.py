@@ -118,8 +118,23 @@ def test_settings_that_ask_for_more_are_refused_too(tmp_path):
 # Whose a folder is
 
 
-def claimed(folder, num_ranks: int = 1) -> None:
-    claim(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), None, num_ranks)
+def claimed(folder, num_ranks: int = 1, plan: Plan | None = None) -> None:
+    claim(folder, tiny, load_data(), {"quick": True}, Budget(), Objective(), plan, num_ranks)
+
+
+def test_a_plan_that_was_written_before_it_had_a_choice_more_is_the_same_plan(tmp_path):
+    claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
+    path = tmp_path / "settings.json"
+    held = json.loads(path.read_text())
+    plan = json.loads(held["plan"])
+    del plan["weight_decay"]
+    path.write_text(json.dumps(held | {"plan": json.dumps(plan)}))
+    claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
+    with pytest.raises(FormatError, match="a comparison with another plan;"):
+        claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1, weight_decay=0.1))
+    path.write_text(json.dumps(held | {"plan": "{}"}))
+    with pytest.raises(FormatError, match="a comparison with another plan;"):
+        claimed(tmp_path, plan=Plan.fixed(8, dropout=0.1))
 
 
 def test_a_folder_is_of_so_many_ranks(tmp_path):
