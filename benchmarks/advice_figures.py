@@ -150,7 +150,8 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
     yield _aim("tier S 1.8 times the plain loop on images, with bf16", throughput, cifar, 1.8)
     for found, which, times in ((cifar, "three times as soon on images", 3), (gpt, "four times as soon on text", 4)):
         rung, behind = _hardest(found)
-        yield _aim(f"tier F {which} (to {rung['target']:g}), search charged", _turned(rung), found, times, behind)
+        said = f"tier F {which} (to {rung['target']:g}), search charged"
+        yield _aim(said, _turned(rung), found, times, behind, may_be_met=not behind)
     harm = digits.one("do_no_harm_ratio", arm="strong_plan")
     yield _aim("no harm to a loop tuned by hand, in whole races: 0.97 of its speed", harm, digits, 0.97)
     yield from _goals(root)
@@ -160,9 +161,9 @@ def _aims(root: Path, cifar: Record, gpt: Record, digits: Record) -> Iterator[st
     yield from _of_the_loop("the cost in a host's loop", [newest(root, "hosts")], "host")
 
 
-def _aim(says: str, row: Row, found: Record, least: float, more: str = "") -> str:
+def _aim(says: str, row: Row, found: Record, least: float, more: str = "", *, may_be_met: bool = True) -> str:
     """Return the line of a ratio that is to be so much at the least."""
-    stands = MET if row["low"] >= least else MISSED if row["high"] < least else NOT_SHOWN
+    stands = (MET if may_be_met else NOT_SHOWN) if row["low"] >= least else MISSED if row["high"] < least else NOT_SHOWN
     return f"| {says} | {stands} | {ratio(row)}, n={row['n']}{more} | {found.link} |"
 
 

@@ -11,7 +11,7 @@ file and its run. Another kind of machine has a folder of its own. A slice that 
 that left something new it is run again and goes on from it; else it would only be ended again, and is run when
 `--slice-minutes` allows more than it was ended at. On a GPU a race to a target is as long as a slice may be, so that
 `--slice-minutes` is chosen once for a folder; goals of 20 and 30 times the reference's speed take 60. Without it a
-slice may take nine minutes on a GPU, which may be lent for a short turn, and fifteen on two cores.
+slice may take nine minutes on a GPU, which may be lent for a short turn, and twenty on two cores.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from trimtab.core.codec import read_json
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.result import Ratio
+from trimtab.experiments.comparison.stats import FAILED
 from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
 from trimtab.experiments.evaluation.findings import inverse
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
@@ -191,6 +192,8 @@ def _of_value(goal: Goal, found: Finding) -> Reached:
     if found.figure is not None and found.figure.counted and found.value is not None:
         beyond = found.value >= goal.bar if goal.sense == LEAST else found.value <= goal.bar
         return Reached(goal, MET if beyond else MISSED, f"{_number(found.value)}{goal.unit}")
+    if FAILED in found.said:
+        return Reached(goal, NOT_SHOWN, found.said)
     if not found.values:
         return Reached(goal, NOT_MEASURED, found.said)
     told = f"{', '.join(map(_number, found.values))}{goal.unit}"

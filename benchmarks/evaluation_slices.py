@@ -14,7 +14,7 @@ from trimtab.experiments.phase_page import FILE as PHASES
 
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
-MINUTES = {"cpu": 15.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
+MINUTES = {"cpu": 20.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
 CAP_S, AROUND_S = 90, 90  # of training of an arm in a race to a target; of a race's start and its evaluations
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
@@ -187,9 +187,10 @@ def _freed() -> Iterator[Slice]:
         options = (task, "--no-peers", "--adapt", adapts)
         says = f"{task.rpartition(':')[2]}, S and F by races: {adapts}"
         yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True)
-    for name, adapts in (("dropout", "dropout"), ("muon", "learning-rate,schedule,optimizer")):
+    for name, adapts, minutes in (("dropout", "dropout", 18.7), ("muon", "learning-rate,schedule,optimizer", 15)):
         options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", adapts)
-        yield from _races(f"wikitext-{name}", f"wikitext2_long, F by races: {adapts}", options, (), 12, whole=False)
+        says = f"wikitext2_long, F by races: {adapts}"
+        yield from _races(f"wikitext-{name}", says, options, (), minutes, whole=False)
 
 
 def _judged() -> Iterator[Slice]:
@@ -212,7 +213,7 @@ def _by_hand() -> Iterator[Slice]:
     """
     for folder, task, plan, how, minutes in (
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
-        ("cifar-ablate-windows", "cifar10_ablate", "paper-windows", (), 3),
+        ("cifar-ablate-windows", "cifar10_ablate", "paper-windows", (), 4),
         ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 8.2),
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
         ("text-ablate-regularised", "repeated_gpt", "regularised-text", (), 3.5),

@@ -54,6 +54,10 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     return f"{name} of {class_of(inner)}" if is_wrapper else name
 
 
+# Choices that came when runs had been kept without them, None where the loop's own stands: then they are not told.
+_LATER = ("weight_decay",)
+
+
 def world_of(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
     """Return what a run's numbers depend on: versions, threads, devices, types, ranks, classes, and the plan's values.
 
@@ -62,7 +66,8 @@ def world_of(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, dev
     """
     here = environment()
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    values = (f"{name}={getattr(plan, name).value}" for name in Plan.marks())
+    told = (name for name in Plan.marks() if name not in _LATER or getattr(plan, name).value is not None)
+    values = (f"{name}={getattr(plan, name).value}" for name in told)
     facts = {name: here[name] for name in ("torch", "threads", *_SAID_ALONE) if name in here}
     return facts | {
         "device": " and ".join(sorted(set(devices))),

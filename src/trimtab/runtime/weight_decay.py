@@ -22,14 +22,7 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
     Raises:
         OptimizerError: none has; or it is saved in a way of its own, which would save the plan's for the user's.
     """
-    given = type(optimizer).__name__
-    if not (mine := _decaying(optimizer)):
-        raise OptimizerError(
-            "plan.weight_decay",
-            given=f"{given} without weight decay",
-            expected="a group of parameters that decays, for a plan that says by how much",
-            way_out="Give it some, as AdamW(..., weight_decay=0.01), or leave the plan's weight decay as it is.",
-        )
+    given, mine = type(optimizer).__name__, _decaying(optimizer)
     if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in _SAVES):
         expected, way_out = "an optimizer that is saved as torch's are", "Set its weight decay where it is built."
         raise OptimizerError(
@@ -41,8 +34,9 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
             optimizer.param_groups[at]["weight_decay"] = float(decay)
 
     def load(optimizer: torch.optim.Optimizer) -> None:
+        found = _decaying(optimizer)
         mine.clear()
-        mine.update(_decaying(optimizer))
+        mine.update(found)
         switch(optimizer)
 
     def save(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -61,8 +55,20 @@ def use_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> Callable
 
 
 def _decaying(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Return the weight decay of the groups that have one, by their place."""
-    return {at: group["weight_decay"] for at, group in enumerate(optimizer.param_groups) if group.get("weight_decay")}
+    """Return the weight decay of the groups that have one, by their place.
+
+    Raises:
+        OptimizerError: none has.
+    """
+    found = {at: group["weight_decay"] for at, group in enumerate(optimizer.param_groups) if group.get("weight_decay")}
+    if not found:
+        raise OptimizerError(
+            "plan.weight_decay",
+            given=f"{type(optimizer).__name__} without weight decay",
+            expected="a group of parameters that decays, for a plan that says by how much",
+            way_out="Give it some, as AdamW(..., weight_decay=0.01), or leave the plan's weight decay as it is.",
+        )
+    return found
 
 
 def _put(groups: list[dict[str, Any]], mine: dict[int, float]) -> None:

@@ -107,6 +107,17 @@ def test_what_is_loaded_is_the_users_own_from_then_on():
     assert decays(optimizer) == [0.2, 0.0]
 
 
+def test_a_state_that_decays_nothing_is_refused_where_it_is_loaded():
+    """The plan would decay nothing from then on, and say that it does."""
+    other = made(decay=0.0)[1].state_dict()
+    model, optimizer = made()
+    with (
+        trimtab.start(model, optimizer, PLANNED),
+        pytest.raises(OptimizerError, match=r"plan\.weight_decay.*AdamW without weight decay"),
+    ):
+        optimizer.load_state_dict(other)
+
+
 def test_groups_that_come_and_go_are_left():
     _, optimizer = made()
     undo = use_weight_decay(optimizer, 0.5)

@@ -91,7 +91,9 @@ def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
     ours, theirs = (_value("peak_memory", found.arm(name)) for name in (row.arm, row.against))
     if ours and theirs:
         figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
-        yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure)
+        said = row.verdict.sentence if FAILED in row.verdict.sentence else ""
+        kind = {"said": said, "has_verdict": not said}
+        yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure, **kind)
 
 
 def _value(measure: str, arm: Arm | None) -> float | None:
@@ -141,7 +143,10 @@ def _peers(found: Comparison) -> Iterator[Finding]:
         return
     have = {REFERENCE, "self", *(row.arm for row in found.target_rows)}
     for arm in found.arms:
-        if arm.tier or arm.name in have or not arm.curves or arm.error:
+        if arm.tier or arm.name in have or not arm.curves:
+            continue
+        if arm.error:
+            yield from _failed(arm, found.targets)
             continue
         for target in found.targets:
             yield _time_of(arm, reference, target, found)
@@ -149,6 +154,13 @@ def _peers(found: Comparison) -> Iterator[Finding]:
             values = (_value("final_metric", each) for each in (arm, reference))
             figure, said, is_alike = end
             yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure, said, has_verdict=is_alike)
+
+
+def _failed(arm: Arm, targets: Sequence[float]) -> Iterator[Finding]:
+    said = f"it failed: {arm.error}"
+    for target in targets:
+        yield Finding("time_to_target", arm.name, REFERENCE, said=said, has_verdict=False, target=target)
+    yield Finding("final_metric", arm.name, REFERENCE, said=said, has_verdict=False)
 
 
 def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Finding:
@@ -222,7 +234,9 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
         each = [arm.mfu * rate / middle for rate in arm.terms_per_s]
         theirs = None if reference is None else reference.mfu
         figure = as_ratio(mean_interval(each), each)
-        yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure)
+        said = f"it failed: {arm.error}" if arm.error else ""
+        kind = {"said": said, "has_verdict": not said}
+        yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure, **kind)
 
 
 def of_scaling(name: str, found: Scaling) -> Run:

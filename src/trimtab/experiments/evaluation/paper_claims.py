@@ -25,7 +25,8 @@ PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
-_BOUNDS = (">= ", "<= ")  # how a time that is bounded is told
+_AT_LEAST, _AT_MOST = ">= ", "<= "  # how a time that is bounded is told
+_BOUNDS = (_AT_LEAST, _AT_MOST)
 NEAR = 0.1  # of the whole, around a share that is claimed, what is about it
 _THIRDS = (("early",), ("middle",), ("late",))
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
@@ -94,11 +95,15 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 
     A component's time to the target is its throughput where both loops learn as much of a row, which need not be so.
     """
-    found = list(_of(claim, run))
-    if claim.measure != "component_time" or any(each.figure or each.reached[0] < each.reached[1] for each in found):
+    if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
         return claim, ""
     by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
     return by, "by throughput, as no time to a target is known: "
+
+
+def _tells(rung: Finding) -> bool:
+    """Return whether something is known of a time: itself, a bound, or that one of the two came there more often."""
+    return rung.figure is not None or rung.said.startswith(_BOUNDS) or rung.reached[0] != rung.reached[1]
 
 
 def _because(claim: Claim, here: str, finding: Finding) -> str:
@@ -154,19 +159,19 @@ def _way_of(finding: Finding) -> tuple[str, bool, str]:
 
 
 def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
-    """Return the rung of a target; where the ladder has none, the hardest whose time is known or bounded, or the last.
+    """Return the rung of a target; where the ladder has none, the hardest whose time is known, or the last.
 
-    With a harder one, where the other arm reached that in more pairs: a gain on an easier rung does not speak for an
-    arm that was left behind.
+    A bound from above is one of an arm that was left behind. With a harder one, where the other arm reached that in
+    more pairs: a gain on an easier rung does not speak for an arm that was left behind.
 
     Args:
         rungs: easiest first. target: None, where no rung is meant more than another.
     """
     if exact := [each for each in rungs if target is not None and each.target == target]:
         return exact[-1]
-    known = [at for at, each in enumerate(rungs) if each.figure or each.said.startswith(_BOUNDS)]
+    known = [at for at, each in enumerate(rungs) if each.figure or each.said.startswith(_AT_LEAST)]
     if not known:
-        return rungs[-1]
+        return next((each for each in reversed(rungs) if each.said.startswith(_BOUNDS)), rungs[-1])
     behind = [each.target for each in rungs[known[-1] + 1 :] if each.reached[0] < each.reached[1]]
     return replace(rungs[known[-1]], behind_at=behind[-1]) if behind else rungs[known[-1]]
 
@@ -232,7 +237,8 @@ def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
     given = [run for run in runs if run.task in _tasks(claim)]
-    if claim.part == PRECISION and any(run.labels.get(LITERAL, "").endswith("computed in fp32") for run in given):
+    labels = [run.labels[LITERAL] for run in given if LITERAL in run.labels]
+    if claim.part == PRECISION and labels and all(label.endswith("computed in fp32") for label in labels):
         return "there is no fast half precision on this processor: P1 was computed in fp32, and no plan in less"
     if claim.part == SPLITTING and claim.workload is IMAGES:
         return "its models have batch statistics, which a batch that is cut would change; whole batches hold no less"

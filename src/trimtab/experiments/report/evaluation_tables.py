@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from trimtab.core.units import format_count, format_joules
 from trimtab.experiments.comparison.result import Ratio, Verdict
@@ -163,10 +164,16 @@ def _first(text: str) -> str:
 
 
 def _more(finding: Finding, run: Run) -> tuple[str, str, str]:
-    """Return how much more one share of the peak is than another: as much as its throughput, of the same FLOP, is."""
+    """Return how much more one share of the peak is than another: by throughput, and by the peaks themselves."""
     same = ("throughput", finding.arm, finding.against)
     rate = next((each for each in run.findings if (each.measure, each.arm, each.against) == same), None)
-    return (say.UNMEASURED, "", "") if rate is None else figures(rate, run)
+    known = (finding.value, finding.baseline, rate and rate.value, rate and rate.baseline)
+    if rate is None or rate.figure is None or not all(known):
+        return say.UNMEASURED, "", ""
+    peaks = (finding.value / finding.baseline) / (rate.value / rate.baseline)  # type: ignore[operator]
+    low, high = (None if end is None else peaks * end for end in (rate.figure.low, rate.figure.high))
+    pairs = tuple(peaks * pair for pair in rate.figure.pairs)
+    return figures(replace(rate, figure=Ratio(peaks * rate.figure.mean, low, high, rate.figure.n, pairs)), run)
 
 
 def _value(finding: Finding, value: float | None, run: Run) -> str:
