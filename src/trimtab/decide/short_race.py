@@ -118,7 +118,7 @@ def _unclear(effect: Interval, control: Interval | None) -> str:
     least = resolution(control)
     if not effect.low > 1 or math.isinf(least):
         return "not clear of chance"
-    return f"below the {100 * least:.2g}% that the loop against itself is apart"
+    return f"below the {100 * least:.{0 if least >= 1 else 1}f}% that the loop against itself is apart"
 
 
 def _in_words(interval: Interval) -> str:
