@@ -186,7 +186,7 @@ def _freed() -> Iterator[Slice]:
     ):
         options = (task, "--no-peers", "--adapt", adapts)
         says = f"{task.rpartition(':')[2]}, S and F by races: {adapts}"
-        yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True)
+        yield from _races(f"{name}-options", says, options, _FIVE, 3, whole=True, plans_minutes=4.3)
     for name, adapts, minutes in (("dropout", "dropout", 18.7), ("muon", "learning-rate,schedule,optimizer", 15)):
         options = (f"{TASKS}:wikitext2_long", "--no-peers", "--adapt", adapts)
         says = f"wikitext2_long, F by races: {adapts}"
