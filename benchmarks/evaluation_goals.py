@@ -38,7 +38,7 @@ class Goal:
             target: the hardest rung whose time is known. of_value: whether the arm's own figure is meant, and not what
             it is over the other's. unit: how it is told. Of what is told: run and against are the files of two plans,
             under the limit and without it, and the bar is on the time of the one over that of the other. Of what is
-        measured step by step, run is the file of a benchmark's rows, and arm the task.
+            measured step by step, run is the file of a benchmark's rows, and arm the task.
     """
 
     says: str
@@ -78,7 +78,6 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
     )
 
 
-SIZES = ("cpu", "gpu")
 GOALS = (
     *_cpu("wikitext", 1.3, 4.0),
     *_cpu("cifar", 1.8, 3.0),
@@ -130,9 +129,12 @@ GOALS = (
             "GPT-2: within 4.5 GB at 1.35x the time without a limit, as told for an H200",
             *(size, "prediction-small.json", TOLD, "", "prediction.json", MOST, 1.35),
         )
-        for size in SIZES
+        for size in ("cpu", "gpu")
     ),
-    *(Goal("the noise monitor takes 0.25%", size, "monitor.json", MONITOR, "", "", MOST, 1.0025) for size in SIZES),
+    *(
+        Goal("the noise monitor takes 0.25%", size, "monitor.json", MONITOR, "", "", MOST, 1.0025)
+        for size in ("cpu", "gpu")
+    ),
 )
 
 

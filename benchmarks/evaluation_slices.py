@@ -169,9 +169,10 @@ def _cpu() -> Iterator[Slice]:
 
 
 def _freed() -> Iterator[Slice]:
-    """Yield races of tier F, which pay its planning back where they are long enough; and of all that it races itself.
+    """Yield races of tier F, which pay its planning back where they are long enough; and plans that try more for it.
 
-    In the longer ones tier S trains for two minutes. Of text no more than the plans: that races are lost is told there.
+    In the longer ones tier S trains for two minutes. Of text what short trainings decided stands in the plans: no race
+    follows.
     """
     only = ("--no-peers", "--adapt", "learning-rate")
     freed = (f"{TASKS}:cifar10_half", *only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,15 +199,9 @@ def _changed(found: Record, arm: str) -> str:
 # docs/optimizer.md
 
 
-_REGULARISED = "text-ablate-regularised"
-
-
 def _regularised(root: Path) -> Iterator[str]:
     """Yield what dropout and weight decay are worth at the end of a run of many passes."""
-    if not is_evaluated(root, _REGULARISED):
-        yield "Not measured: no record."
-        return
-    found = evaluated(root, _REGULARISED)
+    found = evaluated(root, "text-ablate-regularised")
     yield "| change | set in | bits per byte at the end, better by percent (95%, or each pair) | n |"
     yield "|---|---|---|---|"
     for row in found.of("final_metric_difference"):
@@ -224,13 +219,9 @@ _OPTIONS = ("digits-options", "text-options", "wikitext-dropout", "wikitext-muon
 
 def _raced(root: Path) -> Iterator[str]:
     """Yield what each race of a plan said."""
-    there = [name for name in _OPTIONS if is_evaluated(root, name)]
-    if not there:
-        yield "Not measured: no plan was raced that took Muon, a straight line, or no dropout."
-        return
     yield "| record | raced | | what the race said |"
     yield "|---|---|---|---|"
-    for name in there:
+    for name in filter(functools.partial(is_evaluated, root), _OPTIONS):
         plan = plan_of(root, name, "F")
         for setting in (each for each in _RACED if each in tried(plan)):
             choice: Choice = getattr(plan, setting)

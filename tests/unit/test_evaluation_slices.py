@@ -543,6 +543,19 @@ def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path)
     assert stands(goals, "GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-recipes": run})[0] == "missed"
 
 
+def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
+    from measured_runs import comparison
+
+    of, says = comparison("wikitext2_gpt2"), "GPT-2: S 370,000 tokens/s"
+    arms = tuple(replace(each, terms_per_s=(400e3,) * 5) for each in of.arms)
+    found = replace(of, arms=arms)
+    assert stands(goals, says, tmp_path, {"gpt2-recipes": of_comparison("x", found)})[0] == "met"
+    verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="plan_S failed in 1 of 6 races: 2.00x")
+    rows = tuple(replace(row, verdict=verdict) if row.arm == "plan_S" else row for row in of.ratios)
+    status, figure = stands(goals, says, tmp_path, {"gpt2-recipes": of_comparison("x", replace(found, ratios=rows))})
+    assert (status, figure) == ("not shown", "plan_S failed in 1 of 6 races: 2.00x")
+
+
 def test_what_benchmarks_and_plans_say_is_read(goals, tmp_path):
     says = "the noise monitor takes 0.25%"
     row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -317,6 +318,35 @@ def test_a_gain_on_an_easier_rung_does_not_speak_for_an_arm_that_was_left_behind
 def test_a_bound_is_held_against_the_bar(said, status):
     assert met("at most", 1 / 3, rung(0.5, (0, 5), said)) == status
     assert met("at most", 1 / 3, replace(rung(0.5, (0, 5), said), values=(1.0,) * 4)) == NO_VERDICT
+
+
+def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
+    made = comparison()
+    arms = tuple(replace(each, error="no memory", mfu=0.9) if each.name == "paper" else each for each in made.arms)
+    found = [each for each in of_comparison("x", replace(made, arms=arms)).findings if each.arm == "paper"]
+    told = {each.measure: each for each in found if each.measure in ("time_to_target", "final_metric", "mfu")}
+    assert set(told) == {"time_to_target", "final_metric", "mfu"}
+    for each in told.values():
+        assert (each.said, met("at least", 0.0, each)) == ("it failed: no memory", NO_VERDICT)
+
+
+def test_what_is_held_by_an_arm_that_failed_shows_nothing():
+    made, said = comparison(), "strong_plan failed in 1 of 6 races: do no harm"
+    arms = (*made.arms, *(replace(made.arms[2], name=name, peak_bytes=100) for name in ("strong", "strong_plan")))
+    row = RatioRow("do_no_harm", "strong_plan", "strong", "S", around(1.0), Verdict("no verdict", said))
+    run = of_comparison("x", replace(made, arms=arms, ratios=(row,)))
+    (peak,) = [each for each in run.findings if each.measure == "peak_memory"]
+    assert (peak.said, met("at most", 2.0, peak)) == (said, NO_VERDICT)
+
+
+def test_a_share_of_another_peak_moves_with_that_peak(tmp_path):
+    """Twice as fast, in a precision whose peak is eight times as high: a quarter of the share."""
+    made = comparison("cifar10_resnet", environment=CPU)
+    shares = {"reference": 0.4, "plan_S": 0.1}
+    arms = tuple(replace(each, mfu=shares.get(each.name, each.mfu)) for each in made.arms)
+    page = write_evaluation([of_comparison("a", replace(made, arms=arms))], tmp_path, "x")["md"].read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("| FLOPs utilization | +38.8% | 40.0% | 10.0%")]
+    assert re.search(r"\| -75\.0\d% \| -7\d\.\d+% to -7\d\.\d+% \| 5 \|", line)
 
 
 def test_the_page_says_where_an_arm_was_left_behind(tmp_path):

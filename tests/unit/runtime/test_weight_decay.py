@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import trimtab
-from trimtab.core.errors import OptimizerError
+from trimtab.checkpoint.world import world_of
+from trimtab.core.errors import OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.integrations.hosted import checked_plan
 from trimtab.runtime.weight_decay import use_weight_decay
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -116,6 +118,19 @@ def test_a_state_that_decays_nothing_is_refused_where_it_is_loaded():
         pytest.raises(OptimizerError, match=r"plan\.weight_decay.*AdamW without weight decay"),
     ):
         optimizer.load_state_dict(other)
+
+
+def test_a_host_decides_it_by_its_own_settings():
+    with pytest.raises(ValueGivenError, match=r"plan\.weight_decay.*0\.5, which the Trainer decides"):
+        checked_plan(PLANNED, "the Trainer")
+
+
+def test_a_run_that_was_kept_before_plans_had_it_goes_on():
+    """What was saved then says nothing of it; a plan that leaves it to the loop is the same plan."""
+    model, optimizer = made()
+    left, planned = (world_of(model, optimizer, plan, ["cpu"])["plan"] for plan in (Plan.fixed(4), PLANNED))
+    assert "weight_decay" not in left
+    assert "weight_decay=0.5" in planned
 
 
 def test_groups_that_come_and_go_are_left():

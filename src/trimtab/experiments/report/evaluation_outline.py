@@ -66,8 +66,8 @@ def _known(runs: Sequence[Run]) -> Iterator[Block]:
         for says in run.known:
             of.setdefault(says, []).append(f"{number} ({run.name})")
     if of:
-        runs_of = {says: f"{'Run' if len(which) == 1 else 'Runs'} {', '.join(which)}" for says, which in of.items()}
-        yield Bullets(tuple(f"{which}: {say.one_line(says)}" for says, which in runs_of.items()))
+        told = ((f"Run{'s' * (len(which) > 1)} {', '.join(which)}", says) for says, which in of.items())
+        yield Bullets(tuple(f"{which}: {say.one_line(says)}" for which, says in told))
 
 
 def _no_drawing(picture: Picture) -> NoReturn:
