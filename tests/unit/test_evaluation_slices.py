@@ -473,7 +473,7 @@ def test_a_time_is_told_as_speed_and_a_bound_counts(goals, tmp_path):
     from measured_runs import GAIN, around, comparison
 
     of = comparison()
-    row = replace(of.target_rows[1], arm="plan_F", tier="F", ratio=around(5.0), verdict=GAIN)
+    row = replace(of.target_rows[-1], arm="plan_F", tier="F", ratio=around(5.0), verdict=GAIN)
     says = "cifar: F 3x P0 to the target, search charged"
 
     def at(**changes):
@@ -500,7 +500,7 @@ def test_a_bound_counts_where_a_harder_rung_was_never_reached(goals, tmp_path):
     from measured_runs import GAIN, around, comparison
 
     of = comparison("wikitext2_gpt2_timed")
-    row = replace(of.target_rows[1], arm="plan_F", tier="F", verdict=GAIN)
+    row = replace(of.target_rows[-1], arm="plan_F", tier="F", verdict=GAIN)
     rows = (
         replace(row, target=100.0, ratio=around(20.0)),
         replace(row, target=60.0, ratio=None, bound=">= 31.00x"),
@@ -515,7 +515,7 @@ def test_seconds_of_an_arm_are_held_against_a_bar_whether_or_not_another_arrives
     from measured_runs import comparison
 
     of = comparison("cifar10_resnet50")
-    row = replace(of.target_rows[1], arm="plan_F", tier="F", target=0.85, ratio=None, bound=">= 2x")
+    row = replace(of.target_rows[-1], arm="plan_F", tier="F", target=0.85, ratio=None, bound=">= 2x")
     open_row = replace(row, verdict=replace(row.verdict, kind="no verdict"))
     says = "ResNet-50 3x3: F 85% in 60 s, planning counted"
 
@@ -591,7 +591,7 @@ def test_a_gain_on_an_easier_target_is_not_shown_where_the_reference_came_furthe
     from measured_runs import GAIN, around, comparison
 
     of = comparison()
-    easy = replace(of.target_rows[1], arm="plan_F", tier="F", charged=True, ratio=around(5.0), verdict=GAIN)
+    easy = replace(of.target_rows[-1], arm="plan_F", tier="F", charged=True, ratio=around(5.0), verdict=GAIN)
     never = {"arm_s": (math.inf,) * 5, "against_s": (80.0,) * 5, "reached_arm": 0}
     hard = replace(easy, target=0.9, ratio=None, bound="never reached", **never)
 

@@ -2,8 +2,9 @@
 
 In a pair both train from the same weights on the same batches. The target is the smoothed loss that the plan as it
 stands ends at; the rival's steps to it, and its seconds a step, are held against that plan's. As the smoothed loss lags
-behind, few steps to it are told as more than they were. The plan as it stands,
-trained once more, is the control: what is told of it is what cannot be told from nothing (math: section 8).
+behind, few steps to it are told as more than they were. The plan as it stands is trained once more, and the rival held
+against that too: what the two figures are apart is of chance alone, and what is told from nothing is more (math:
+section 8).
 """
 
 from __future__ import annotations
@@ -51,29 +52,38 @@ class ShortPair:
 
     @property
     def samples(self) -> float:
-        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did.
-
-        Over those that the plan as it stands took itself: where its loss has flattened it is there before its end.
-        """
-        target = self.stands.ended_at
-        return self.stands.steps_to(target) / self.rival.steps_to(target)
+        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did."""
+        return _samples(self.stands, self.rival)
 
     @property
     def time(self) -> float:
         """How many times less time it took."""
-        return self.samples * self.stands.step_s / self.rival.step_s
+        return _time(self.stands, self.rival)
 
     @property
     def control(self) -> float | None:
-        """The same of the plan as it stands, trained again; None where it was not, or a loss is no number.
+        """What `time` is of the plan as it stands trained again, over what it is of it; None where either is no number.
 
-        To the higher of the losses that the two end at, which both come to: one of two alike ends above the other.
+        Both are held against the rival. Against one another two floors cross anywhere, and that says how flat they are:
+        how far chance moves a rival's figure is up to how steeply the rival falls to them.
         """
-        if self.again is None or not math.isfinite(self.stands.ended_at + self.again.ended_at):
+        if self.again is None:
             return None
-        target = max(self.stands.ended_at, self.again.ended_at)
-        ratio = self.stands.steps_to(target) / self.again.steps_to(target)
-        return ratio * self.stands.step_s / self.again.step_s
+        first, again = self.time, _time(self.again, self.rival)
+        return again / first if 0 < first < math.inf and 0 < again < math.inf else None
+
+
+def _samples(stands: ShortRun, rival: ShortRun) -> float:
+    """Return the steps of one to its end over those of another to there.
+
+    Not all it has: where its loss has flattened it is there before its end.
+    """
+    target = stands.ended_at
+    return stands.steps_to(target) / rival.steps_to(target)
+
+
+def _time(stands: ShortRun, rival: ShortRun) -> float:
+    return _samples(stands, rival) * stands.step_s / rival.step_s
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,48 @@ def test_pairs_that_differ_too_much_are_not_clear_of_chance():
     assert not judge([pair(3.0)] * 4, "Muon").is_gain  # nor from four pairs
 
 
-def test_the_loop_against_itself_is_measured_whichever_of_the_two_ends_lower():
-    """It ends above in half of all pairs where chance differs: held to its first run's end, it would have no figure."""
+def test_the_loop_against_itself_is_held_against_the_rival():
+    """A training that ends a tenth higher is reached the sooner: in as many fewer steps as the rival is steep there."""
     above, below = (ShortPair(falling(5), falling(10), falling(5 * factor)) for factor in (0.9, 1 / 0.9))
-    assert above.control == pytest.approx(0.9, abs=0.02)
-    assert above.control * below.control == pytest.approx(1, abs=0.02)
+    assert above.control == pytest.approx(1 / 0.9, rel=0.03)
+    assert below.control == pytest.approx(0.9, rel=0.03)
+    dearer = replace(above, again=replace(above.again, step_s=2.0))
+    assert dearer.control == pytest.approx(2 * above.control)
     pairs = [replace(pair(2.0), again=falling(5 * factor)) for factor in (0.95, 1.0, 1.05, 0.97, 1.03)]
     assert judge(pairs, "Muon").is_gain
-    assert replace(pair(), again=ShortRun((math.nan,) * STEPS, 1.0)).control is None
+    for broken in (falling(20), ShortRun((math.nan,) * STEPS, 1.0)):  # where the rival never was, and no number
+        assert replace(pair(), again=broken).control is None
+        assert "not clear of chance" in judge([replace(pair(), again=broken)] * 5, "Muon").reason
+
+
+def on_a_floor(floor: float, decay: float, draws: random.Random) -> ShortRun:
+    """Return a training that has come to its floor long before its end, and wanders there."""
+    return ShortRun(tuple(floor + 3 * decay**i + draws.gauss(0, 0.03) for i in range(STEPS)), 1.0)
+
+
+def test_a_rival_far_ahead_of_a_flat_loss_is_a_gain_however_flat_that_is():
+    """Two trainings on one floor cross it anywhere; how soon a rival crosses it that falls through is not in doubt."""
+    draws = random.Random(7)
+    pairs = [ShortPair(on_a_floor(2, 0.9, draws), falling(20), on_a_floor(2, 0.9, draws)) for _ in range(5)]
+    ends = [(each.stands.steps_to(each.stands.ended_at), each.again.steps_to(each.again.ended_at)) for each in pairs]
+    assert max(a / b for a, b in ends) / min(a / b for a, b in ends) > 1.2
+    assert judge(pairs, "Muon").is_gain
+
+
+@pytest.mark.parametrize("decay", [0.85, 0.95, 0.985])
+def test_a_rival_that_is_no_other_than_the_plan_is_kept_in_no_more_than_one_race_of_forty(decay):
+    """All three of a pair are drawn alike: no race may tell them apart more often than its interval allows."""
+    draws = random.Random(11)
+    kept = 0
+    for _ in range(200):
+        pairs = []
+        while len(pairs) < 5:
+            each = ShortPair(*(on_a_floor(2, decay, draws) for _ in range(3)))
+            pairs.append(each)
+            if is_lost(each):
+                break
+        kept += judge(pairs, "itself").is_gain
+    assert kept <= 5
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,11 @@ def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     measured = evidence(speed())
     broken = dict(measured.races)
     broken[0] = broken[0] | {"without_precision": record(end="diverged")}
-    effects = found(Evidence(measured.design, broken, {}, measured.labels, "accuracy", True, "share"))
+    peaks = {UNCHANGED: 1000, "with_precision": 600, "without_precision": 900, PLAN: 300}
+    effects = found(Evidence(measured.design, broken, peaks, measured.labels, "accuracy", True, "share"))
     assert effects["precision", WITHIN, THROUGHPUT].verdict.kind == "no verdict"
+    assert effects["precision", WITHIN, MEMORY].verdict.kind == "no verdict"
+    assert effects["precision", ALONE, MEMORY].verdict.kind == "gain"
     assert "without_precision failed in 1 of 8 races" in effects["precision", WITHIN, THROUGHPUT].verdict.sentence
     assert effects["precision", INTERACTION, THROUGHPUT].verdict.kind == "no verdict"
     assert effects["precision", INTERACTION, THROUGHPUT].ratio.n == 7

@@ -156,15 +156,17 @@ def test_a_time_to_another_target_is_not_comparable():
     assert "to 0.7, not to 0.85" in found.why
 
 
-def test_times_of_the_papers_recipe_come_from_its_curves():
-    (found,) = judged([of_comparison("gpu", comparison(paper=1.5))], "table I", "time_to_target")
-    assert found.finding.figure.mean == pytest.approx(1 / 1.5)  # twice as far at each moment: 85 s against 85/1.5
+def test_times_of_the_papers_recipe_are_those_of_its_races():
+    made = comparison(paper=1.5)
+    (found,) = judged([of_comparison("gpu", made)], "table I", "time_to_target")
+    assert found.finding.figure.mean == pytest.approx(1 / 1.5, rel=1e-3)
     assert found.finding.baseline == pytest.approx(85.0)
     assert found.status == PASS
-    censored = comparison(paper=1.5, target=0.99)
-    (never,) = judged([of_comparison("gpu", censored)], "table I", "time_to_target")
+    none = {"ratio": None, "bound": "never reached by either", "arm_s": (math.inf,) * 5, "reached_arm": 0}
+    rows = tuple(replace(row, target=0.99, verdict=Verdict(NO_VERDICT, ""), **none) for row in made.target_rows)
+    (never,) = judged([of_comparison("gpu", replace(made, target_rows=rows))], "table I", "time_to_target")
     assert (never.status, never.here) == (NOT_COMPARABLE, NO_VERDICT)
-    assert never.finding.said == "reached in 0 of 5 pairs (reference: 0)"
+    assert never.finding.said == "never reached by either"
 
 
 def test_times_of_a_plan_stand_without_planning_and_with_it():
@@ -238,6 +240,18 @@ def test_of_a_processor_it_is_said_why_precision_has_no_figure(tmp_path):
     assert paper_claims.unmeasured(claim, [of_comparison("gpu", comparison())]).startswith("P1 is raced whole")
     (memory,) = [each for each in CLAIMS if each.says == "accumulation: 13.6% less memory"]
     assert "batch statistics" in paper_claims.unmeasured(memory, [cpu])
+
+
+def test_what_cannot_be_compared_says_how_it_came_out_here(tmp_path):
+    """And of nothing else: what a smaller task shows on a processor foretells nothing of the paper's size."""
+    fast = of_comparison("cpu", comparison("cifar10_resnet", environment=CPU, paper=1.5))
+    page = write_evaluation([fast], tmp_path, "x", [("F 4x", "not measured", "")])["md"].read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| 27.4% more images per second")]
+    assert "**not comparable**: a smaller task; on a CPU; here it holds" in rows[0]
+    slow = of_comparison("cpu", comparison("cifar10_resnet", environment=CPU, paper=0.9))
+    text = write_evaluation([slow], tmp_path, "x")["md"].read_text()
+    assert "**not comparable**: a smaller task; on a CPU; here it does not hold" in text
+    assert "| F 4x | **not measured** |" in page
 
 
 def test_our_plans_do_not_answer_for_the_papers_recipe():
@@ -324,8 +338,8 @@ def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
     made = comparison()
     arms = tuple(replace(each, error="no memory", mfu=0.9) if each.name == "paper" else each for each in made.arms)
     found = [each for each in of_comparison("x", replace(made, arms=arms)).findings if each.arm == "paper"]
-    told = {each.measure: each for each in found if each.measure in ("time_to_target", "final_metric", "mfu")}
-    assert set(told) == {"time_to_target", "final_metric", "mfu"}
+    told = {each.measure: each for each in found if each.measure in ("final_metric", "mfu")}
+    assert set(told) == {"final_metric", "mfu"}
     for each in told.values():
         assert (each.said, met("at least", 0.0, each)) == ("it failed: no memory", NO_VERDICT)
 
@@ -422,15 +436,12 @@ def test_no_harm_is_held_against_the_bar_that_is_asked_for(low, high, status):
 def test_what_keeps_a_time_from_a_verdict_is_said():
     """That the control has too few pairs is not that the interval holds the bar."""
     of = comparison(paper=1.5, plan=2.0)
-    few = replace(of, resolution=around(1.0, 3))
-    (paper,) = judged([of_comparison("gpu", few)], "table I", "time_to_target")
-    assert (paper.status, paper.why) == (NO_VERDICT, "3 pairs of the A/A control: a verdict needs 5")
-    (paper,) = judged([of_comparison("gpu", replace(of, resolution=None))], "table I", "time_to_target")
-    assert (paper.status, paper.why) == (NO_VERDICT, "no A/A control")
     verdict = Verdict("no verdict", "no A/A control of 5 pairs (3 ran), so 2.00x may be noise")
     rows = tuple(replace(row, verdict=verdict) for row in of.target_rows)
-    plans = judged([of_comparison("gpu", replace(of, target_rows=rows))], "table I", "time_to_target", "plan_S")
-    assert {each.why for each in plans} == {verdict.sentence}
+    run = of_comparison("gpu", replace(of, target_rows=rows))
+    for arm in ("paper", "plan_S"):
+        found = judged([run], "table I", "time_to_target", arm)
+        assert {(each.status, each.why) for each in found} == {(NO_VERDICT, verdict.sentence)}
     (holds,) = judged([of_comparison("gpu", comparison(paper=1.274))], "table I", "throughput")
     assert (holds.status, holds.why) == (NO_VERDICT, "the interval holds it")
 

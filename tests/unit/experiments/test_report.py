@@ -604,6 +604,12 @@ def test_the_reference_in_the_figure_of_trials_is_the_users_loop() -> None:
     assert ">strong</text>" in memory_time(case).svg
 
 
+def test_a_large_metric_is_written_out():
+    values = (0.85, 45.0, 9890.4, 9999.6, 20000.0, 123456.7, 3e9, math.nan)
+    told = [wording.metric(value) for value in values]
+    assert told == ["0.85", "45", "9890", "10,000", "20,000", "123,457", "3e+09", "not finite"]
+
+
 def test_infinite_and_unknown_values_are_words() -> None:
     assert wording.seconds(math.inf) == wording.ratio(math.inf) == "never"
     unknown = [wording.seconds(None), wording.seconds(math.nan), wording.size(None), wording.share(None)]

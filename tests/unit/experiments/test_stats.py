@@ -390,6 +390,17 @@ def test_an_arm_that_a_cap_stopped_is_bounded_from_above():
     assert target([between] * 2, [reaching(300)] * 2).bound == "<= 5.00x"  # it may have crossed right after 60 s
 
 
+def test_an_arm_that_a_cap_stopped_later_than_the_other_was_there_is_slower():
+    """Its times are at the least what they were when it was stopped, and that shows a loss in five pairs."""
+    row = target([capped(s) for s in (40, 41, 39, 40, 40)], [reaching(10)] * 5)
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, "<= 0.26x", "harm")
+    assert "its cap stopped it before it was there" in row.verdict.sentence
+    mixed = target([capped(40), capped(41), reaching(40), early(39), reaching(40)], [reaching(10)] * 5, charge=30.0)
+    assert mixed.verdict.kind == "harm"
+    assert target([capped(40)] * 4, [reaching(10)] * 4).verdict.kind == "no verdict"
+    assert target([capped(40)] * 5, [*[reaching(10)] * 4, failing(10)]).verdict.kind == "no verdict"
+
+
 def early(seconds: float) -> RunRecord:
     """Return an arm that is past 0.5 when first looked at, at this time."""
     return climbing([seconds, 2 * seconds], [0.6, 0.7])

@@ -437,7 +437,20 @@ def test_peers_and_do_no_harm():
         ("plan_S", "reference"),
         ("plan_F", "reference"),
         *((a, "paper") for a in ("plan_S", "plan_F")),
+        *((a, "reference") for a in ("paper", "strong")),
     } | {("plan_F", "strong")}
+    peers = [r for r in result.target_rows if r.arm in ("paper", "strong")]
+    assert {(r.tier, r.charged) for r in peers} == {("", False)}  # a recipe is planned by nobody
+
+
+def test_a_recipe_that_a_cap_stopped_is_bounded():
+    found = races()
+    for race in found.values():
+        slow = arm(60.0, (0.1, 0.2, 0.3))
+        race["paper"] = replace(slow, end=replace(slow.end, reason="cap"))
+    (row,) = [r for r in comparison(found).target_rows if (r.arm, r.target) == ("paper", 0.5)]
+    assert (row.reached_arm, row.verdict.kind) == (0, "harm")
+    assert row.bound.startswith("<= 0.")
 
 
 def test_a_comparison_survives_its_file():

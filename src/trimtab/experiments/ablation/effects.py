@@ -72,7 +72,8 @@ class Evidence:
             yield RatioRow(THROUGHPUT, arm, against, tier, ratio, verdict)
         if arm in self.peaks and against in self.peaks:
             peaks = counted(self.peaks[arm] / self.peaks[against])
-            yield RatioRow(MEMORY, arm, against, tier, peaks, memory_verdict(peaks, names[1]))
+            verdict = unless_failed(memory_verdict(peaks, names[1]), self.races, arm, against)
+            yield RatioRow(MEMORY, arm, against, tier, peaks, verdict)
         how = (self.metric, self.higher_is_better, self.unit)
         if (quality := quality_row(self.races, arm, against, tier, *how)) is not None:
             yield quality

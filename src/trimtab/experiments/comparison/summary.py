@@ -50,10 +50,14 @@ _ON_RANKS = {
     "self": ("reference in DDP again (A/A control)", "", "recipes/replica.py"),
 }
 
-# Peers that tier S is held against besides the reference; and each tier's time to a target. Only tier F may train as
-# P2 and P3 do.
+# Peers that tier S is held against besides the reference; and what each arm's time to a target is held against besides
+# it. Only tier F may train as P2 and P3 do.
 _RIVALS = ("strong", "muon", "strict")
-_TARGETS_AGAINST = {"plan_S": ("paper", "strict"), "plan_F": ("paper", "strong", "muon", "strict")}
+_TARGETS_AGAINST: dict[str, tuple[str, ...]] = {
+    "plan_S": ("paper", "strict"),
+    "plan_F": ("paper", "strong", "muon", "strict"),
+    **dict.fromkeys(("strict", "paper", "strong", "muon"), ()),
+}
 
 # What search and planning are charged to: arm -> key of its plan.
 _CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
@@ -237,14 +241,14 @@ def _target_rows(
 ) -> list[TargetRow]:
     rows: list[TargetRow | None] = []
     for target in task.targets:
-        for name in ("plan_S", "plan_F"):
+        metric = (target, task.metric.name, task.metric.higher_is_better)
+        for name, peers in _TARGETS_AGAINST.items():
             if name not in present:
                 continue
             tier = _LABELS[name][1]
-            metric = (target, task.metric.name, task.metric.higher_is_better)
-            for charge in (None, _charge(name, plans)):
+            for charge in (None, _charge(name, plans)) if name in _CHARGED else (None,):
                 rows.append(target_row(races, name, "reference", tier, *metric, charge, control))
-            for peer in _TARGETS_AGAINST[name]:
+            for peer in peers:
                 if peer in present:
                     rows.append(target_row(races, name, peer, tier, *metric, None, control))
     return [row for row in rows if row is not None]

@@ -155,10 +155,12 @@ def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str)
 def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[str, Verdict] | None:
     """Return (bound, verdict) where the arm surely took longer than the other, or None.
 
-    Times that are upper bounds, because an arm had crossed by its first evaluation, show a loss all the same: of the
-    other's as it stands, of the arm's by what it took at the least.
+    Times that are bounds show a loss all the same. Where an arm had crossed by its first evaluation they are upper
+    ones: the other's as it stands, the arm's by what it took at the least. Where a cap stopped the arm before it
+    crossed, it took that long at the least.
     """
-    if not any(pair.ours_early or pair.theirs_early for pair in pairs):
+    cut = any(math.isfinite(pair.cut_s) for pair in pairs)
+    if not cut and not any(pair.ours_early or pair.theirs_early for pair in pairs):
         return None
     known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
     if not known:
@@ -169,6 +171,7 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
         return None
     bound = f"<= {_up(most.high)}"
     why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
+    why = "its cap stopped it before it was there" if cut else why
     return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
 
 

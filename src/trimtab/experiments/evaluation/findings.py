@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
@@ -137,67 +137,20 @@ def inverse(ratio: Ratio) -> Ratio:
 
 
 def _peers(found: Comparison) -> Iterator[Finding]:
-    """Yield what a comparison has no row for: times and final metric of the other recipes against the reference."""
+    """Yield what a comparison has no row for: the final metric of the other recipes against the reference's."""
     reference = found.arm(REFERENCE)
     if reference is None or reference.error:
         return
-    have = {REFERENCE, "self", *(row.arm for row in found.target_rows)}
     for arm in found.arms:
-        if arm.tier or arm.name in have or not arm.curves:
+        if arm.tier or arm.name in (REFERENCE, "self") or not arm.curves:
             continue
         if arm.error:
-            yield from _failed(arm, found.targets)
-            continue
-        for target in found.targets:
-            yield _time_of(arm, reference, target, found)
-        if (end := _at_the_end(arm, reference, found)) is not None:
+            said = f"it failed: {arm.error}"
+            yield Finding("final_metric", arm.name, REFERENCE, said=said, has_verdict=False)
+        elif (end := _at_the_end(arm, reference, found)) is not None:
             values = (_value("final_metric", each) for each in (arm, reference))
             figure, said, is_alike = end
             yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure, said, has_verdict=is_alike)
-
-
-def _failed(arm: Arm, targets: Sequence[float]) -> Iterator[Finding]:
-    said = f"it failed: {arm.error}"
-    for target in targets:
-        yield Finding("time_to_target", arm.name, REFERENCE, said=said, has_verdict=False, target=target)
-    yield Finding("final_metric", arm.name, REFERENCE, said=said, has_verdict=False)
-
-
-def _time_of(arm: Arm, reference: Arm, target: float, found: Comparison) -> Finding:
-    each = [
-        tuple(crossing(curve.points, target, found.higher_is_better) for curve in pair)
-        for pair in _paired(arm, reference)
-    ]
-    ours, theirs = ([seconds for seconds, _ in side] for side in zip(*each, strict=True)) if each else ([], [])
-    known = bool(each) and not any(early or math.isinf(seconds) for pair in each for seconds, early in pair)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if known else []
-    figure = as_ratio(ratio_interval(ratios), ratios) if ratios else None
-    reached = sum(map(math.isfinite, ours)), sum(map(math.isfinite, theirs))
-    unresolved = _unresolved(found.resolution)
-    said = "" if known else f"reached in {reached[0]} of {len(ours)} pairs (reference: {reached[1]})"
-    if figure is not None and figure.n >= MIN_PAIRS_FOR_VERDICT:
-        said = unresolved
-    return Finding(
-        "time_to_target",
-        arm.name,
-        REFERENCE,
-        "",
-        _median(ours),
-        _median(theirs),
-        figure,
-        said,
-        target=target,
-        has_verdict=not unresolved,
-        reached=reached,
-    )
-
-
-def _unresolved(control: Ratio | None) -> str:
-    """Say why a comparison's A/A control tells nothing from noise, or ""."""
-    if control is None:
-        return "no A/A control"
-    few = f"{control.n} pairs of the A/A control: a verdict needs {MIN_PAIRS_FOR_VERDICT}"
-    return few if control.n < MIN_PAIRS_FOR_VERDICT else ""
 
 
 def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:

@@ -25,7 +25,7 @@ from trimtab.experiments.report.tables import Cell, Table
 
 _DIFFERENCES = ("final_metric", "component_quality")
 _SHARES = ("mfu", "scaling_efficiency", "gain_share")
-_WOULD = {PASS: "there it would hold", FAIL: "there it would not hold"}
+_HERE = {PASS: "here it holds", FAIL: "here it does not hold"}
 _FIGURES = ("Figure", "95% interval", "n")
 
 
@@ -74,8 +74,8 @@ def _part(finding: Finding) -> str:
 
 
 def _verdict(each: Judged) -> Verdict:
-    would = _WOULD.get(each.here, "") if each.status == NOT_COMPARABLE else ""
-    return Verdict(each.status, "; ".join(text for text in (each.why, would) if text))
+    here = _HERE.get(each.here, "") if each.status == NOT_COMPARABLE else ""
+    return Verdict(each.status, "; ".join(text for text in (each.why, here) if text))
 
 
 def figures(finding: Finding, run: Run) -> tuple[str, str, str]:

@@ -84,5 +84,5 @@ def _line(cells: list[str]) -> str:
 
 def _cell(cell: Cell) -> str:
     if isinstance(cell, Verdict):
-        return f"**{escape(cell.kind)}**: {escape(cell.sentence)}"
+        return f"**{escape(cell.kind)}**: {escape(cell.sentence)}" if cell.sentence else f"**{escape(cell.kind)}**"
     return escape(cell)

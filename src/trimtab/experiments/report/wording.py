@@ -77,7 +77,9 @@ def metric(value: float | None) -> str:
     """Return a held-out metric; a diverged run is "not finite"."""
     if value is None:
         return UNMEASURED
-    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e9 else f"{value:.4g}"  # 20,000 rather than 2e+04
 
 
 def plain(value: object) -> str:
