@@ -3,7 +3,7 @@
 In a pair both train from the same weights on the same batches. The target is the smoothed loss that the plan as it
 stands ends at; the rival's steps to it, and its seconds a step, are held against that plan's. As the smoothed loss lags
 behind, few steps to it are told as more than they were. The plan as it stands is trained once more, and the rival held
-against that too: what the two figures are apart is of chance alone, and what is told from nothing is more (math:
+against that too, by where that ends: the control is the one figure over the other, which differ by chance alone (math:
 section 8).
 """
 
@@ -64,8 +64,8 @@ class ShortPair:
     def control(self) -> float | None:
         """What `time` is of the plan as it stands trained again, over what it is of it; None where either is no number.
 
-        Both are held against the rival. Against one another two floors cross anywhere, and that says how flat they are:
-        how far chance moves a rival's figure is up to how steeply the rival falls to them.
+        It is the race's own figure, twice: each training has its end as target. To one target that both come to, two
+        trainings on a plateau are apart by all of it, though where either ends moves a rival's figure by little.
         """
         if self.again is None:
             return None
@@ -120,15 +120,17 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
     told += f"{_in_words(effect)} less time"
     ratio = statistics.median(pair.rival.step_s / pair.stands.step_s for pair in pairs)
     if not is_gain(effect, control):
-        return Verdict(False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control)}")
+        return Verdict(False, f"{where} in {count} pairs, {rival} took {told}: {_unclear(effect, control, rival)}")
     return Verdict(True, f"{where} in {count} pairs: {told}; what comes after them was not tried", ratio)
 
 
-def _unclear(effect: Interval, control: Interval | None) -> str:
-    least = resolution(control)
-    if not effect.low > 1 or math.isinf(least):
+def _unclear(effect: Interval, control: Interval | None, rival: str) -> str:
+    if not effect.low > 1:
         return "not clear of chance"
-    return f"below the {100 * least:.{0 if least >= 1 else 1}f}% that the loop against itself is apart"
+    if control is None:
+        return f"trained again, the loop ended in some pair where {rival} did not come"
+    least = resolution(control)
+    return f"below the {100 * least:.{0 if least >= 1 else 1}f}% that this is apart where the loop is trained again"
 
 
 def _in_words(interval: Interval) -> str:

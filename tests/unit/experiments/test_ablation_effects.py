@@ -213,6 +213,7 @@ def test_what_an_arm_failed_in_has_no_verdict_and_what_did_not_need_it_has():
     effects = found(Evidence(measured.design, broken, peaks, measured.labels, "accuracy", True, "share"))
     assert effects["precision", WITHIN, THROUGHPUT].verdict.kind == "no verdict"
     assert effects["precision", WITHIN, MEMORY].verdict.kind == "no verdict"
+    assert effects["precision", INTERACTION, MEMORY].verdict.kind == "no verdict"
     assert effects["precision", ALONE, MEMORY].verdict.kind == "gain"
     assert "without_precision failed in 1 of 8 races" in effects["precision", WITHIN, THROUGHPUT].verdict.sentence
     assert effects["precision", INTERACTION, THROUGHPUT].verdict.kind == "no verdict"

@@ -247,10 +247,10 @@ def test_what_cannot_be_compared_says_how_it_came_out_here(tmp_path):
     fast = of_comparison("cpu", comparison("cifar10_resnet", environment=CPU, paper=1.5))
     page = write_evaluation([fast], tmp_path, "x", [("F 4x", "not measured", "")])["md"].read_text()
     rows = [line for line in page.splitlines() if line.startswith("| 27.4% more images per second")]
-    assert "**not comparable**: a smaller task; on a CPU; here it holds" in rows[0]
+    assert "**not comparable**: a smaller task; on a CPU; what was measured meets it" in rows[0]
     slow = of_comparison("cpu", comparison("cifar10_resnet", environment=CPU, paper=0.9))
     text = write_evaluation([slow], tmp_path, "x")["md"].read_text()
-    assert "**not comparable**: a smaller task; on a CPU; here it does not hold" in text
+    assert "**not comparable**: a smaller task; on a CPU; what was measured does not meet it" in text
     assert "| F 4x | **not measured** |" in page
 
 
@@ -331,6 +331,8 @@ def test_a_gain_on_an_easier_rung_does_not_speak_for_an_arm_that_was_left_behind
 )
 def test_a_bound_is_held_against_the_bar(said, status):
     assert met("at most", 1 / 3, rung(0.5, (0, 5), said)) == status
+    noise = replace(rung(0.5, (0, 5), said), has_verdict=False)  # no control, say: that is no pass, and may be a miss
+    assert met("at most", 1 / 3, noise) == (FAIL if status == FAIL else NO_VERDICT)
     assert met("at most", 1 / 3, replace(rung(0.5, (0, 5), said), values=(1.0,) * 4)) == NO_VERDICT
 
 
@@ -338,8 +340,8 @@ def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
     made = comparison()
     arms = tuple(replace(each, error="no memory", mfu=0.9) if each.name == "paper" else each for each in made.arms)
     found = [each for each in of_comparison("x", replace(made, arms=arms)).findings if each.arm == "paper"]
-    told = {each.measure: each for each in found if each.measure in ("final_metric", "mfu")}
-    assert set(told) == {"final_metric", "mfu"}
+    told = {each.measure: each for each in found if each.measure in ("time_to_target", "final_metric", "mfu")}
+    assert set(told) == {"time_to_target", "final_metric", "mfu"}
     for each in told.values():
         assert (each.said, met("at least", 0.0, each)) == ("it failed: no memory", NO_VERDICT)
 

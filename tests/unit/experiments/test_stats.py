@@ -344,6 +344,15 @@ def test_where_only_the_other_arm_was_censored_there_is_a_lower_bound():
     assert charged.bound == ">= 2.50x"
 
 
+def test_an_arm_that_is_clear_of_where_the_other_ended_is_faster():
+    """By how much nobody knows; that takes five pairs, and a control."""
+    row = target([reaching(s) for s in (10, 11, 10, 12, 10)], [*[failing(100)] * 4, reaching(60)])
+    assert (row.ratio, row.bound, row.verdict.kind) == (None, ">= 6.00x", "gain")
+    assert "ours is faster than theirs, >= 6.00x: the other had not come there" in row.verdict.sentence
+    assert target([reaching(10)] * 4, [failing(100)] * 4).verdict.kind == "no verdict"
+    assert target([reaching(10)] * 5, [failing(10.01)] * 5).verdict.kind == "no verdict"
+
+
 def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before():
     """It may have crossed right after that one: so long is known, no longer."""
     late = climbing([60, 80, 100], [0.1, 0.2, 0.7])
@@ -394,7 +403,7 @@ def test_an_arm_that_a_cap_stopped_later_than_the_other_was_there_is_slower():
     """Its times are at the least what they were when it was stopped, and that shows a loss in five pairs."""
     row = target([capped(s) for s in (40, 41, 39, 40, 40)], [reaching(10)] * 5)
     assert (row.ratio, row.bound, row.verdict.kind) == (None, "<= 0.26x", "harm")
-    assert "its cap stopped it before it was there" in row.verdict.sentence
+    assert "its cap stopped it before it was there in 5 of 5 pairs" in row.verdict.sentence
     mixed = target([capped(40), capped(41), reaching(40), early(39), reaching(40)], [reaching(10)] * 5, charge=30.0)
     assert mixed.verdict.kind == "harm"
     assert target([capped(40)] * 4, [reaching(10)] * 4).verdict.kind == "no verdict"

@@ -443,6 +443,19 @@ def test_peers_and_do_no_harm():
     assert {(r.tier, r.charged) for r in peers} == {("", False)}  # a recipe is planned by nobody
 
 
+def test_a_target_that_a_cap_stopped_the_plan_before_is_not_told_as_reached():
+    found = races()
+    for race in found.values():
+        long = arm(5.0, (0.4, *(0.6,) * 11))
+        race["plan_F"] = replace(long, end=replace(long.end, reason="cap"))
+    result = comparison(found)
+    (harder,) = [r for r in result.target_rows if (r.arm, r.target, r.charged) == ("plan_F", 0.7, True)]
+    assert (harder.reached_arm, harder.verdict.kind) == (0, "harm")
+    assert "target 0.5 is reached" in result.headline.sentence
+    assert "but target 0.7 was reached in 0 of 5 pairs (reference: 5 of 5)" in result.headline.sentence
+    assert "target 0.7 is reached" not in result.headline.sentence
+
+
 def test_a_recipe_that_a_cap_stopped_is_bounded():
     found = races()
     for race in found.values():

@@ -115,7 +115,7 @@ class Evidence:
             yield Effect(change.name, INTERACTION, THROUGHPUT, tier or change.tier, ratio, verdict, **rest)
         if all(arm in self.peaks for arm in (*beside, *alone)):
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
-            verdict = _memory_interaction(value, what)
+            verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
             yield Effect(change.name, INTERACTION, MEMORY, tier or change.tier, counted(value), verdict, **rest)
 
     def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:

@@ -57,7 +57,7 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     What speaks against it, a harder rung or the final metric, leaves no gain.
     """
     rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
-    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict"]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict" and row.reached_arm == row.n]
     hardest = decided[-1] if decided else -1
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:

@@ -136,20 +136,21 @@ def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str)
     """Return (ratio, bound, verdict): one of ratio and bound."""
     if (loss := _sure_loss(pairs, control, arm, against)) is not None:
         return None, *loss
-    if bound := _censored(pairs):
-        return None, bound, Verdict("no verdict", bound)
-    ratios = [pair.theirs / pair.ours for pair in pairs]
+    ratios = [min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs]
+    if why := _unknown(pairs) or ("" if min(ratios) > 0 else ">= 0.00x"):
+        return None, why, Verdict("no verdict", why)
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = speed_verdict(ratio, control, arm, against)
-    if not any(pair.ours_early for pair in pairs):
+    is_behind = any(math.isinf(pair.theirs) for pair in pairs)
+    if not is_behind and not any(pair.ours_early for pair in pairs):
         return ratio, "", verdict
-    # The arm was already past the target when first looked at: each such ratio is a lower bound, and so is their mean,
-    # of which the interval's lower end is what can be said.
-    bound = f">= {_down(min(ratios) if ratio.low is None else ratio.low)}"
-    why = f"{bound}: it had crossed by its first evaluation"
+    # Each such ratio is a lower bound, and so is their mean. How long the other would have taken is anyone's guess, so
+    # that there the least of them is what can be said; else the interval's lower end.
+    bound = f">= {_down(min(ratios) if is_behind or ratio.low is None else ratio.low)}"
+    why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":
-        return None, bound, Verdict("gain", f"{arm} is faster than {against}, {why}")
-    return None, bound, Verdict("no verdict", why)
+        return None, bound, Verdict("gain", f"{arm} is faster than {against}, {bound}: {why}")
+    return None, bound, Verdict("no verdict", f"{bound}: {why}")
 
 
 def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[str, Verdict] | None:
@@ -159,7 +160,7 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
     ones: the other's as it stands, the arm's by what it took at the least. Where a cap stopped the arm before it
     crossed, it took that long at the least.
     """
-    cut = any(math.isfinite(pair.cut_s) for pair in pairs)
+    cut = sum(math.isfinite(pair.cut_s) for pair in pairs)
     if not cut and not any(pair.ours_early or pair.theirs_early for pair in pairs):
         return None
     known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
@@ -171,7 +172,7 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
         return None
     bound = f"<= {_up(most.high)}"
     why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
-    why = "its cap stopped it before it was there" if cut else why
+    why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs" if cut else why
     return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
 
 
@@ -191,8 +192,8 @@ def _at_most(pairs: list[_Pair]) -> float:
     return max(pair.theirs / pair.least_s for pair in pairs) if known else 0.0
 
 
-def _censored(pairs: list[_Pair]) -> str:
-    """Say what pairs allow in which a time is not known: how much faster the arm is at least, where that is known."""
+def _unknown(pairs: list[_Pair]) -> str:
+    """Say what pairs allow in which it is not known how long the arm took, or the other at the least; else ""."""
     never = [math.isinf(pair.ours) for pair in pairs]
     if any(never) and (most := _at_most(pairs)):
         return f"<= {_up(most)}"
@@ -200,8 +201,4 @@ def _censored(pairs: list[_Pair]) -> str:
         return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
     if any(never):
         return "reached in some pairs only"
-    if any(pair.theirs_early for pair in pairs):
-        return OTHER_EARLY
-    if any(math.isinf(pair.theirs) for pair in pairs):
-        return f">= {_down(min(min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs))}"
-    return ""
+    return OTHER_EARLY if any(pair.theirs_early for pair in pairs) else ""

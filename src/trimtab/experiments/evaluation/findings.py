@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.record import RunRecord
@@ -108,7 +109,9 @@ def _value(measure: str, arm: Arm | None) -> float | None:
 
 def _targets(found: Comparison) -> Iterator[Finding]:
     for row in found.target_rows:
-        yield _time(row, "time_to_target", row.arm, row.against)
+        arm, time = found.arm(row.arm), _time(row, "time_to_target", row.arm, row.against)
+        failed = arm is not None and arm.error
+        yield replace(time, said=f"it failed: {failed}", figure=None, has_verdict=False) if failed else time
 
 
 def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") -> Finding:

@@ -192,15 +192,17 @@ def met(sense: str, bar: float, finding: Finding) -> str:
     """Return whether a figure's whole interval is beyond a bar (pass), or short of it (fail); else no verdict.
 
     A count has no interval: it is the figure itself that is beyond or short. A time that is bounded lies beyond its
-    bound. What is reached on an easier target is not, where the arm was left behind on a harder one. Of a difference of
-    the final metric in tier F, whose training is another one, only what is worse counts (math: section 8).
+    bound, which passes where it is clear of chance too. What is reached on an easier target is not, where the arm was
+    left behind on a harder one. Of a difference of the final metric in tier F, whose training is another one, only what
+    is worse counts (math: section 8).
     """
     bounds = _bounds(finding.figure) if finding.has_verdict else None
     bounds = _bound(finding) if finding.figure is None else bounds
     if bounds is None:
         return NO_VERDICT
     found = _beyond(sense, bar, bounds, finding)
-    return NO_VERDICT if found == PASS and finding.behind_at is not None else found
+    is_open = finding.behind_at is not None or not finding.has_verdict
+    return NO_VERDICT if found == PASS and is_open else found
 
 
 def _beyond(sense: str, bar: float, bounds: tuple[float, float], finding: Finding) -> str:

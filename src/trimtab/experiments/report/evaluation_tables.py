@@ -25,7 +25,7 @@ from trimtab.experiments.report.tables import Cell, Table
 
 _DIFFERENCES = ("final_metric", "component_quality")
 _SHARES = ("mfu", "scaling_efficiency", "gain_share")
-_HERE = {PASS: "here it holds", FAIL: "here it does not hold"}
+_HERE = {PASS: "what was measured meets it", FAIL: "what was measured does not meet it"}
 _FIGURES = ("Figure", "95% interval", "n")
 
 
