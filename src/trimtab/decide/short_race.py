@@ -61,6 +61,11 @@ class ShortPair:
         return _time(self.stands, self.rival)
 
     @property
+    def stays(self) -> bool:
+        """Whether the rival ends no higher than the plan as it stands; no where its loss is no number by then."""
+        return self.rival.ended_at <= self.stands.ended_at
+
+    @property
     def control(self) -> float | None:
         """What `time` is of the plan as it stands trained again, over what it is of it; None where either is no number.
 
@@ -96,8 +101,11 @@ class Verdict:
 
 
 def is_lost(pair: ShortPair) -> bool:
-    """Return whether a pair ends the race: the rival took as much time, or there is nothing to be raced to."""
-    return not falls_clearly(pair.stands.losses) or not pair.time > 1
+    """Return whether a pair ends the race: the rival took as much time or did not stay, or there is nothing to race to.
+
+    One that was there before and ends above has come there by its noise, or is on its way up again.
+    """
+    return not falls_clearly(pair.stands.losses) or not pair.time > 1 or not pair.stays
 
 
 def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
@@ -111,6 +119,9 @@ def judge(pairs: Sequence[ShortPair], rival: str) -> Verdict:
         slower = f"a step took {last.rival.step_s / last.stands.step_s:.2f}x the time"
         if last.samples == 0:
             return Verdict(False, f"{where}, {rival} did not reach the loss that the loop's own ended at; {slower}")
+        if not last.stays and last.time > 1:
+            there = "was sooner at the loss that the loop's own ended at, and ended above it"
+            return Verdict(False, f"{where}, in pair {count} {rival} {there}; {slower}")
         told = f"needed {1 / last.samples:.2f}x the samples to the same loss, and {slower}"
         return Verdict(False, f"{where}, in pair {count} {rival} {told}: later by {1 / last.time:.2f}x")
     effect = ratio_interval([pair.time for pair in pairs])

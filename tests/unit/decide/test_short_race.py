@@ -56,6 +56,9 @@ def test_never_there_is_no_samples_saved():
     for broken in (math.nan, math.inf):
         diverged = ShortRun((*falling(9).losses[:20], *[broken] * 40), 1.0)
         assert is_lost(ShortPair(falling(5), diverged))
+        later = ShortRun((*falling(10).losses[:50], *[broken] * 10), 1.0)  # once it was there
+        assert ShortPair(falling(5), later).time > 1
+        assert is_lost(ShortPair(falling(5), later))
         assert is_lost(ShortPair(diverged, falling(5)))
 
 
@@ -132,21 +135,21 @@ def on_a_floor(decay: float, draws: random.Random, noise: float = 0.03) -> Short
     return ShortRun(tuple(2 + 3 * decay**i + draws.gauss(0, noise) for i in range(STEPS)), 1.0)
 
 
-@pytest.mark.parametrize("decay", [0.85, 0.95, 0.985])
-def test_a_noisier_training_that_learns_no_sooner_is_hardly_ever_kept(decay):
-    """Of twice the noise: it wins by chance alone, which its pairs alone would call clear in most races that it won."""
+@pytest.mark.parametrize(("decay", "noise"), [(0.95, 0.06), (0.985, 0.06), (0.9, 0.2), (0.95, 0.2)])
+def test_a_noisier_training_that_learns_no_sooner_is_hardly_ever_kept(decay, noise):
+    """It is below a loss by chance alone, which the pairs it won alone would call clear, and its control does not."""
     draws = random.Random(11)
     clear = kept = 0
     for _ in range(300):
         pairs = []
         while len(pairs) < 5 and not (pairs and is_lost(pairs[-1])):
-            runs = on_a_floor(decay, draws), on_a_floor(decay, draws, 0.06), on_a_floor(decay, draws)
+            runs = on_a_floor(decay, draws), on_a_floor(decay, draws, noise), on_a_floor(decay, draws)
             pairs.append(ShortPair(*runs))
         if not is_lost(pairs[-1]):
             clear += ratio_interval([each.time for each in pairs]).low > 1
             kept += judge(pairs, "noise").is_gain
-    assert clear > 6
-    assert kept <= min(5, clear / 2)
+    assert clear > 3
+    assert kept <= 4
 
 
 @pytest.mark.parametrize(
@@ -157,6 +160,10 @@ def test_a_noisier_training_that_learns_no_sooner_is_hardly_ever_kept(decay):
             "Muon did not reach the loss that the loop's own ended at; a step took 3",
         ),
         (ShortPair(falling(5), falling(10, 4.0)), "in pair 2 Muon needed 0.5"),
+        (
+            ShortPair(falling(5), ShortRun((*falling(15).losses[:30], *falling(-3).losses[:30]), 1.0)),
+            "in pair 2 Muon was sooner at the loss that the loop's own ended at, and ended above it; a step took 1.00x",
+        ),
         (ShortPair(falling(-1), falling(5)), "the loss did not fall clearly"),
         (ShortPair(falling(0.1, noise=2.0), falling(5)), "the loss did not fall clearly"),
     ],
