@@ -52,13 +52,17 @@ class ShortPair:
 
     @property
     def samples(self) -> float:
-        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did."""
-        return _samples(self.stands, self.rival)
+        """How many times fewer samples the rival took to what the plan as it stands ends at; 0: it never did.
+
+        Over those that the plan as it stands took itself: where its loss has flattened it is there before its end.
+        """
+        target = self.stands.ended_at
+        return self.stands.steps_to(target) / self.rival.steps_to(target)
 
     @property
     def time(self) -> float:
         """How many times less time it took."""
-        return _time(self.stands, self.rival)
+        return self.samples * self.stands.step_s / self.rival.step_s
 
     @property
     def stays(self) -> bool:
@@ -74,21 +78,8 @@ class ShortPair:
         """
         if self.again is None:
             return None
-        first, again = self.time, _time(self.again, self.rival)
+        first, again = self.time, ShortPair(self.again, self.rival).time
         return again / first if 0 < first < math.inf and 0 < again < math.inf else None
-
-
-def _samples(stands: ShortRun, rival: ShortRun) -> float:
-    """Return the steps of one to its end over those of another to there.
-
-    Not all it has: where its loss has flattened it is there before its end.
-    """
-    target = stands.ended_at
-    return stands.steps_to(target) / rival.steps_to(target)
-
-
-def _time(stands: ShortRun, rival: ShortRun) -> float:
-    return _samples(stands, rival) * stands.step_s / rival.step_s
 
 
 @dataclass(frozen=True)

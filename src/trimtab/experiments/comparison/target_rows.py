@@ -163,16 +163,16 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
     cut = sum(math.isfinite(pair.cut_s) for pair in pairs)
     if not cut and not any(pair.ours_early or pair.theirs_early for pair in pairs):
         return None
-    known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
-    if not known:
+    if not (ratios := _most(pairs)):
         return None
-    ratios = [pair.theirs / pair.least_s for pair in pairs]
     most = as_ratio(ratio_interval(ratios), ratios)
     if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
         return None
     bound = f"<= {_up(most.high)}"
-    why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
-    why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs" if cut else why
+    if cut:
+        why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs"
+    else:
+        why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
     return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
 
 
@@ -186,17 +186,17 @@ def _up(ratio: float) -> str:
     return f"{math.ceil(100 * ratio - 1e-9) / 100:.2f}x"
 
 
-def _at_most(pairs: list[_Pair]) -> float:
-    """Return how many times as fast an arm can be that was stopped by a cap before it crossed; 0: that is not known."""
+def _most(pairs: list[_Pair]) -> list[float]:
+    """Return how many times as fast as the other the arm can be in each pair at the most; []: of some it is unknown."""
     known = all(0 < pair.least_s < math.inf and pair.theirs < math.inf for pair in pairs)
-    return max(pair.theirs / pair.least_s for pair in pairs) if known else 0.0
+    return [pair.theirs / pair.least_s for pair in pairs] if known else []
 
 
 def _unknown(pairs: list[_Pair]) -> str:
     """Say what pairs allow in which it is not known how long the arm took, or the other at the least; else ""."""
     never = [math.isinf(pair.ours) for pair in pairs]
-    if any(never) and (most := _at_most(pairs)):
-        return f"<= {_up(most)}"
+    if any(never) and (most := _most(pairs)):
+        return f"<= {_up(max(most))}"
     if all(never):
         return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
     if any(never):

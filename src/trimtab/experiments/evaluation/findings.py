@@ -109,9 +109,12 @@ def _value(measure: str, arm: Arm | None) -> float | None:
 
 def _targets(found: Comparison) -> Iterator[Finding]:
     for row in found.target_rows:
-        arm, time = found.arm(row.arm), _time(row, "time_to_target", row.arm, row.against)
-        failed = arm is not None and arm.error
-        yield replace(time, said=f"it failed: {failed}", figure=None, has_verdict=False) if failed else time
+        time, failed = _time(row, "time_to_target", row.arm, row.against), _failure(found.arm(row.arm))
+        yield replace(time, said=failed, figure=None, has_verdict=False) if failed else time
+
+
+def _failure(arm: Arm | None) -> str:
+    return f"it failed: {arm.error}" if arm is not None and arm.error else ""
 
 
 def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") -> Finding:
@@ -147,9 +150,8 @@ def _peers(found: Comparison) -> Iterator[Finding]:
     for arm in found.arms:
         if arm.tier or arm.name in (REFERENCE, "self") or not arm.curves:
             continue
-        if arm.error:
-            said = f"it failed: {arm.error}"
-            yield Finding("final_metric", arm.name, REFERENCE, said=said, has_verdict=False)
+        if failed := _failure(arm):
+            yield Finding("final_metric", arm.name, REFERENCE, said=failed, has_verdict=False)
         elif (end := _at_the_end(arm, reference, found)) is not None:
             values = (_value("final_metric", each) for each in (arm, reference))
             figure, said, is_alike = end
@@ -190,7 +192,7 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
         each = [arm.mfu * rate / middle for rate in arm.terms_per_s]
         theirs = None if reference is None else reference.mfu
         figure = as_ratio(mean_interval(each), each)
-        said = f"it failed: {arm.error}" if arm.error else ""
+        said = _failure(arm)
         kind = {"said": said, "has_verdict": not said}
         yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure, **kind)
 
