@@ -424,7 +424,7 @@ def test_slices_are_chosen_by_name_or_folder(evaluation, listed):
 
 def test_a_list_says_what_is_left(evaluation, place, listed):
     lines = list(evaluation.listed(listed.slices("gpu"), place))
-    assert lines[0].startswith("cannot run here  resnet-recipes-plans")
+    assert lines[0].startswith("cannot run here  gpt2-timed-plans")
     assert lines[-1] == f"{len(lines) - 1} slices in results; about 2 minutes are left to do here"
 
 
@@ -540,7 +540,7 @@ def test_what_a_plan_for_the_tuned_loop_holds_is_over_that_loop(goals, tmp_path)
     assert stands(goals, "GPT-2: half of P2's memory", tmp_path, {"gpt2-half": run}) == ("met", "0.400x")
     small = {"gpt2-small": run}
     assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, small) == ("met", "400,000,000 bytes")
-    assert stands(goals, "GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-recipes": run})[0] == "missed"
+    assert stands(goals, "GPT-2: S 370,000 tokens/s", tmp_path, {"gpt2-timed": run})[0] == "missed"
 
 
 def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
@@ -549,10 +549,10 @@ def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
     of, says = comparison("wikitext2_gpt2"), "GPT-2: S 370,000 tokens/s"
     arms = tuple(replace(each, terms_per_s=(400e3,) * 5) for each in of.arms)
     found = replace(of, arms=arms)
-    assert stands(goals, says, tmp_path, {"gpt2-recipes": of_comparison("x", found)})[0] == "met"
+    assert stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", found)})[0] == "met"
     verdict = replace(of.ratios[2].verdict, kind="no verdict", sentence="plan_S failed in 1 of 6 races: 2.00x")
     rows = tuple(replace(row, verdict=verdict) if row.arm == "plan_S" else row for row in of.ratios)
-    status, figure = stands(goals, says, tmp_path, {"gpt2-recipes": of_comparison("x", replace(found, ratios=rows))})
+    status, figure = stands(goals, says, tmp_path, {"gpt2-timed": of_comparison("x", replace(found, ratios=rows))})
     assert (status, figure) == ("not shown", "plan_S failed in 1 of 6 races: 2.00x")
 
 

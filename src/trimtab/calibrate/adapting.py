@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
@@ -24,6 +26,9 @@ ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
 # Of them, those that are raced by short trainings in pairs, and all that are tried by training a little.
 RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
+# Optimizers that divide by the size that gradients have had: one of them far larger than the others goes far, and a
+# limit to it is none to the others.
+_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 _MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
 _NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
 _LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
@@ -90,7 +95,8 @@ def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say) 
     """Return a plan with a peak learning rate by a range test, and a schedule."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
-    return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - begin)
+    may_clip = isinstance(subject.optimizer, _SCALE_FREE)
+    return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - begin, may_clip=may_clip)
 
 
 def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from trimtab.calibrate.subject import Subject
@@ -17,6 +18,7 @@ from trimtab.runtime.schedule import scaled_rates
 
 NUM_STEPS = 40
 WIDEST = 300.0
+_NO_LIMIT = 1e30  # to a norm: what it multiplies by is 1, to the last bit
 
 
 def range_test(
@@ -27,7 +29,7 @@ def range_test(
     num_steps: int = NUM_STEPS,
     widest: float = WIDEST,
 ) -> tuple[RatePoint, ...]:
-    """Return (scale, loss) at rates rising from the user's own to `widest` times it. Leaves no trace.
+    """Return loss and norm of gradients at rates rising from the user's own to `widest` times it. Leaves no trace.
 
     Args:
         batches: training batches; at least `num_steps` of them, or the test ends early. A loader is left as `borrowed`
@@ -41,16 +43,24 @@ def range_test(
     with (
         borrowed(batches) as lent,
         unchanged_by(subject.loss_fn, model, optimizer),
-        Run(model, optimizer, plan, out_of_memory="stop", on_trial=True) as run,
+        Run(model, optimizer, _with_norms(plan), out_of_memory="stop", on_trial=True) as run,
     ):
         for index, batch in zip(range(num_steps), iterate("data", lent), strict=False):
             scale = widest ** (index / (num_steps - 1))
             progress(f"range test: step {index + 1} of {num_steps}, {scale:.3g}x")
             with scaled_rates(optimizer, scale):
                 loss = run.train_step(run.window(batch), subject.loss_fn)
-            points.append(RatePoint(scale, float(loss)))
+            norm = None if run.grad_norm is None else float(run.grad_norm)
+            points.append(RatePoint(scale, float(loss), norm))
             if index > 10 and has_diverged([point.loss for point in points]):
                 break
     if not points:
         raise ValueGivenError("data", given="no batches", expected="training batches for the learning-rate range test")
     return tuple(points)
+
+
+def _with_norms(plan: Plan) -> Plan:
+    """Return a plan that has norms computed: they are where something is clipped by them, and here nothing more is."""
+    if plan.clip_norm.value is not None:
+        return plan
+    return replace(plan, clip_norm=replace(plan.clip_norm, value=_NO_LIMIT))

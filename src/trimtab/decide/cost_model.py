@@ -191,8 +191,14 @@ class CostModel:
         return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
 
     def saves(self, name: str, value: object) -> float:
-        """Return what a value that was tried against another saves, as a share of the first trial's step."""
-        return self._saved.get((name, value), 0.0)
+        """Return what a value that was tried against another saves, as a share of the fastest step that was tried."""
+        return self._saved.get((name, value), 0.0) / (self._fastest or 1.0)
+
+    @functools.cached_property
+    def _fastest(self) -> float | None:
+        """Return the seconds of the fastest mode, compiled or not, in units of the first trial's."""
+        compiled = (self._relative(t.candidate) for t in self._profile.stage("compile") if t.block_s)
+        return min((each for each in (*self._modes.values(), *compiled) if each), default=None)
 
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
         trials = [trial for trial in self._profile.stage(stage) if not trial.control and trial.block_s]
@@ -202,7 +208,13 @@ class CostModel:
         first, *others = trials
         in_units = (first.step_s or 0.0) / unit_s
         own = self._modes.get(first.candidate, in_units) if first.is_whole else in_units
-        return {(name, getattr(t.candidate, name)): own * (1 - 1 / typical_ratio(t, first)) for t in others}
+
+        def without(trial: Trial) -> float:
+            """Return what is to be saved of: a model may be compiled in another mode than the first's."""
+            bare = replace(trial.candidate, **{name: getattr(first.candidate, name)})
+            return self._modes.get(bare, own) if first.is_whole else own
+
+        return {(name, getattr(t.candidate, name)): without(t) - own / typical_ratio(t, first) for t in others}
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""

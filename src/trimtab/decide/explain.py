@@ -10,11 +10,12 @@ from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
 from trimtab.core.profile import ALONE, FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
+from trimtab.decide.compiling import unpaid_compiling
 from trimtab.decide.cost_model import Predicted
 from trimtab.decide.finals import Outcome
 from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
 from trimtab.decide.recomputing import in_words
-from trimtab.decide.space import WORTH_FUSING, Point, fusing_share, unpaid_compiling
+from trimtab.decide.space import WORTH_FUSING, Point, fusing_share
 from trimtab.decide.statistics import Interval, is_gain, resolution
 
 _APART = "the optimizer's step alone"
@@ -89,6 +90,8 @@ class Told:
             return needed + self._fused()
         if name == "recompute":
             return self._recomputed()
+        if name in ("compiled", "precision") and (together := self._compiled_at_once()):
+            return together
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
         if rival is not None and rival.block_s and (speed := self._speed_over(rival)) is not None:
             return needed + self._worth(speed, rival, name)
@@ -97,6 +100,15 @@ class Told:
             said = "page faults are not counted" if share is None else f"page faults take {100 * share:.2g}% of a step"
             return f"{needed}{said}"
         return f"{needed}put first by what the trials of its parts predict"
+
+    def _compiled_at_once(self) -> str:
+        """Return what compiling brought that was tried in another precision than the fastest's, as it was; or ""."""
+        rival = next((trial for trial in self.profile.stage("compile") if not trial.candidate.compiled), None)
+        ours = None if rival is None else self._own(rival.stage)
+        if rival is None or ours is None or not ours.candidate.compiled or not rival.block_s:
+            return ""
+        said = f"{ours.candidate.describe()}, at {figures(speed_ratio(ours, rival))} of {rival.candidate.describe()}"
+        return said if "precision" in ours.candidate.differences(rival.candidate) else ""
 
     def _recomputed(self) -> str:
         """Return which blocks compute their activations again, and what would fit without."""

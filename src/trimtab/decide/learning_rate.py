@@ -28,23 +28,25 @@ _FIRST = 5
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One step of the test: factor on the user's rates, and the training loss of that step.
+    """One step of the test: factor on the user's rates, the training loss of that step, and its gradient's norm.
 
     The loss is from before the step, so that it shows what the rates until then did. `FALLEN` and `SAFETY` were set on
-    curves that pair them so.
+    curves that pair them so. The norm is from before the step, too, and before it is clipped; None: not known.
     """
 
     scale: float
     loss: float
+    norm: float | None = None
 
 
 @dataclass(frozen=True)
 class RateChoice:
-    """The factor chosen, why, and what lost."""
+    """The factor chosen, why, and what lost; and the norm of gradients that is typical at it, where it is known."""
 
     scale: float
     reason: str
     losers: tuple[Rejected, ...] = ()
+    norm: float | None = None
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
@@ -83,7 +85,19 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     reason = f"a third of {edge:.3g}x, {where} ({len(points)} steps)"
     if fallen < edge * SAFETY:
         reason = f"where {100 * FALLEN:.0f}% of the fall of the loss in the range test had come ({len(points)} steps)"
-    return RateChoice(scale, reason, (Rejected(1.0, "the loss still fell at higher rates"),))
+    losers = (Rejected(1.0, "the loss still fell at higher rates"),)
+    return RateChoice(scale, reason, losers, typical_norm(points, scale))
+
+
+def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:
+    """Return the median norm of the gradients of the steps whose rates were nearest to a factor; None: none is known.
+
+    In a run at that rate most gradients are about as large, and one that is far larger is an accident. At the user's
+    own rate, where the test begins, they are larger: a limit by those would let accidents pass.
+    """
+    known = [(abs(math.log(p.scale / scale)), p.norm) for p in points if p.norm is not None and math.isfinite(p.norm)]
+    near = [norm for _, norm in sorted(known)[:_WINDOW]]
+    return statistics.median(near) if near else None
 
 
 def falls_clearly(losses: Sequence[float]) -> bool:

@@ -4,7 +4,7 @@
     optimizer  -> the optimizer's step alone, as it is against fused
     head       -> the fastest mode, its logits a chunk at a time
     sizes      -> slices of the batch, where the check allows splitting
-    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial
+    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial (`compiling`)
     final      -> the reference against those that the cost model of all this puts first: they decide
 
 The first five tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
@@ -15,8 +15,8 @@ Before the final the blocks of the fastest are measured where it breaks a limit 
 some of them again is one more choice (`recomputing`).
 
 Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds. As soon as the final
-would go beyond that the search is hurried: sizes that nothing needs and the compiler are left out, and no doubted
-change is tried without the others.
+would go beyond that the search is hurried: sizes that nothing needs are left out, and the compiler where it promises
+too little for the time, and no doubted change is tried without the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
 from trimtab.core.profile import ALONE, FINAL, Candidate, Profile
-from trimtab.core.units import format_seconds
+from trimtab.decide import compiling
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
 from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, lightest, points, put_first
@@ -39,9 +39,8 @@ WORTH_RETAINING = 0.02
 SCREEN = 1.2
 STAGES = ("modes", "optimizer", "head", "sizes", "compile", FINAL)
 MOST_FINALS = 3
-# Of a run, the share that measuring may take, and seconds that it always may; and seconds that compiling takes, at the
-# least, for what is not tiny.
-MEASURING, MEASURING_S, COMPILING_S = 0.01, 20.0, 20.0
+# Seconds that measuring always may take.
+MEASURING_S = 20.0
 # Steps of the loop that a final takes, in time, and seconds where they are short; how many more blocks a patient one
 # may run, and what one takes at the least (benchmarks/probing.py).
 _FINAL_STEPS, _FINAL_S = 20, 10.0
@@ -88,11 +87,11 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
     step_s = profile.run_s / (profile.total_steps or 1)
     patience_s = _PATIENT_BLOCKS * max(BLOCK_S, step_s) if patient else 0.0
     final_s = max(_FINAL_S, _FINAL_STEPS * step_s) + steps * step_s + patience_s
-    return spent_s + final_s > max(MEASURING_S, MEASURING * profile.run_s)
+    return spent_s + final_s > max(MEASURING_S, compiling.MEASURING * profile.run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    return profile.hurried and (name == "compile" or (name == "sizes" and _is_told(profile, budget)))
+    return profile.hurried and name == "sizes" and _is_told(profile, budget)
 
 
 def next_traces(
@@ -247,20 +246,12 @@ def _fastest(profile: Profile) -> Candidate:
 
 
 def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    first = _fastest(profile)
-    return (first,) if compiling_refusal(profile) else (first, replace(first, compiled=True))
+    return compiling.compile_candidates(profile, _fastest(profile))
 
 
 def compiling_refusal(profile: Profile) -> str | None:
     """Return why the model is not compiled on trial, or None."""
-    if profile.loop.is_compiled:
-        return "already compiled"
-    if profile.run_s is None:
-        return "not tried: how long the run is was not said (total_steps)"
-    if MEASURING * profile.run_s < COMPILING_S:
-        spares = f"spares {format_seconds(MEASURING * profile.run_s)} for trials"
-        return f"not tried: a run of {format_seconds(profile.run_s)} {spares}, and compiling takes longer"
-    return None
+    return compiling.compiling_refusal(profile, _fastest(profile))
 
 
 def precision_refusal(device: DeviceSpec, precision: str) -> str | None:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
-from trimtab.core.units import format_seconds
 from trimtab.decide import recomputing
-from trimtab.decide.cost_model import CostModel, Predicted
+from trimtab.decide.compiling import is_compiled_mode
+from trimtab.decide.cost_model import BUT_MODE, CostModel, Predicted
 from trimtab.decide.readings import (
     FREE_SPEED,
     WORTH_SAVING,
     control_interval,
-    figures,
     over_budget,
     speed_ratio,
     unfit,
@@ -27,8 +26,6 @@ from trimtab.decide.statistics import is_gain
 # The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
 # to be this share.
 WORTH_FUSING = 0.01
-# Compiling has to save this many times the seconds it takes.
-WORTH_COMPILING = 2.0
 # A candidate that is predicted to be no better than this is not run against the loop.
 WORTH_A_RUN = 0.99
 # A change is doubted, and the candidate without it run too, where it is predicted to bring no more than this.
@@ -85,8 +82,8 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
     if not profile.trials:  # nothing was tried: by what was traced
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
-    compiles = {False, not unpaid_compiling(profile)}
     for mode in model.modes:
+        compiles = {False, is_compiled_mode(profile, mode, *BUT_MODE)}
         for allocator in sorted({mode.allocator, "keep"}, reverse=True):
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
@@ -110,24 +107,8 @@ def fuses(profile: Profile) -> bool:
 
 
 def fusing_share(profile: Profile) -> float:
-    """Return what a fused step saves of a whole one."""
+    """Return what a fused step saves of a whole one, the fastest that was tried."""
     return CostModel(profile).saves("fused_optimizer", True)
-
-
-def unpaid_compiling(profile: Profile) -> str | None:
-    """Return why the model is not compiled, by its trial, or None."""
-    trials = [trial for trial in profile.stage("compile") if not trial.control]
-    if len(trials) < 2:
-        return "not tried"
-    own, compiled = trials
-    if compiled.error or not (own.step_s and compiled.block_s):
-        return compiled.error or "not compared with the loop as it is"
-    saves_s = own.step_s * (1 - 1 / speed_ratio(compiled, own).mean) * (profile.total_steps or 0)
-    took_s = compiled.compile_s or 0.0
-    if saves_s <= WORTH_COMPILING * took_s:
-        saves = f"saves {format_seconds(saves_s)} of the run" if saves_s > 0 else "saves nothing"
-        return f"{saves}, and took {format_seconds(took_s)}: {figures(speed_ratio(compiled, own))}"
-    return None
 
 
 def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:

@@ -19,6 +19,7 @@ from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.short_race import Verdict
 
 _LATER = "later to the same loss"
+_UNCLIPPED = "not tried: a range test is too short for what is rare"
 
 
 def tried(plan: Plan) -> tuple[str, ...]:
@@ -34,10 +35,14 @@ def tried(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, was in found.items() if was)
 
 
-def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
+def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False) -> Plan:
     """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
 
     Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
+
+    Args:
+        may_clip: whether gradients may be clipped at the norm that is typical at that rate, where the loop clips none:
+            so they may where an optimizer's steps are of one length however long all gradients are.
     """
     plan = _searched(plan, search_s)
     scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
@@ -51,7 +56,14 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float) -> Plan:
         changed=True,
         losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
-    return replace(plan, learning_rate_scale=scale, schedule=schedule)
+    plan = replace(plan, learning_rate_scale=scale, schedule=schedule)
+    if not may_clip or not rates.norm or plan.clip_norm.value is not None:
+        return plan
+    reason = (
+        "the norm of gradients that is typical at this rate, by its range test: a rare one far larger goes no further"
+    )
+    clip = Choice(float(f"{rates.norm:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),))
+    return replace(plan, clip_norm=clip)
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:

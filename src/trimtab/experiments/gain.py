@@ -22,7 +22,7 @@ from trimtab.decide.roofline import roof_of
 from trimtab.decide.turns import turns
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import rows_of_rank, shard
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop, settling_steps
 from trimtab.experiments.racing.watch import Watch, by_part, by_phase
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.process_state import ProcessState
@@ -89,7 +89,7 @@ class _Arm:
         self._batches = self._watch.drawn(ahead(shard(data.batches(0, task.batch_rows)), device))  # as a race has them
         self._is_compiled = is_compiled(self._loop.model)
         self._laps: list[Lap] = []
-        self._step(_WARM_STEPS)
+        self._step(max(_WARM_STEPS, settling_steps(self._loop)))
         self.step_s = max(together.each(time_call(lambda: self._step(1), device)))
         self._state = ProcessState.capture()
 

@@ -18,6 +18,7 @@ from trimtab.runtime.compiled import CompiledCall
 # Windows at first, in which kernels are compiled and chosen; then pairs of one compiled and one not, of which the first
 # is not counted.
 WARM_UP, PAIRS = 20, 12
+WINDOWS = WARM_UP + 2 * PAIRS + 1  # after so many it is decided
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -50,7 +51,7 @@ class CompileCheck:
         self._work.append(self._call.take_shapes())
         done = len(self._stamps)
         self._call.is_on = _is_compiled_in(done)
-        if done > WARM_UP + 2 * PAIRS:
+        if done >= WINDOWS:
             self._is_decided, self._call.shapes = True, None
             self._decide()
 

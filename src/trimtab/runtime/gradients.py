@@ -46,11 +46,15 @@ def finish(
 
 
 def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
-    """Return the limit on the gradient's norm, the loop's or the plan's; raises `ValueGivenError` where they differ."""
+    """Return the limit on the gradient's norm: the loop's, which goes before one that a plan found; else the plan's.
+
+    Raises:
+        ValueGivenError: the plan has the loop's, and the loop now gives another.
+    """
     planned = plan.clip_norm.value
     if clip_norm is not None:
         checks.number("clip_norm", clip_norm, low=0, open_low=True)
-        if planned is not None and planned != clip_norm:
+        if planned is not None and planned != clip_norm and not plan.clip_norm.changed:
             raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
         return clip_norm
     return None if planned is None else float(planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import trimtab
 from trimtab.calibrate import adapting, trials
+from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
@@ -125,7 +127,7 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, l
     def ranged(its, plan, data, progress):
         tested.append(plan.optimizer.value)
         best = 20 if plan.optimizer.value == "muon" else 10
-        return tuple(RatePoint(1.3**i, 5 - 0.2 * i if i < best else 9.0) for i in range(best + 3))
+        return tuple(RatePoint(1.3**i, 5 - 0.2 * i if i < best else 9.0, 3.0) for i in range(best + 3))
 
     monkeypatch.setattr(adapting, "short_race", short)
     monkeypatch.setattr(adapting, "range_test", ranged)
@@ -156,6 +158,33 @@ def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
     assert found.learning_rate_scale == kept.learning_rate_scale
     assert found.schedule.value == "warmup_cosine"
     assert found.optimizer.value == ("muon" if won else "user")
+
+
+@pytest.mark.parametrize(("adam", "clips"), [(True, 3.0), (False, None)])
+def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypatch, adam, clips):
+    its = subject()
+    its = its if adam else replace(its, optimizer=torch.optim.SGD(its.model.parameters(), lr=0.01))
+    found, _ = planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})
+    assert found.clip_norm.value == clips
+    own = {"clip_norm": 0.25, "total_samples": 10 * ROWS}  # which goes before it
+    with trimtab.start(its.model, its.optimizer, found, **own) as run:
+        for window in run.windows(batches(2)):
+            run.train_step(window, loss_fn)
+
+
+def test_a_range_test_tells_the_norms_of_its_gradients_and_clips_none():
+    its = subject()
+    loss = loss_fn(its.model, batches(1)[0])
+    gradients = torch.autograd.grad(loss, list(its.model.parameters()))
+    norm = float(torch.cat([each.flatten() for each in gradients]).norm())
+    limit = replace(STANDS.clip_norm, value=1e-3)
+    plain, clipped = (
+        range_test(its, plan, batches(), lambda text: None, num_steps=12)
+        for plan in (STANDS, replace(STANDS, clip_norm=limit))
+    )
+    assert plain[0].norm == clipped[0].norm == pytest.approx(norm, rel=1e-5)  # before it is clipped
+    assert len({point.norm for point in plain}) == 12
+    assert [point.loss for point in plain] != [point.loss for point in clipped]
 
 
 def test_a_plan_says_what_its_own_race_found(monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.decide.learning_rate import SAFETY, RatePoint, choose_rate, has_diverged, smoothed
+from trimtab.decide.learning_rate import SAFETY, RatePoint, choose_rate, has_diverged, smoothed, typical_norm
 
 STEPS, WIDEST = 60, 300.0
 SCALES = [WIDEST ** (i / (STEPS - 1)) for i in range(STEPS)]
@@ -201,3 +202,20 @@ def test_never_below_the_users_rate_nor_above_a_third_of_the_widest(losses):
     assert 1.0 <= found.scale <= WIDEST * SAFETY * 1.05
     assert bool(found.losers) == (found.scale > 1.0)
     assert found.reason
+
+
+def test_the_typical_norm_is_that_of_steps_near_the_rate_and_one_accident_is_not_it():
+    norms = [4.0 if scale < 5 else 1.0 for scale in SCALES]
+    norms[SCALES.index(min(SCALES, key=lambda s: abs(s - 30)))] = 50.0
+    points = [RatePoint(s, 2.0, norm) for s, norm in zip(SCALES, norms, strict=True)]
+    assert typical_norm(points, 30.0) == 1.0
+    assert typical_norm(points, 1.0) == 4.0
+    assert typical_norm([RatePoint(2.0, 1.0, math.inf), RatePoint(3.0, 1.0, 7.0)], 2.0) == 7.0
+    assert typical_norm([RatePoint(2.0, 1.0)], 2.0) is None
+
+
+def test_a_choice_tells_the_norm_at_it():
+    points = [replace(point, norm=100 / point.scale) for point in curve(30.0)]
+    found = choose_rate(points)
+    assert found.norm == pytest.approx(100 / found.scale, rel=0.2)
+    assert choose_rate(curve(30.0)).norm is None

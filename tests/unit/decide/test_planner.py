@@ -537,6 +537,24 @@ def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
     assert [loser.reason.split(":")[0] for loser in plan.schedule.losers] == ["not tried"]
 
 
+@pytest.mark.parametrize(
+    ("scale", "norm", "may_clip", "own", "clips"),
+    [
+        (4.0, 1.234, True, None, 1.2),
+        (4.0, 1.234, False, None, None),  # of an optimizer whose steps are as long as gradients are
+        (4.0, None, True, None, None),
+        (1.0, 1.234, True, None, None),  # the loop's own rate, which it trained at without
+        (4.0, 1.234, True, 0.5, 0.5),  # the loop's own limit
+    ],
+)
+def test_a_plan_with_a_rate_of_its_own_clips_at_the_norm_that_is_typical_there(scale, norm, may_clip, own, clips):
+    base = planned(Machine(speed={"bf16": 2.0}), reference=Reference(clip_norm=own))
+    plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x", norm=norm), 7.5, may_clip=may_clip)
+    assert plan.clip_norm.value == clips
+    assert plan.clip_norm.changed is (clips == 1.2)
+    assert clips != 1.2 or (plan.tier == "F" and "typical at this rate" in str(plan))
+
+
 def test_the_screen_reads_the_device_of_the_profile():
     fast = replace(CPU, peak_flops={"fp32": 1e11, "bf16": 1e10, "fp16": 2e11})
     plan = planned(Machine(speed={"fp16": 2.0}), device=fast)

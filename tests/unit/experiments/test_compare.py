@@ -240,6 +240,13 @@ def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
 
 
+@pytest.mark.parametrize(("step_s", "steps"), [(1.0, 24), (0.01, 300)])
+def test_on_a_gpu_short_arms_are_shorter(step_s, steps):
+    its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
+    entries = compare_module._entries(its, made_plans(step_s), Settings(), brief=True, steady=True)
+    assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
+
+
 def test_the_controls_of_a_whole_race_run_for_a_minute():
     rows = 5000 * BATCH_ROWS
     its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))

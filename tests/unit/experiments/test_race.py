@@ -23,10 +23,11 @@ from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.turns import turns
 from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.folder import environment_of
-from trimtab.experiments.racing.loops import PlanLoop
+from trimtab.experiments.racing.loops import PlanLoop, settling_steps
 from trimtab.experiments.racing.race import Entry, race
 from trimtab.measure import allocator
 from trimtab.recipes.reference import ReferenceLoop
+from trimtab.runtime.compile_check import WINDOWS
 
 CPU = torch.device("cpu")
 
@@ -250,6 +251,25 @@ def test_an_arm_that_is_only_timed_takes_a_step_before_the_clock_starts_and_keep
     assert found.end.detail == {"rows": 80, "train_s": 2.0}
     assert found.evaluations == ()
     assert clock.now == 1002.25  # evaluated where the others are, at 50 rows
+
+
+def test_an_arm_that_is_only_timed_settles_before_the_clock_starts(clock):
+    """A compiled one runs a dozen of its first windows as it was: they would be a large part of a few dozen."""
+
+    class Settling(Timed):
+        settling_steps = 45
+
+    (found,) = run(Entry("a", lambda *_: Settling(clock, 0.25), 80, is_timed_only=True), its=scripted(clock, [0.1]))
+    assert found.end.detail == {"rows": 80, "train_s": 2.0}
+    assert clock.now == 1002.0 + 45 * 0.25
+
+
+def test_a_plan_settles_once_its_compiled_model_was_checked():
+    its, plan = task, Plan.fixed(BATCH_ROWS)
+    for compiled, steps in ((False, 1), (True, WINDOWS)):
+        loop = PlanLoop(its, CPU, replace(plan, compiled=replace(plan.compiled, value=compiled)))
+        assert settling_steps(loop) == steps
+        loop.close()
 
 
 def test_a_block_lasts_a_second_or_until_the_next_evaluation(clock):

@@ -156,13 +156,14 @@ def compare(
         check_step(task, data, device)
     made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
     plans = given or kept.plans(made)
-    facts = kept.facts(_entries(task, plans, settings, brief=False, num_ranks=ranks))
+    alike = {"num_ranks": ranks, "steady": device.type == "cuda"}
+    facts = kept.facts(_entries(task, plans, settings, brief=False, **alike))
     step_s = reference_s(plans, facts, ranks)
     metered = race_meter(device, metering, together) if done < settings.num_pairs else (None, NO_METER)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_pairs, quick=settings.quick, begun=begun, together=together):
         how = {"brief": _is_brief(settings, seed)}
-        entries = _entries(task, plans, settings, step_s, num_ranks=ranks, **how)
+        entries = _entries(task, plans, settings, step_s, **alike, **how)
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         how |= {"cap_s": settings.cap_s, "reference_cap_s": settings.reference_cap_s}
         races[seed] = kept.race(entries, seed, settings.num_pairs, meter=metered[0], **how)
@@ -227,12 +228,19 @@ def _plans(
 
 
 def _entries(
-    task: Task, plans: Plans, settings: Settings, step_s: float | None = None, *, brief: bool, num_ranks: int = 1
+    task: Task,
+    plans: Plans,
+    settings: Settings,
+    step_s: float | None = None,
+    *,
+    brief: bool,
+    num_ranks: int = 1,
+    steady: bool = False,
 ) -> list[Entry]:
     plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
     rows, baseline = task.budget_rows, plans.plans["S"].baseline
     step_s = step_s or (baseline.step_s if baseline else 1.0)
-    few, control = lengths(task, step_s, quick=settings.quick, brief=brief)
+    few, control = lengths(task, step_s, quick=settings.quick, brief=brief, steady=steady)
     too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
     def entry(name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", **options: bool) -> Entry:

@@ -29,7 +29,11 @@ REFERENCE = "reference"
 
 
 class RaceFolder:
-    """The folder of one task's races on one device; rank 0 alone reads and writes it."""
+    """The folder of one task's races on one device; rank 0 alone reads and writes it.
+
+    Attributes:
+        path: of the folder. device: that they run on.
+    """
 
     def __init__(
         self,
@@ -40,13 +44,13 @@ class RaceFolder:
         progress: Progress,
         together: Together = ALONE,
     ) -> None:
-        self.path, self._task, self._data, self._device = path, task, data, device
+        self.path, self._task, self._data, self.device = path, task, data, device
         self._progress, self._together = progress, together
 
     @functools.cached_property
     def held(self) -> tuple[TaskData, Choice]:
         """The data where races take it from, and why there: placed once, at the first of them."""
-        return placed(self._data, self._device)
+        return placed(self._data, self.device)
 
     def plans(self, make: Callable[[], Plans]) -> Plans:
         """Return the plans."""
@@ -73,7 +77,7 @@ class RaceFolder:
 
     def _measured(self, entry: Entry, *, is_peak: bool) -> ArmFacts:
         try:
-            return measure_arm(entry.make, self._task, self._data, self._device, self._together, peak_alone=is_peak)
+            return measure_arm(entry.make, self._task, self._data, self.device, self._together, peak_alone=is_peak)
         except Exception as error:  # an arm that cannot run here is reported as such; without the reference nothing is
             is_reference = entry.name == REFERENCE
             if is_reference or not self._together.may_leave(error):
@@ -112,7 +116,7 @@ class RaceFolder:
             self._task,
             self.held[0],
             seed,
-            self._device,
+            self.device,
             cap_s=cap_s,
             reference_cap_s=reference_cap_s,
             environment=environment() | ({"ranks": str(together.num_ranks)} if together.num_ranks > 1 else {}),

@@ -12,6 +12,8 @@ from trimtab.tasks.task import Task
 
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
+# Of a GPU that nobody else is at: a step of one takes what the last did, and its seconds are dear.
+_STEADY_STEPS, _STEADY_S = 24, 3.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
 # And in a race whose other arms run to the end: the control is what that race can resolve, and laps are what it lacks.
 _CONTROL_S = 60.0
@@ -26,13 +28,15 @@ class Lengths(NamedTuple):
     control: int
 
 
-def lengths(task: Task, step_s: float, *, quick: bool, brief: bool) -> Lengths:
+def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, steady: bool = False) -> Lengths:
     """Return the rows of short arms, at most the task's.
 
     Args:
-        step_s: of the reference. quick: a first look. brief: whether all arms of the race are short.
+        step_s: of the reference. quick: a first look. brief: whether all arms of the race are short. steady: whether
+            steps of one arm take as long as one another, as on a GPU.
     """
-    steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else (_FEW_STEPS, _FEW_S)
+    usual = (_STEADY_STEPS, _STEADY_S) if steady else (_FEW_STEPS, _FEW_S)
+    steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else usual
     few, control = (
         min(task.budget_rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)
         for s in (seconds, seconds if brief else max(seconds, _CONTROL_S))

@@ -10,21 +10,36 @@ import torch
 
 from trimtab.api import start
 from trimtab.core.plan import Plan
+from trimtab.recipes.loop import Loop
 from trimtab.recipes.strong import StrongLoop
+from trimtab.runtime.compile_check import WINDOWS
 from trimtab.tasks.task import Task
+
+
+def settling_steps(loop: Loop) -> int:
+    """Return the steps after which a loop is what it stays: one, or as many as a compiled model is checked in.
+
+    A dozen of those run as the model was: a large part of a few dozen steps, and next to none of a run.
+    """
+    return getattr(loop, "settling_steps", 1)
+
+
+def _settling(plan: Plan) -> int:
+    return WINDOWS if plan.compiled.value else 1
 
 
 class PlanLoop:
     """The task's model, optimizer and loss, trained by a run of the plan.
 
     Attributes:
-        hides_memory: whether its engine holds tensors that neither the model nor the optimizer has.
+        hides_memory: whether its engine holds tensors that neither the model nor the optimizer has. settling_steps:
+            after which it is what it stays.
     """
 
     def __init__(self, task: Task, device: torch.device, plan: Plan, total_samples: int | None = None) -> None:
         self._task = task
         self.precision = plan.precision.value
-        self.hides_memory = plan.engine.value == "deepspeed"
+        self.hides_memory, self.settling_steps = plan.engine.value == "deepspeed", _settling(plan)
         self.model = task.make_model().to(device).train()
         self.optimizer = task.make_optimizer(self.model)
         self._run = start(self.model, self.optimizer, plan, total_samples=total_samples or task.budget_rows)
@@ -46,7 +61,7 @@ class StrongPlanLoop(StrongLoop):
     def __init__(self, task: Task, device: torch.device, plan: Plan) -> None:
         super().__init__(task, device)
         self._run = start(self.model, self.optimizer, plan)
-        self.precision = plan.precision.value
+        self.precision, self.settling_steps = plan.precision.value, _settling(plan)
 
     def update(self, batch: Any) -> None:
         """Take one optimizer step."""

@@ -34,6 +34,7 @@ from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import shard
 from trimtab.experiments.comparison.stats import GIVEN_ROWS
 from trimtab.experiments.racing.failures import end_with
+from trimtab.experiments.racing.loops import settling_steps
 from trimtab.experiments.racing.meter import RaceMeter
 from trimtab.measure.process_state import ProcessState
 from trimtab.measure.timing import synchronize
@@ -67,7 +68,7 @@ class Entry:
     Args:
         name: reference, self, strict, paper, strong, muon, plan_S, plan_F, strong_plan. make: builds its loop.
         budget_rows: rows after which it stops.
-        is_timed_only: whether it runs a few steps for their time alone: after one off the clock, no evaluation kept.
+        is_timed_only: whether it runs a few steps for their time alone: once it has settled, no evaluation kept.
         detail: kept in its record's header.
     """
 
@@ -135,7 +136,8 @@ class Racer:
         stop = min(due, self.entry.budget_rows)
         rows = steps = 0
         if self.entry.is_timed_only and not self.blocks:  # a few steps are too few to leave the first of them out
-            self.loop.step(self._batches)
+            for _ in range(settling_steps(self.loop)):
+                self.loop.step(self._batches)
         synchronize(self._device)
         self._together.each(0.0)  # all begin the block together
         if self._meter is not None:
