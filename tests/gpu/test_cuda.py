@@ -212,12 +212,23 @@ def test_phases_add_up_to_what_the_stream_took() -> None:
     assert ("backward", "Conv2d") in seconds
 
 
+class Compilable(nn.Module):
+    """With a forward of its own: torch compiles nothing of a bare nn.Sequential."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_compiled_model_learns_what_it_does_as_it_was(precision: str) -> None:
     """Of dropout too, whose masks are drawn as without; 60 windows hold those in which it is checked."""
     torch.manual_seed(0)
     body = [nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(256), nn.Linear(256, 1)]
-    model = nn.Sequential(*body).cuda()
+    model = Compilable(*body).cuda()
     plain = copy.deepcopy(model)
     rows = torch.randn(32, 64)
     losses = []
@@ -235,7 +246,7 @@ def test_a_plan_of_a_long_run_is_compiled_in_half_precision() -> None:
     """The host holds up small kernels in any precision: what compiling brings in bf16 is tried."""
     torch.manual_seed(0)
     layers = [part for _ in range(40) for part in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
-    model = nn.Sequential(*layers, nn.Linear(256, 10)).cuda()
+    model = Compilable(*layers, nn.Linear(256, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = (torch.randn(512, 256), torch.randint(0, 10, (512,)))
     plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=200_000)

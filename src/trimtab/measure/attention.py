@@ -6,12 +6,13 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.measure.watching import Watching
 
 _SMALLEST = 16  # of two square dimensions, what may be scores of tokens against tokens
 
 
-class SoftmaxesSeen(TorchDispatchMode):
+class SoftmaxesSeen(Watching):
     """Notes what runs while it is entered.
 
     Attributes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, TypeVar
 
 import torch
 
 from trimtab.core.errors import DependencyError
+from trimtab.measure.watching import eagerly
 
 T = TypeVar("T")
 
@@ -29,6 +31,7 @@ class Fakes:
                 "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
+        self._eager = contextlib.ExitStack()
 
     def copy(self, values: T) -> T:
         """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
@@ -39,8 +42,10 @@ class Fakes:
             return copy.deepcopy(values)
 
     def __enter__(self) -> Fakes:
+        self._eager.enter_context(eagerly())
         self.mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
+        self._eager.close()

@@ -15,16 +15,19 @@ from torch.utils.flop_counter import (
 )
 
 from trimtab.measure import chunked_loss
+from trimtab.measure.watching import eagerly
 
 
 def count_flops(function: Callable[[], object]) -> float | None:
     """Return FLOP of matrix products, convolutions and attention in one call, backward included if it runs there.
 
     None where an operator does not run under the counter's dispatch mode. Recomputation is counted like any other
-    execution: a step without checkpointing gives model FLOP (MFU), one with it hardware FLOP (HFU).
+    execution: a step without checkpointing gives model FLOP (MFU), one with it hardware FLOP (HFU). A compiled model is
+    counted as it was.
     """
     try:
-        with FlopCounterMode(display=False, custom_mapping=_cpu_attention() | _chunked_loss()) as counter:
+        mapping = _cpu_attention() | _chunked_loss()
+        with eagerly(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
             function()
     except NotImplementedError:
         return None

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trimtab.core.errors import ValueGivenError
 from trimtab.measure.blocks import find_blocks
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.traced_step import LossFn, cannot_trace
+from trimtab.measure.watching import Watching
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Call:
     result: Any = None
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Watching):
     """Notes calls of blocks, and whose results are looked at elsewhere than in the block that runs next."""
 
     def __init__(self) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trimtab.core.work import Seen
 from trimtab.measure.chunked_loss import python_of
 from trimtab.measure.flops import flops_of
 from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
+from trimtab.measure.watching import Watching
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -37,7 +37,7 @@ class Happened:
     work: list[Seen] = field(default_factory=list)
 
 
-class Storages(TorchDispatchMode):
+class Storages(Watching):
     """While it is entered, a storage that an operator returns is born, and it dies when nobody holds it any more.
 
     Args:
