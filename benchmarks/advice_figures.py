@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import evaluation_figures
 from docs_figures import SAVED, cheapest, optimal
 from evaluation_figures import recorded
 from evaluation_goals import runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
-from records import EVALUATION, Record, evaluated, every, is_evaluated, newest
+from records import Record, evaluated, every, is_evaluated, newest
 
 from trimtab.experiments.evaluation.paper_arithmetic import checks
 
@@ -188,20 +190,24 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 
 def _goals(root: Path) -> Iterator[str]:
-    """Yield a line a goal of the evaluation, whose processor has no bf16."""
-    folder, found = root / "benchmarks" / "results" / EVALUATION, slices("cpu")
-    known = recorded("cpu", found, folder, runs_in(found, folder))
-    for row in known["rows"]:
-        if row["metric"] == "goal":
-            where = "" if row["run"].endswith(".json") else "without bf16, "
-            yield f"| {where}{row['says']} | {row['status']} | {row['figure']} | {_run(root, row['run'])} |"
+    """Yield a line a goal of each machine's evaluation: a processor's has no bf16."""
+    for folder in evaluation_figures.folders(root):
+        size = evaluation_figures.size_of(folder)
+        found = slices(size)
+        runs = runs_in(found, folder)
+        device = json.loads((folder / evaluation_figures.MACHINE_FILE).read_text(encoding="utf-8")).get("gpu", "")
+        place = f"on an {device}, " if device else "without bf16, "
+        for row in recorded(size, found, folder, runs)["rows"]:
+            if row["metric"] == "goal":
+                where = "" if row["run"].endswith(".json") and not device else place
+                yield f"| {where}{row['says']} | {row['status']} | {row['figure']} | {_run(root, folder, row['run'])} |"
 
 
-def _run(root: Path, name: str) -> str:
-    """Return the link to a run of the evaluation, or to the evaluation itself."""
-    return (
-        evaluated(root, name).link if is_evaluated(root, name) else f"[{EVALUATION}, {name}](RESULTS.md#{EVALUATION})"
-    )
+def _run(root: Path, folder: Path, name: str) -> str:
+    """Return the link to a run of an evaluation, or to the evaluation itself."""
+    if is_evaluated(root, name, folder.name):
+        return evaluated(root, name, folder.name).link
+    return f"[{folder.name}, {name}](RESULTS.md#{folder.name})"
 
 
 def _of_ranks(found: Record) -> Iterator[str]:

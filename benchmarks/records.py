@@ -23,7 +23,7 @@ class Record:
     """What was measured in one run of a benchmark.
 
     Args:
-        name: as it is told. anchor: of its section of docs/RESULTS.md. machine: its processor, in words.
+        name: as it is told. anchor: of its section of docs/RESULTS.md. machine: its GPU or processor, in words.
     """
 
     name: str
@@ -64,18 +64,18 @@ def every(root: Path, name: str) -> list[Record]:
     return [_read(path) for path in sorted((root / "benchmarks" / "results").glob(f"{name}-*.json"))]
 
 
-def evaluated(root: Path, name: str) -> Record:
-    """Return a run of the evaluation, of races or of an ablation."""
-    folder = root / "benchmarks" / "results" / EVALUATION
+def evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> Record:
+    """Return a run of an evaluation, of races or of an ablation."""
+    folder = root / "benchmarks" / "results" / evaluation
     found = read_report(folder / name / "report.json")
     made = benchmark_object(found) if isinstance(found, Comparison) else ablation_object(found)
     machine = _machine(json.loads((folder / "machine.json").read_text(encoding="utf-8")))
-    return Record(f"{EVALUATION}, {name}", f"{name}-{found.task}", machine, tuple(made["rows"]))
+    return Record(f"{evaluation}, {name}", f"{name}-{found.task}", machine, tuple(made["rows"]))
 
 
-def is_evaluated(root: Path, name: str) -> bool:
-    """Return whether a run of the evaluation has left its report."""
-    return (root / "benchmarks" / "results" / EVALUATION / name / "report.json").is_file()
+def is_evaluated(root: Path, name: str, evaluation: str = EVALUATION) -> bool:
+    """Return whether a run of an evaluation has left its report."""
+    return (root / "benchmarks" / "results" / evaluation / name / "report.json").is_file()
 
 
 def plan_of(root: Path, name: str, tier: str) -> Plan:
@@ -93,5 +93,12 @@ def _read(path: Path) -> Record:
     return Record(path.stem, path.stem, _machine(held.get("environment", {})), tuple(held["rows"]))
 
 
+def timed_on_gpus(root: Path) -> list[Record]:
+    """Return what was timed of plans against the plain loop on GPUs."""
+    folders = sorted(path.name for path in (root / "benchmarks" / "results").glob("evaluation-*"))
+    names = [(folder, name) for folder in folders for name in ("gpt2-timed", "resnet-timed")]
+    return [evaluated(root, name, folder) for folder, name in names if is_evaluated(root, name, folder)]
+
+
 def _machine(environment: Mapping[str, str]) -> str:
-    return environment.get("cpu", "").replace("(R)", "").replace(" Processor", "")
+    return environment.get("gpu", environment.get("cpu", "")).replace("(R)", "").replace(" Processor", "")

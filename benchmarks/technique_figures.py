@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from figure_words import difference, ratio, speed
-from records import Record, evaluated, every, is_evaluated, newest, plan_of
+from records import Record, evaluated, every, is_evaluated, newest, plan_of, timed_on_gpus
 
 from trimtab.core.choice import Choice
 from trimtab.decide.tier_f import tried
@@ -24,7 +24,7 @@ def blocks(root: Path) -> dict[str, dict[str, list[str]]]:
     sweeps = [newest(root, f"strong_sweep-{task}") for task in ("source_gpt", "wikitext2_gpt")]
     return {
         "kernels.md": {"changes": list(_changes(root)), "compiling": list(_compiling(compiled))},
-        "precision.md": {"races": list(_races(races)), "steps": list(_precisions(steps))},
+        "precision.md": {"races": list(_races([*races, *timed_on_gpus(root)])), "steps": list(_precisions(steps))},
         "micro_batch.md": {"limits": list(_limits(walk)), "steps": list(_splits(steps))},
         "learning_rate.md": {"races": list(_freed(races)), "rates": list(_rates(sweeps, races))},
         "optimizer.md": {"regularised": list(_regularised(root)), "races": list(_raced(root))},
@@ -45,8 +45,8 @@ def _changes(root: Path) -> Iterator[str]:
         for row in found.of("throughput_ratio", change=change):
             if row["setting"] in ("alone", "in the plan"):
                 yield _worth(f"{change.replace('_', ' ')}, {row['setting']}", row, found)
-    for name in ("cifar-recipes", "wikitext-recipes"):
-        found = evaluated(root, name)
+    raced = [evaluated(root, name) for name in ("cifar-recipes", "wikitext-recipes")]
+    for found in (*raced, *timed_on_gpus(root)):
         row = found.one("throughput_ratio", arm="plan_S", against="reference")
         yield _worth(f"the plan: {_changed(found, 'plan_S')}", row, found)
 

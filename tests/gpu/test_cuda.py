@@ -223,6 +223,7 @@ class Compilable(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # which a loop in fp32 does not ask for
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_compiled_model_learns_what_it_does_as_it_was(precision: str) -> None:
     """Of dropout too, whose masks are drawn as without; 60 windows hold those in which it is checked."""
@@ -242,14 +243,13 @@ def test_a_compiled_model_learns_what_it_does_as_it_was(precision: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4 if precision == "fp32" else 0.05)
 
 
-def test_a_plan_of_a_long_run_is_compiled_in_half_precision() -> None:
-    """The host holds up small kernels in any precision: what compiling brings in bf16 is tried."""
+def test_a_plan_of_a_long_run_is_compiled_on_trial() -> None:
+    """The host holds up small kernels in any precision: compiling is tried, and kept where it pays for what it took."""
     torch.manual_seed(0)
     layers = [part for _ in range(40) for part in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
     model = Compilable(*layers, nn.Linear(256, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = (torch.randn(512, 256), torch.randint(0, 10, (512,)))
     plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=200_000)
-    tried = [trial for trial in [plan.compiled.value, *(loser.value for loser in plan.compiled.losers)] if trial]
-    assert tried, plan.compiled
-    assert plan.compiled.value, plan.compiled
+    why = {loser.value: loser.reason for loser in plan.compiled.losers}
+    assert plan.compiled.value or "the speed" in why.get(True, ""), plan.compiled

@@ -21,8 +21,8 @@ WORTH_COMPILING = 2.0
 # Of what compiling could save, the share that trying it may take; and of a step whose least time is not known, what
 # could be saved.
 _PRICE, _UNKNOWN = 0.1, 0.5
-# Modes this many times as slow as the fastest may be held up by the host: of 128 images ResNet-50's steps took an H100
-# 18 to 20 ms in each, and its products alone 2 to 20 ms (docs/kernels.md).
+# Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
+# H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
 _HELD_UP = 1.3
 
 
