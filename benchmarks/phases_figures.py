@@ -46,7 +46,7 @@ def _table(columns: str, rows: list[Row], line: Any) -> Iterator[str]:
 
 def _saved(row: Row) -> str:
     name = row["phase"].replace("step", "whole step").replace("unattributed", "the clock itself")
-    share = "no clear gain" if row["share"] is None else f"{100 * row['share']:.1f}%"
+    share = "not told" if row["share"] is None else f"{100 * row['share']:.1f}%"
     return f"{name} | {_s(row['reference_s'])} | {_s(row['plan_s'])} | {_bounded(row, _s)} | {row['n']} | {share}"
 
 

@@ -19,7 +19,8 @@ import command
 
 import trimtab
 from trimtab.core.profile import FINAL
-from trimtab.decide.search import MEASURING, MEASURING_S
+from trimtab.decide.compiling import MEASURING
+from trimtab.decide.search import MEASURING_S
 from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt", "cifar10_resnet")

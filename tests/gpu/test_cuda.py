@@ -34,10 +34,13 @@ def loss_fn(model: nn.Module, batch: Any) -> Any:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["keep", "channels_last"])
-def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str) -> None:
+def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, batch = make()
+    if precision == "fp32":  # Adam's first steps are of one length: rounding would show in the sign of what is small
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
     plain = copy.deepcopy(model)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    plain_optimizer = type(optimizer)(plain.parameters(), lr=optimizer.param_groups[0]["lr"])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     with trimtab.start(model, optimizer, Plan.fixed(24, precision=precision, memory_layout=layout)) as run:
         for _ in range(5):
@@ -48,8 +51,7 @@ def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str) -> N
             loss = loss_fn(plain, [t.cuda() for t in batch])
         loss.backward()
         plain_optimizer.step()
-    # AdamW moves 1e-3 a step: other kernels' rounding, of convolutions to TF32's bits, may flip a small one's sign.
-    tolerance = 1e-5 if (precision, layout) == ("fp32", "keep") else 6e-3
+    tolerance = 1e-5 if precision == "fp32" else 6e-3  # AdamW moves 1e-3 a step: rounding may flip a small one's sign
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (ours - theirs).abs().max() <= tolerance
 
@@ -244,12 +246,11 @@ def test_a_compiled_model_learns_what_it_does_as_it_was(precision: str) -> None:
 
 
 def test_a_plan_of_a_long_run_is_compiled_on_trial() -> None:
-    """The host holds up small kernels in any precision: compiling is tried, and kept where it pays for what it took."""
+    """Of large tensors that are moved again and again, what is fused is worth much of a step."""
     torch.manual_seed(0)
-    layers = [part for _ in range(40) for part in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
-    model = Compilable(*layers, nn.Linear(256, 10)).cuda()
+    layers = [part for _ in range(12) for part in (nn.LayerNorm(2048), nn.GELU(), nn.Tanh())]
+    model = Compilable(*layers, nn.Linear(2048, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = (torch.randn(512, 256), torch.randint(0, 10, (512,)))
-    plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=200_000)
-    why = {loser.value: loser.reason for loser in plan.compiled.losers}
-    assert plan.compiled.value or "the speed" in why.get(True, ""), plan.compiled
+    batch = (torch.randn(16_384, 2048), torch.randint(0, 10, (16_384,)))
+    plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=50_000)
+    assert plan.compiled.value, plan.compiled

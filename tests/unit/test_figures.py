@@ -33,7 +33,7 @@ def test_of_fewer_than_five_pairs_the_pairs_stand_alone():
     assert "| 20.0%, 30.0%, 40.0% | 3 |" in "\n".join(phases([share]))
     saved = {"metric": "phase_saved_s", "task": "t", "phase": "data", "reference_s": 1.0, "plan_s": 0.5, "share": None}
     saved |= {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 3}
-    assert "| 500 ms | 3 | no clear gain |" in "\n".join(phases([saved]))
+    assert "| 500 ms | 3 | not told |" in "\n".join(phases([saved]))
 
 
 def test_of_fewer_than_five_rounds_or_seeds_there_is_no_interval():

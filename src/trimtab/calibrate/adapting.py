@@ -26,9 +26,8 @@ ADAPTATIONS = ("learning_rate", "batch", "optimizer", "schedule", "dropout")
 # Of them, those that are raced by short trainings in pairs, and all that are tried by training a little.
 RACED = frozenset({"optimizer", "schedule", "dropout"})
 TRAINED = RACED | {"learning_rate"}
-# Optimizers that divide by the size that gradients have had: one of them far larger than the others goes far, and a
-# limit to it is none to the others.
-_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+# Optimizers that divide by the size that gradients have had, from the first step on.
+_SCALE_FREE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
 _MUON = replace(KEEP_OPTIMIZER, value="muon", reason="raced", changed=True)
 _NONE_DROPPED = replace(KEEP_DROPOUT, value=0.0, reason="raced", changed=True)
 _LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=True)
@@ -95,8 +94,21 @@ def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say) 
     """Return a plan with a peak learning rate by a range test, and a schedule."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
-    may_clip = isinstance(subject.optimizer, _SCALE_FREE)
-    return adapt_learning_rate(base, choose_rate(points), time.perf_counter() - begin, may_clip=may_clip)
+    return adapt_learning_rate(
+        base, choose_rate(points), time.perf_counter() - begin, may_clip=_divides_by_size(subject.optimizer)
+    )
+
+
+def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step is as long however long all gradients are, so that a limit to them shortens rare ones.
+
+    Not where weight decay is added to what was clipped: it would grow beside it.
+    """
+    if not isinstance(optimizer, _SCALE_FREE):
+        return False
+    return isinstance(optimizer, torch.optim.AdamW) or not any(
+        group.get("weight_decay") and not group.get("decoupled_weight_decay") for group in optimizer.param_groups
+    )
 
 
 def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say) -> Plan:

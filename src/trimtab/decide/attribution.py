@@ -13,6 +13,9 @@ from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
+# Times as long as without it that a step under the clock may take, for its phases to be those of a step: one that waits
+# for its host waits for the clock as well.
+DISTORTED = 1.25
 # Phases that a roof is known of, and which phases' seconds are under it.
 _UNDER = {"forward": ("forward",), "backward": ("backward", "recompute"), "optimizer": ("optimizer",)}
 COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "not known"
@@ -54,13 +57,20 @@ class Attribution:
     plan_clock: Interval
     parts: tuple[Saved, ...]
 
+    @property
+    def is_distorted(self) -> bool:
+        """Whether a step under the clock is so much longer that its phases are not those of one without."""
+        return max(self.reference_clock.mean, self.plan_clock.mean) > DISTORTED
+
 
 def attribute(gain: Gain) -> Attribution:
     """Return what each phase saves; phases and what is unattributed add up to the whole."""
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    is_gain = interval.low > 0  # of a loss nothing has a share: the paper's shares are of what is gained
+    clocks = _clock_cost(gain.reference), _clock_cost(gain.plan)
+    # Of a loss nothing has a share: the paper's shares are of what is gained.
+    is_gain = interval.low > 0 and max(clock.mean for clock in clocks) <= DISTORTED
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
@@ -79,8 +89,7 @@ def attribute(gain: Gain) -> Attribution:
         tuple(of_phase(phase) for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)),
         saved(UNATTRIBUTED, lambda lap: lap.plain_s - lap.clocked_s),
         saved(WHOLE, lambda lap: lap.plain_s),
-        _clock_cost(gain.reference),
-        _clock_cost(gain.plan),
+        *clocks,
         tuple(map(of_part, parts)),
     )
 
@@ -105,11 +114,11 @@ class Share:
 def shares(gain: Gain) -> tuple[Share, ...]:
     """Return the share of each phase, and of each bound (`BOUNDS`) where of no phase it is unknown.
 
-    None where it is not clear that anything is saved.
+    None where it is not clear that anything is saved, or the clock makes another step of it.
     """
     theirs, ours = gain.reference.laps, gain.plan.laps
     wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
-    if not mean_interval(wholes).low > 0:
+    if not mean_interval(wholes).low > 0 or attribute(gain).is_distorted:
         return ()
     bounds = [
         tuple(bound_seconds(replace(arm, laps=(lap,))) for arm, lap in ((gain.reference, t), (gain.plan, o)))

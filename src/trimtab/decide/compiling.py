@@ -38,14 +38,13 @@ def _to_compile(profile: Profile, fastest: Candidate) -> Candidate:
     model, device = CostModel(profile), profile.device
     if device.kind != "cuda":
         return fastest
+
+    def products(mode: Candidate) -> float:
+        return device.peak(mode.precision) or 0.0
+
     limit_s = _HELD_UP * (model.predict(fastest).step_s or 0.0)
     near = [mode for mode in model.modes if (model.predict(mode).step_s or 0.0) <= limit_s]
-
-    def products(mode: Candidate) -> tuple[float, bool, bool]:
-        return device.peak(mode.precision) or 0.0, mode.precision == "bf16", mode.memory_layout == "channels_last"
-
-    best = max(near, key=products, default=fastest)  # of equals the first, which is the fastest
-    return best if products(best) > products(fastest) else fastest
+    return max((fastest, *near), key=products)  # of equals the first: the fastest
 
 
 def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
@@ -71,7 +70,7 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
     if profile.device.kind != "cuda":
         return False
     step_s = CostModel(profile).predict(fastest).step_s or 0.0
-    flops, peak = profile.loop.flops_per_step, profile.device.peak(fastest.precision)
+    flops, peak = profile.loop.flops_per_step, profile.device.peak(_to_compile(profile, fastest).precision)
     least_s = flops / peak if flops and peak else (1 - _UNKNOWN) * step_s
     return _PRICE * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
 

@@ -191,14 +191,17 @@ class CostModel:
         return 1 / (1 - share) if tried.allocator == "retain" else 1 - share
 
     def saves(self, name: str, value: object) -> float:
-        """Return what a value that was tried against another saves, as a share of the fastest step that was tried."""
-        return self._saved.get((name, value), 0.0) / (self._fastest or 1.0)
+        """Return what a value that was tried against another saves, in units of the first trial's step."""
+        return self._saved.get((name, value), 0.0)
 
-    @functools.cached_property
-    def _fastest(self) -> float | None:
-        """Return the seconds of the fastest mode, compiled or not, in units of the first trial's."""
-        compiled = (self._relative(t.candidate) for t in self._profile.stage("compile") if t.block_s)
-        return min((each for each in (*self._modes.values(), *compiled) if each), default=None)
+    def fastest(self, *, compiled: bool) -> float | None:
+        """Return the seconds of the fastest mode that was tried, in units of the first trial's.
+
+        Args:
+            compiled: whether those that were compiled count.
+        """
+        also = (self._relative(t.candidate) for t in self._profile.stage("compile") if t.block_s and compiled)
+        return min((each for each in (*self._modes.values(), *also) if each), default=None)
 
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
         trials = [trial for trial in self._profile.stage(stage) if not trial.control and trial.block_s]

@@ -19,6 +19,7 @@ from trimtab.decide.space import WORTH_FUSING, Point, fusing_share
 from trimtab.decide.statistics import Interval, is_gain, resolution
 
 _APART = "the optimizer's step alone"
+_BY_PARTS = "put first by what the trials of its parts predict"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Told:
             return needed + self._fused()
         if name == "recompute":
             return self._recomputed()
-        if name in ("compiled", "precision") and (together := self._compiled_at_once()):
+        if together := self._compiled_at_once(name):
             return together
         rival = next((trial for trial in self._others(name) if self._is_only(trial, name)), None)
         if rival is not None and rival.block_s and (speed := self._speed_over(rival)) is not None:
@@ -99,16 +100,17 @@ class Told:
             share = self.profile.fault_share
             said = "page faults are not counted" if share is None else f"page faults take {100 * share:.2g}% of a step"
             return f"{needed}{said}"
-        return f"{needed}put first by what the trials of its parts predict"
+        return needed + _BY_PARTS
 
-    def _compiled_at_once(self) -> str:
-        """Return what compiling brought that was tried in another precision than the fastest's, as it was; or ""."""
+    def _compiled_at_once(self, name: str) -> str:
+        """Return what compiling brought, of each setting in which that was tried beside the fastest mode; or ""."""
         rival = next((trial for trial in self.profile.stage("compile") if not trial.candidate.compiled), None)
         ours = None if rival is None else self._own(rival.stage)
-        if rival is None or ours is None or not ours.candidate.compiled or not rival.block_s:
+        if not self.winner.compiled or rival is None or ours is None or not rival.block_s:
             return ""
+        changed = ours.candidate.differences(rival.candidate)
         said = f"{ours.candidate.describe()}, at {figures(speed_ratio(ours, rival))} of {rival.candidate.describe()}"
-        return said if "precision" in ours.candidate.differences(rival.candidate) else ""
+        return said if name in changed and len(changed) > 1 else ""
 
     def _recomputed(self) -> str:
         """Return which blocks compute their activations again, and what would fit without."""
@@ -144,7 +146,9 @@ class Told:
         text = f"{figures(speed)} of {_value(rival.candidate, name)}"
         if ours is not None and (times := self._times_energy(ours, rival)):
             text += f", at {times} its energy"
-        return f"{100 * less:.0f}% less peak memory at {text}" if less >= 0.05 else text
+        if less >= 0.05:
+            return f"{100 * less:.0f}% less peak memory at {text}"
+        return f"{_BY_PARTS}, though in a trial of its own at {text}" if speed.mean < 1 else text
 
     def _figures(self, speed: Interval, trial: Trial) -> str:
         """Return a trial's speed in words, and its energy where that counts."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.decide import recomputing
-from trimtab.decide.compiling import is_compiled_mode
+from trimtab.decide.compiling import is_compiled_mode, unpaid_compiling
 from trimtab.decide.cost_model import BUT_MODE, CostModel, Predicted
 from trimtab.decide.readings import (
     FREE_SPEED,
@@ -107,8 +107,9 @@ def fuses(profile: Profile) -> bool:
 
 
 def fusing_share(profile: Profile) -> float:
-    """Return what a fused step saves of a whole one, the fastest that was tried."""
-    return CostModel(profile).saves("fused_optimizer", True)
+    """Return what a fused step saves of a whole one, the fastest that was tried and pays."""
+    model = CostModel(profile)
+    return model.saves("fused_optimizer", True) / (model.fastest(compiled=not unpaid_compiling(profile)) or 1.0)
 
 
 def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:

@@ -59,9 +59,7 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float, *, may_c
     plan = replace(plan, learning_rate_scale=scale, schedule=schedule)
     if not may_clip or not rates.norm or plan.clip_norm.value is not None:
         return plan
-    reason = (
-        "the norm of gradients that is typical at this rate, by its range test: a rare one far larger goes no further"
-    )
+    reason = "the median norm of gradients at this rate, by its range test: one that is far larger goes no further"
     clip = Choice(float(f"{rates.norm:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),))
     return replace(plan, clip_norm=clip)
 

@@ -31,7 +31,7 @@ class Fakes:
                 "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
-        self._eager = contextlib.ExitStack()
+        self._entered: list[contextlib.ExitStack] = []
 
     def copy(self, values: T) -> T:
         """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
@@ -42,10 +42,14 @@ class Fakes:
             return copy.deepcopy(values)
 
     def __enter__(self) -> Fakes:
-        self._eager.enter_context(eagerly())
-        self.mode.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(eagerly())
+            self.mode.__enter__()
+            self._entered.append(stack.pop_all())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
-        self._eager.close()
+        try:
+            self.mode.__exit__(*error)
+        finally:
+            self._entered.pop().close()

@@ -8,21 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_lock = threading.Lock()
+_depth = 0  # of those inside, of any thread: torch's stance is the process's, and put back when the last one leaves
+_stance: Any = None
+
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """Have what is compiled run as it was inside, and compiled again after it."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes seconds
+    """Have what is compiled run as it was inside, in all of the process, and compiled again after it.
+
+    A model that is called for the first time since it was told to be compiled is compiled later.
+    """
+    _enter()
+    try:
         yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _depth, _stance
+    with _lock:
+        if _stance is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
+            _stance = torch.compiler.set_stance("force_eager")
+        _depth += 1
+
+
+def _leave() -> None:
+    global _depth, _stance
+    with _lock:
+        _depth -= 1
+        if _depth == 0 and _stance is not None:
+            _stance.__exit__(None, None, None)
+            _stance = None
 
 
 class Watching(TorchDispatchMode):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.core.plan import Choice, Mark, Plan
 
 
 def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
@@ -51,13 +53,21 @@ def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
     Raises:
         ValueGivenError: the plan has the loop's, and the loop now gives another.
     """
-    planned = plan.clip_norm.value
+    planned, was_found = plan.clip_norm.value, bool(plan.clip_norm.losers)
     if clip_norm is not None:
         checks.number("clip_norm", clip_norm, low=0, open_low=True)
-        if planned is not None and planned != clip_norm and not plan.clip_norm.changed:
+        if planned is not None and planned != clip_norm and not was_found:
             raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
         return clip_norm
     return None if planned is None else float(planned)
+
+
+def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
+    """Return the plan with the loop's limit in place of one that it found."""
+    if clip_norm is None or not plan.clip_norm.losers:
+        return plan
+    said = f"the loop's own, which goes before {plan.clip_norm.value:g}, found by a range test"
+    return replace(plan, clip_norm=Choice(float(clip_norm), said, Mark.DYNAMICS))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -160,16 +161,37 @@ def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
     assert found.optimizer.value == ("muon" if won else "user")
 
 
-@pytest.mark.parametrize(("adam", "clips"), [(True, 3.0), (False, None)])
-def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypatch, adam, clips):
+@pytest.mark.parametrize(
+    ("make", "clips"),
+    [
+        (torch.optim.AdamW, 3.0),
+        (torch.optim.Adam, 3.0),
+        (functools.partial(torch.optim.Adam, weight_decay=0.1), None),  # added to gradients after they are clipped
+        (torch.optim.SGD, None),
+    ],
+)
+def test_gradients_are_clipped_where_an_optimizer_divides_by_their_size(monkeypatch, make, clips):
     its = subject()
-    its = its if adam else replace(its, optimizer=torch.optim.SGD(its.model.parameters(), lr=0.01))
+    its = replace(its, optimizer=make(its.model.parameters(), lr=0.01))
     found, _ = planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})
     assert found.clip_norm.value == clips
-    own = {"clip_norm": 0.25, "total_samples": 10 * ROWS}  # which goes before it
+    own, norms = {"clip_norm": 1e-3, "total_samples": 10 * ROWS}, []  # which goes before it
     with trimtab.start(its.model, its.optimizer, found, **own) as run:
+        its.optimizer.register_step_pre_hook(lambda *_: norms.append(norm_of(its.model)))
         for window in run.windows(batches(2)):
             run.train_step(window, loss_fn)
+        assert run.plan.clip_norm.value == (None if clips is None else 1e-3)
+    assert norms == [pytest.approx(1e-3, rel=1e-2)] * 2
+
+
+def test_a_limit_that_was_set_by_hand_is_not_overridden():
+    its = subject()
+    with pytest.raises(ValueGivenError, match="the plan's 3, or none"):
+        trimtab.start(its.model, its.optimizer, Plan.fixed(ROWS, clip_norm=3.0), clip_norm=0.25)
+
+
+def norm_of(model):
+    return float(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]).norm())
 
 
 def test_a_range_test_tells_the_norms_of_its_gradients_and_clips_none():

@@ -91,12 +91,39 @@ def test_it_is_predicted_for_the_mode_it_was_tried_in_alone():
     assert {trial.candidate.precision for trial in final if trial.candidate.compiled} == {"bf16"}
 
 
-def test_layout_counts_where_there_are_convolutions():
-    machine = Machine(step_of=held_up)
-    measured(machine, total_steps=10_000, **(STEP | {"has_convolutions": True}))
+@pytest.mark.parametrize("faster", ["keep", "channels_last"])
+def test_of_equal_products_the_faster_layout_is_compiled(faster):
+    machine = Machine(step_of=lambda stage, c: held_up(stage, c) * (1.0 if c.memory_layout == faster else 1.1))
+    plan = plan_of(measured(machine, total_steps=10_000, **(STEP | {"has_convolutions": True})))
     tried = trial_of(machine)
     assert tried is not None
-    assert (tried.precision, tried.memory_layout) == ("bf16", "channels_last")
+    assert (tried.precision, tried.memory_layout) == ("bf16", faster)
+    assert faster == "keep" or "compiled" in plan.memory_layout.reason or "of keep" in plan.memory_layout.reason
+
+
+def test_a_plan_that_is_not_compiled_is_not_explained_by_what_was():
+    """Compiling did not pay, and memory counts: half precision won by itself."""
+    machine = Machine(step_of=lambda stage, c: 1.5 if c.compiled else held_up(stage, c), weight={"bf16": 0.5})
+    objective = Objective(time=1, memory=3)
+    profile = measured(machine, total_steps=10_000, objective=objective, **STEP)
+    plan = choose(profile, objective, Budget())
+    assert trial_of(machine) is not None
+    assert (plan.precision.value, plan.compiled.value) == ("bf16", False)
+    assert "compiled" not in plan.precision.reason
+
+
+def test_a_fused_step_is_not_weighed_in_a_compiled_one_that_does_not_pay():
+    paid, unpaid = (Machine(fused_speed=1.06, compiled_speed=20.0, compile_s=s) for s in (10.0, 1e6))
+    steps = {"total_steps": 10_000, **STEP}
+    shares = [plan_of(measured(machine, **steps)).fused_optimizer for machine in (paid, unpaid)]
+    assert [share.value for share in shares] == [True, False]
+
+
+def test_a_reason_is_no_figure_that_speaks_against_it():
+    """It won by the parts of its trials, and its own against what it differs from was slower."""
+    profile = measured(Machine(step_of=held_up), total_steps=10_000, **STEP)
+    for choice in (plan_of(profile).precision, plan_of(profile).compiled):
+        assert not choice.reason.startswith("0.9")
 
 
 def test_a_mode_that_is_clearly_slower_is_not_compiled_for_its_products():

@@ -552,7 +552,7 @@ def test_a_plan_with_a_rate_of_its_own_clips_at_the_norm_that_is_typical_there(s
     plan = adapt_learning_rate(base, RateChoice(scale, "a third of 12x", norm=norm), 7.5, may_clip=may_clip)
     assert plan.clip_norm.value == clips
     assert plan.clip_norm.changed is (clips == 1.2)
-    assert clips != 1.2 or (plan.tier == "F" and "typical at this rate" in str(plan))
+    assert clips != 1.2 or (plan.tier == "F" and "the median norm of gradients at this rate" in str(plan))
 
 
 def test_the_screen_reads_the_device_of_the_profile():

@@ -240,11 +240,16 @@ def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(1.0, 24), (0.01, 300)])
-def test_on_a_gpu_short_arms_are_shorter(step_s, steps):
+@pytest.mark.parametrize(("step_s", "steps", "own"), [(1.0, 24, 50), (0.01, 500, 5000)])
+def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s, steps, own):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    entries = compare_module._entries(its, made_plans(step_s), Settings(), brief=True, steady=True)
-    assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
+    plans = made_plans(step_s)
+    fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
+    faster = replace(plans.plans["S"], measured=Measured(step_s / 10), fused_optimizer=fused)
+    plans = replace(plans, plans=plans.plans | {"S": faster})
+    entries = compare_module._entries(its, plans, Settings(), brief=True, dear=True)
+    found = {e.name: e.budget_rows // BATCH_ROWS for e in entries}
+    assert (found["reference"], found["self"], found["plan_S"]) == (steps, steps, own)
 
 
 def test_the_controls_of_a_whole_race_run_for_a_minute():

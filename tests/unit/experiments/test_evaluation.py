@@ -622,7 +622,7 @@ def test_of_a_slower_plan_no_phase_has_a_share(tmp_path):
     assert run.findings == ()
     text = write_evaluation([run], tmp_path / "page", "x")["md"].read_text()
     row = next(line for line in text.splitlines() if line.startswith("| communication |"))
-    assert row.count("no clear gain") == 1
+    assert row.count("not told") == 1
 
 
 def test_thirds_of_a_phase_table_are_read(tmp_path):

@@ -15,7 +15,7 @@ from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.flops import count_flops
 from trimtab.measure.storages import Storages
-from trimtab.measure.watching import Watching
+from trimtab.measure.watching import Watching, eagerly
 
 
 class Counting:
@@ -106,6 +106,34 @@ def test_a_mode_that_fails_lets_go():
     model, counting = compiled(kind)
     with pytest.raises(ZeroDivisionError), Watching():
         raise ZeroDivisionError
+    model(x)
+    assert counting.calls == 1
+
+
+def test_threads_that_look_at_once_leave_it_as_it_was():
+    kind, x = fresh(), torch.randn(4, 8)
+    model, counting = compiled(kind)
+    model(x)
+    one, other = eagerly(), eagerly()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)  # not in the order of their entering, as threads may leave
+    model(x)
+    assert counting.calls == 1
+    other.__exit__(None, None, None)
+    model(x)
+    assert counting.calls == 2
+
+
+def test_fakes_that_are_entered_twice_hold_to_the_last():
+    kind, x = fresh(), torch.randn(4, 8)
+    model, counting = compiled(kind)
+    fakes = Fakes()
+    copied = fakes.copy((model, x))
+    with fakes:
+        with fakes:
+            pass
+        copied[0](copied[1])
     model(x)
     assert counting.calls == 1
 

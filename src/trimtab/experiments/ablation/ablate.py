@@ -131,7 +131,7 @@ def _raced(
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
         is_brief = settings.is_brief(seed)
-        rows = lengths(task, step_s, quick=settings.quick, brief=is_brief, steady=kept.device.type == "cuda")
+        rows = lengths(task, step_s, quick=settings.quick, brief=is_brief, dear=kept.device.type == "cuda")
         entries = _entries(task, design, makes, rows.few if is_brief else task.budget_rows, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)

@@ -17,7 +17,8 @@ class ArmFacts:
         peak_bytes: peak of a step. phases_s: seconds per batch of the task by phase.
         flops_per_row: counted in a step as it ran, recomputation included, over its rows; None: not counted. Of several
             ranks rank 0's own over the rows of all, so that times rows per second it is what one rank computes.
-        precision: what its matrix products compute in, "": not known.
+        precision: what its matrix products compute in, "": not known. peak: the precision whose peak they are held
+            against; "": the same. Of a loop in fp32 whose convolutions torch computes in TF32 it is that.
         terms_per_row: what the loss counted in a row, padding not; where it is a mean, the task's own figure. None: not
             known, from a file written before it was measured.
         terms_by_rank: the same of each rank's own rows, where there are several.
@@ -30,6 +31,7 @@ class ArmFacts:
     error: str = ""
     terms_per_row: float | None = None
     terms_by_rank: tuple[float, ...] = ()
+    peak: str = ""
 
     @property
     def is_current(self) -> bool:
@@ -50,7 +52,7 @@ def utilisation(
         return None, None
     rate = statistics.median(rows_per_s)
     model, hardware = (
-        None if flop is None else device.utilisation(flop * rate, fact.precision)
+        None if flop is None else device.utilisation(flop * rate, fact.peak or fact.precision)
         for flop in (reference.flops_per_row, fact.flops_per_row)
     )
     return model, hardware

@@ -156,7 +156,7 @@ def compare(
         check_step(task, data, device)
     made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
     plans = given or kept.plans(made)
-    alike = {"num_ranks": ranks, "steady": device.type == "cuda"}
+    alike = {"num_ranks": ranks, "dear": device.type == "cuda"}
     facts = kept.facts(_entries(task, plans, settings, brief=False, **alike))
     step_s = reference_s(plans, facts, ranks)
     metered = race_meter(device, metering, together) if done < settings.num_pairs else (None, NO_METER)
@@ -235,29 +235,38 @@ def _entries(
     *,
     brief: bool,
     num_ranks: int = 1,
-    steady: bool = False,
+    dear: bool = False,
 ) -> list[Entry]:
     plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
     rows, baseline = task.budget_rows, plans.plans["S"].baseline
     step_s = step_s or (baseline.step_s if baseline else 1.0)
-    few, control = lengths(task, step_s, quick=settings.quick, brief=brief, steady=steady)
+    few, control = lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
     too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
 
-    def entry(name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", **options: bool) -> Entry:
+    def own_few(tier: str) -> int:
+        """Return the rows of a plan's short arm, on a GPU by its own step: of fewer seconds joules are not read."""
+        plan = plans.plans[tier]
+        if not dear or plan.measured is None:
+            return few
+        return lengths(task, plan.measured.step_s, quick=settings.quick, brief=brief, dear=dear).few
+
+    def entry(
+        name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0, **options: bool
+    ) -> Entry:
         """Return an arm of all its rows, or of a few that are only timed."""
-        budget = min(wanted, timed or wanted, few if brief else wanted)
+        budget = min(wanted, timed or wanted, (short or few) if brief else wanted)
         detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
         return Entry(name, make, budget, is_timed_only=budget < wanted, detail=detail, **options)
 
     same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
     entries = [entry("reference", plain, rows), entry("self", plain, rows, timed=control)]
     unchanged = _UNCHANGED if too_long and not plans.plans["S"].changes else ""
-    entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged))
+    entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged, short=own_few("S")))
     if "F" in plans.plans:
         has_schedule = plans.plans["F"].schedule.value != "user"
         horizon = min(rows, task.adapted_rows or rows) if has_schedule else rows  # only a schedule has to end somewhere
         freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
-        entries.append(entry("plan_F", freed, horizon))
+        entries.append(entry("plan_F", freed, horizon, short=own_few("F")))
     if "strict" in settings.raced:
         entries.append(entry("strict", StrictLoop, rows))
     if "paper" in settings.raced:
@@ -268,7 +277,8 @@ def _entries(
             entries.append(entry(name, HAND_TUNED[name], min(rows, recipe.budget_rows)))
     if "strong" in settings.raced and task.strong is not None and "strong" in plans.plans:
         planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
-        entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), timed=control))
+        timed = {"timed": control, "short": own_few("strong")}
+        entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), **timed))
     return entries
 
 

@@ -34,7 +34,7 @@ def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
         yield from ({"metric": name} | head | _saved(row) for row in rows)
     arms = {"reference": (gain.reference, found.reference_clock), "plan": (gain.plan, found.plan_clock)}
     for arm, (phases, clock) in arms.items():
-        bounds = bound_seconds(phases)
+        bounds = {} if found.is_distorted else bound_seconds(phases)
         for bound, seconds in bounds.items():
             share = seconds / math.fsum(bounds.values())
             yield {"metric": "bound_share", **head, "arm": arm, "bound": bound, "seconds_s": seconds, "share": share}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.distributed.dealing import rows_of_rank, shard
@@ -61,11 +61,20 @@ def measure_arm(
         terms = together.each(_terms_per_row(loop, batches, watch))
         flops = None if peak_alone else _flops_per_row(loop, batches, together)
         is_over = True
-        found = ArmFacts(largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares))
+        found = ArmFacts(
+            largest, phases, flops, loop.precision, terms_per_row=_mean(terms, shares), peak=_peak(loop, device)
+        )
         return together.made(ArmFacts, lambda: replace(found, terms_by_rank=tuple(terms) if len(terms) > 1 else ()))
     finally:
         if is_over or together.num_ranks == 1:
             loop.close()
+
+
+def _peak(loop: Loop, device: torch.device) -> str:
+    """Return what a loop in fp32 computes its convolutions in, where torch rounds their operands to fewer bits."""
+    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in loop.model.modules())
+    in_tf32 = device.type == "cuda" and torch.backends.cudnn.conv.fp32_precision != "ieee"
+    return "tf32" if loop.precision == "fp32" and convolves and in_tf32 else ""
 
 
 def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:

@@ -12,8 +12,8 @@ from trimtab.tasks.task import Task
 
 # What a short arm runs: steps, and seconds of the reference, so that fast steps fill more than one block too.
 _FEW_STEPS, _FEW_S = 60, 6.0
-# Of a GPU that nobody else is at: a step of one takes what the last did, and its seconds are dear.
-_STEADY_STEPS, _STEADY_S = 24, 3.0
+# On a GPU, whose seconds are dear: of each arm by its own step.
+_DEAR_STEPS, _DEAR_S = 24, 5.0
 _QUICK_STEPS, _QUICK_S = 4, 3.5
 # And in a race whose other arms run to the end: the control is what that race can resolve, and laps are what it lacks.
 _CONTROL_S = 60.0
@@ -28,14 +28,14 @@ class Lengths(NamedTuple):
     control: int
 
 
-def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, steady: bool = False) -> Lengths:
+def lengths(task: Task, step_s: float, *, quick: bool, brief: bool, dear: bool = False) -> Lengths:
     """Return the rows of short arms, at most the task's.
 
     Args:
-        step_s: of the reference. quick: a first look. brief: whether all arms of the race are short. steady: whether
-            steps of one arm take as long as one another, as on a GPU.
+        step_s: of the reference, or of the arm where seconds are `dear`, as on a GPU. quick: a first look. brief:
+            whether all arms of the race are short.
     """
-    usual = (_STEADY_STEPS, _STEADY_S) if steady else (_FEW_STEPS, _FEW_S)
+    usual = (_DEAR_STEPS, _DEAR_S) if dear else (_FEW_STEPS, _FEW_S)
     steps, seconds = (_QUICK_STEPS, _QUICK_S) if quick else usual
     few, control = (
         min(task.budget_rows, max(steps, math.ceil(s / step_s)) * task.batch_rows)

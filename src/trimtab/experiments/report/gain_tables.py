@@ -25,7 +25,11 @@ from trimtab.experiments.report.tables import Table, tier_title
 
 _NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
-_NO_INTERVAL = "none"
+_NO_INTERVAL, _NO_SHARE = "none", "not told"
+_DISTORTED = (
+    "A step that waits for its host waits longer under the clock: these are phases of other steps than the loops run, "
+    "and no share is told of them."
+)
 
 
 def phase_gain_table(gain: Gain) -> Table:
@@ -47,7 +51,8 @@ def phase_gain_table(gain: Gain) -> Table:
 def _clock(found: Attribution) -> str:
     arms = (("reference", found.reference_clock), ("plan", found.plan_clock))
     costs = (f"{say.percent(each.mean - 1)} ({_between(each, _longer)}) of the {name}'s" for name, each in arms)
-    return f"What the clock adds to a step: {', '.join(costs)}."
+    said = f"What the clock adds to a step: {', '.join(costs)}."
+    return f"{said} {_DISTORTED}" if found.is_distorted else said
 
 
 def _longer(ratio: float) -> str:
@@ -55,7 +60,7 @@ def _longer(ratio: float) -> str:
 
 
 def _saved(row: Saved) -> tuple[str, ...]:
-    share = "no clear gain" if row.share is None else say.share(row.share)
+    share = _NO_SHARE if row.share is None else say.share(row.share)
     shown = (say.signed_seconds(each) for each in (row.reference_s, row.plan_s, row.saved.mean))
     return *shown, _between(row.saved, say.signed_seconds), share
 
@@ -84,9 +89,11 @@ def _part(name: str) -> str:
 def bound_table(gain: Gain) -> Table:
     """Return the seconds of a step by what bounds them, of both arms."""
     arms = [bound_seconds(gain.reference), bound_seconds(gain.plan)]
+    columns, title = ("Bound by", "Reference", "Plan"), "What bounds it"
+    if attribute(gain).is_distorted:
+        return Table(title, columns, (), f"Not told: {_DISTORTED}", "", columns[1:])
     rows = tuple((name, *(_of_step(arm, name) for arm in arms)) for name in _in_any(arms))
-    columns = ("Bound by", "Reference", "Plan")
-    return Table("What bounds it", columns, rows, "No roof is known.", _roofs(gain), columns[1:])
+    return Table(title, columns, rows, "No roof is known.", _roofs(gain), columns[1:])
 
 
 def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
@@ -227,7 +234,7 @@ def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
     if row is None:
         return "none", "none", ""
     wholes = [math.fsum(getattr(each, name) for each in found.phases) for name in ("reference_s", "plan_s")]
-    share = "no clear gain" if row.share is None else say.share(row.share)
+    share = _NO_SHARE if row.share is None else say.share(row.share)
     return say.share(row.reference_s / wholes[0]), say.share(row.plan_s / wholes[1]), share
 
 
