@@ -113,6 +113,18 @@ def test_peak_memory_counts_what_the_step_allocates() -> None:
     assert found >= size
 
 
+def test_a_peak_is_not_of_what_was_let_go_in_a_cycle() -> None:
+    def left_behind() -> None:
+        held: list[Any] = [torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")]
+        held.append(held)
+
+    device = torch.device("cuda")
+    before = peak_bytes(lambda: torch.empty(2**20, device="cuda").sum(), device, tuple)
+    left_behind()
+    after = peak_bytes(lambda: torch.empty(2**20, device="cuda").sum(), device, tuple)
+    assert after < before + 128 * 2**20
+
+
 def test_a_step_does_not_synchronise() -> None:
     model, optimizer, batch = make()
     batch = tuple(t.cuda() for t in batch)

@@ -32,6 +32,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
         On CUDA the peak of *reserved* memory, which is what runs out; on CPU bytes of `live` plus the peak on top.
     """
     if device.type == "cuda":
+        gc.collect()  # loops that were let go and lie in cycles hold their model and its optimizer's state until then
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
