@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import evaluation_figures
 from docs_figures import SAVED, cheapest, optimal
-from evaluation_figures import recorded
+from evaluation_figures import folders, machine_of, recorded, size_of
 from evaluation_goals import runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
@@ -191,11 +189,10 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 def _goals(root: Path) -> Iterator[str]:
     """Yield a line a goal of each machine's evaluation: a processor's has no bf16."""
-    for folder in evaluation_figures.folders(root):
-        size = evaluation_figures.size_of(folder)
+    for folder in folders(root):
+        size, device = size_of(folder), machine_of(folder).get("gpu", "")
         found = slices(size)
         runs = runs_in(found, folder)
-        device = json.loads((folder / evaluation_figures.MACHINE_FILE).read_text(encoding="utf-8")).get("gpu", "")
         place = f"on an {device}, " if device else "without bf16, "
         for row in recorded(size, found, folder, runs)["rows"]:
             if row["metric"] == "goal":

@@ -43,10 +43,11 @@ def folders(root: Path) -> list[Path]:
 
 def size_of(folder: Path) -> str:
     """Return the size that a folder's machine is evaluated at."""
-    return "gpu" if "gpu" in _machine(folder) else "cpu"
+    return "gpu" if "gpu" in machine_of(folder) else "cpu"
 
 
-def _machine(folder: Path) -> Row:
+def machine_of(folder: Path) -> Row:
+    """Return the facts of a folder's machine; none where they were not written down."""
     path = folder / MACHINE_FILE
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -83,7 +84,7 @@ def recorded(size: str, found: Sequence[Slice], folder: Path, runs: Runs) -> dic
     return {
         "schema": 2,
         "name": "evaluation",
-        "environment": _machine(folder) | {"command": _command(size)},
+        "environment": machine_of(folder) | {"command": _command(size)},
         "rows": rows,
     }
 
@@ -109,7 +110,7 @@ def section(folder: Path, comparison: Callable[[list[Row]], Iterator[str]]) -> I
     Args:
         comparison: writes the rows of one.
     """
-    size, facts = size_of(folder), _machine(folder)
+    size, facts = size_of(folder), machine_of(folder)
     where = f"../benchmarks/results/{folder.name}"
     runs = runs_in(slices(size), folder)
     yield f"## {folder.name}"

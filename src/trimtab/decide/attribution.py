@@ -47,7 +47,8 @@ class Attribution:
         phases: those that either arm has, in order, clocked. unattributed: the difference of what the clock itself
             costs the two. whole: steps without the clock; phases and unattributed add up to it.
         reference_clock, plan_clock: what a step takes with the clock over one without, paired by lap.
-        parts: by class of module, of the forward and the backward; they add up to those two.
+        parts: by class of module, of the forward and the backward; they add up to those two. is_distorted: as the
+            function says.
     """
 
     phases: tuple[Saved, ...]
@@ -56,11 +57,7 @@ class Attribution:
     reference_clock: Interval
     plan_clock: Interval
     parts: tuple[Saved, ...]
-
-    @property
-    def is_distorted(self) -> bool:
-        """Whether a step under the clock is so much longer that its phases are not those of one without."""
-        return max(self.reference_clock.mean, self.plan_clock.mean) > DISTORTED
+    is_distorted: bool
 
 
 def attribute(gain: Gain) -> Attribution:
@@ -68,15 +65,14 @@ def attribute(gain: Gain) -> Attribution:
     theirs, ours = gain.reference.laps, gain.plan.laps
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
-    clocks = _clock_cost(gain.reference), _clock_cost(gain.plan)
     # Of a loss nothing has a share: the paper's shares are of what is gained.
-    is_gain = interval.low > 0 and max(clock.mean for clock in clocks) <= DISTORTED
+    is_gain, distorted = interval.low > 0, is_distorted(gain)
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
         found = mean_interval([t - o for t, o in pairs])
         reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
-        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_gain else None)
+        return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_gain and not distorted else None)
 
     def of_phase(name: str) -> Saved:
         return saved(name, lambda lap: lap.seconds.get(name, 0.0))
@@ -89,9 +85,16 @@ def attribute(gain: Gain) -> Attribution:
         tuple(of_phase(phase) for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)),
         saved(UNATTRIBUTED, lambda lap: lap.plain_s - lap.clocked_s),
         saved(WHOLE, lambda lap: lap.plain_s),
-        *clocks,
+        _clock_cost(gain.reference),
+        _clock_cost(gain.plan),
         tuple(map(of_part, parts)),
+        distorted,
     )
+
+
+def is_distorted(gain: Gain) -> bool:
+    """Return whether a step under the clock is so much longer that its phases are not those of one without."""
+    return any(_clock_cost(arm).mean > DISTORTED for arm in (gain.reference, gain.plan))
 
 
 def _clock_cost(arm: ArmPhases) -> Interval:
@@ -118,7 +121,7 @@ def shares(gain: Gain) -> tuple[Share, ...]:
     """
     theirs, ours = gain.reference.laps, gain.plan.laps
     wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
-    if not mean_interval(wholes).low > 0 or attribute(gain).is_distorted:
+    if not mean_interval(wholes).low > 0 or is_distorted(gain):
         return ()
     bounds = [
         tuple(bound_seconds(replace(arm, laps=(lap,))) for arm, lap in ((gain.reference, t), (gain.plan, o)))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trimtab.core.profile import Candidate, Profile
 from trimtab.core.units import format_seconds
-from trimtab.decide.cost_model import CostModel
+from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import figures, speed_ratio
 
 # Of a run, the share that measuring may take; and seconds that compiling takes, at the least, for what is not tiny.
@@ -91,11 +91,7 @@ def unpaid_compiling(profile: Profile) -> str | None:
     return None
 
 
-def is_compiled_mode(profile: Profile, mode: Candidate, *ignored: str) -> bool:
-    """Return whether a mode was compiled on trial, and that pays.
-
-    Args:
-        ignored: settings beside precision and layout, of which a trial says the same whatever they are.
-    """
+def is_compiled_mode(profile: Profile, mode: Candidate) -> bool:
+    """Return whether a precision and layout was compiled on trial, and that pays."""
     tried = (trial.candidate for trial in profile.stage("compile") if trial.candidate.compiled)
-    return not unpaid_compiling(profile) and any(each.alike(mode, *ignored) for each in tried)
+    return any(each.alike(mode, *BUT_MODE) for each in tried) and not unpaid_compiling(profile)

@@ -11,7 +11,7 @@ from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.decide import recomputing
 from trimtab.decide.compiling import is_compiled_mode, unpaid_compiling
-from trimtab.decide.cost_model import BUT_MODE, CostModel, Predicted
+from trimtab.decide.cost_model import CostModel, Predicted
 from trimtab.decide.readings import (
     FREE_SPEED,
     WORTH_SAVING,
@@ -83,7 +83,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
     for mode in model.modes:
-        compiles = {False, is_compiled_mode(profile, mode, *BUT_MODE)}
+        compiles = {False, is_compiled_mode(profile, mode)}
         for allocator in sorted({mode.allocator, "keep"}, reverse=True):
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any, TypeVar
 
 import torch
 
 from trimtab.core.errors import DependencyError
-from trimtab.measure.watching import eagerly
+from trimtab.measure.watching import come_back, stand_back
 
 T = TypeVar("T")
 
@@ -31,7 +30,6 @@ class Fakes:
                 "torch", given=torch.__version__, expected="one whose fake tensors are known", way_out="Use torch 2.13."
             ) from None
         self._copies, self.mode = FakeCopyMode, FakeTensorMode()
-        self._entered: list[contextlib.ExitStack] = []
 
     def copy(self, values: T) -> T:
         """Return a deep copy whose tensors are fakes; what was shared inside stays shared.
@@ -42,14 +40,12 @@ class Fakes:
             return copy.deepcopy(values)
 
     def __enter__(self) -> Fakes:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(eagerly())
-            self.mode.__enter__()
-            self._entered.append(stack.pop_all())
+        self.mode.__enter__()
+        stand_back()
         return self
 
     def __exit__(self, *error: Any) -> None:
         try:
             self.mode.__exit__(*error)
         finally:
-            self._entered.pop().close()
+            come_back()

@@ -26,14 +26,15 @@ def eagerly() -> Iterator[None]:
 
     A model that is called for the first time since it was told to be compiled is compiled later.
     """
-    _enter()
+    stand_back()
     try:
         yield
     finally:
-        _leave()
+        come_back()
 
 
-def _enter() -> None:
+def stand_back() -> None:
+    """Have what is compiled run as it was, until as many have come back as stood back."""
     global _depth, _stance
     with _lock:
         if _stance is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes long
@@ -41,7 +42,8 @@ def _enter() -> None:
         _depth += 1
 
 
-def _leave() -> None:
+def come_back() -> None:
+    """End one `stand_back`."""
     global _depth, _stance
     with _lock:
         _depth -= 1
@@ -53,19 +55,13 @@ def _leave() -> None:
 class Watching(TorchDispatchMode):
     """torch's dispatch mode, under which nothing that is compiled is given up."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._entered: list[contextlib.ExitStack] = []
-
     def __enter__(self) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(eagerly())
-            super().__enter__()
-            self._entered.append(stack.pop_all())
-        return self
+        entered = super().__enter__()
+        stand_back()
+        return entered
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            self._entered.pop().close()
+            come_back()

@@ -71,8 +71,8 @@ class Run(Passes, Resumable):
         on_trial: bool = False,
     ) -> None:
         optimizers.check_ownership(model, optimizer)
-        self._clip_norm = gradients.resolve_clip(plan, clip_norm)
         plan = gradients.with_own_limit(plan, clip_norm)
+        self._clip_norm = gradients.resolve_clip(plan, clip_norm)
         self._device, self._closed = next(model.parameters()).device, False
         self._precision = MixedPrecision(str(plan.precision.value), self._device)
         self._backend = backend = backend or Given()

@@ -48,24 +48,21 @@ def finish(
 
 
 def resolve_clip(plan: Plan, clip_norm: float | None) -> float | None:
-    """Return the limit on the gradient's norm: the loop's, which goes before one that a plan found; else the plan's.
-
-    Raises:
-        ValueGivenError: the plan has the loop's, and the loop now gives another.
-    """
-    planned, was_found = plan.clip_norm.value, bool(plan.clip_norm.losers)
+    """Return the limit on the gradient's norm, the loop's or the plan's; raises `ValueGivenError` where they differ."""
+    planned = plan.clip_norm.value
     if clip_norm is not None:
         checks.number("clip_norm", clip_norm, low=0, open_low=True)
-        if planned is not None and planned != clip_norm and not was_found:
+        if planned is not None and planned != clip_norm:
             raise ValueGivenError("clip_norm", given=f"{clip_norm:g}", expected=f"the plan's {planned:g}, or none")
         return clip_norm
     return None if planned is None else float(planned)
 
 
 def with_own_limit(plan: Plan, clip_norm: float | None) -> Plan:
-    """Return the plan with the loop's limit in place of one that it found."""
+    """Return the plan with the loop's limit in place of one that it found: such a choice alone has losers."""
     if clip_norm is None or not plan.clip_norm.losers:
         return plan
+    checks.number("clip_norm", clip_norm, low=0, open_low=True)
     said = f"the loop's own, which goes before {plan.clip_norm.value:g}, found by a range test"
     return replace(plan, clip_norm=Choice(float(clip_norm), said, Mark.DYNAMICS))
 

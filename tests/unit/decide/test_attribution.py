@@ -203,3 +203,11 @@ def test_laps_come_in_pairs():
         replace(found, reference=ArmPhases(()), plan=ArmPhases(()))
     with pytest.raises(FormatError, match="schema"):
         replace(found, schema=0)
+
+
+@pytest.mark.parametrize(("clocks", "distorted"), [((1.0, 1.2), False), ((1.0, 1.3), True), ((1.3, 1.0), True)])
+def test_of_a_step_that_the_clock_makes_another_nothing_has_a_share(clocks, distorted):
+    found = attribute(gain(clocks=clocks))
+    assert found.is_distorted is distorted
+    assert all((row.share is None) is distorted for row in (*found.phases, found.whole, *found.parts))
+    assert bool(shares(gain(clocks=clocks))) is not distorted

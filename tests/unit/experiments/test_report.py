@@ -796,6 +796,19 @@ def test_what_bounds_each_arm_adds_up_to_its_step() -> None:
     assert "forward 37.5%" in table.note  # 0.15 s of 0.4 s
 
 
+def test_of_steps_that_the_clock_makes_others_no_bound_is_told() -> None:
+    """As where a GPU waits for its host, and the host for the clock."""
+    plain = gain("a_cnn")
+    laps = tuple(replace(lap, plain_s=lap.clocked_s / 2) for lap in plain.plan.laps)
+    slow = replace(plain, plan=replace(plain.plan, laps=laps))
+    assert not gain_tables.bound_table(slow).rows
+    assert "waits longer under the clock" in gain_tables.bound_table(slow).empty
+    assert "waits longer under the clock" in gain_tables.phase_gain_table(slow).note
+    table = gain_tables.side_by_side((slow, gain("a_gpt")))
+    bounds = [row for row in table.rows if row[0] == "memory-bound"]
+    assert [row[1:3] for row in bounds] == [("not told", "not told")]
+
+
 def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> None:
     net, doubling = gain_tables.projection_sentences(gain())
     assert re.search(r"\[21\]: 1\.52\dx \(95% 1\.\d+x to 1\.\d+x\): 1\.7\d\dx if nothing were computed again", net)

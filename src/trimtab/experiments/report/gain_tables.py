@@ -14,6 +14,7 @@ from trimtab.decide.attribution import (
     Saved,
     attribute,
     bound_seconds,
+    is_distorted,
     of_the_roof,
 )
 from trimtab.decide.attribution import speedup as speedup_of
@@ -88,10 +89,10 @@ def _part(name: str) -> str:
 
 def bound_table(gain: Gain) -> Table:
     """Return the seconds of a step by what bounds them, of both arms."""
-    arms = [bound_seconds(gain.reference), bound_seconds(gain.plan)]
     columns, title = ("Bound by", "Reference", "Plan"), "What bounds it"
-    if attribute(gain).is_distorted:
+    if is_distorted(gain):
         return Table(title, columns, (), f"Not told: {_DISTORTED}", "", columns[1:])
+    arms = [bound_seconds(gain.reference), bound_seconds(gain.plan)]
     rows = tuple((name, *(_of_step(arm, name) for arm in arms)) for name in _in_any(arms))
     return Table(title, columns, rows, "No roof is known.", _roofs(gain), columns[1:])
 
@@ -211,7 +212,9 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
     founds = [attribute(gain) for gain in gains]
     phases = [phase for phase in MEANINGS if any(row.phase == phase for found in founds for row in found.phases)]
     rows = [(phase, *(cell for found in founds for cell in _phase_cells(found, phase))) for phase in phases]
-    bounds = [(bound_seconds(gain.reference), bound_seconds(gain.plan)) for gain in gains]
+    bounds = [
+        ({}, {}) if is_distorted(gain) else (bound_seconds(gain.reference), bound_seconds(gain.plan)) for gain in gains
+    ]
     names = _in_any(each for pair in bounds for each in pair)
     rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
     rows.append(("speed-up", *(cell for gain in gains for cell in ("", *_speedup_cells(gain)))))
@@ -239,5 +242,5 @@ def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
 
 
 def _bound_cells(pair: tuple[dict[str, float], dict[str, float]], name: str) -> tuple[str, str, str]:
-    theirs, ours = (say.share(each.get(name, 0.0) / math.fsum(each.values())) for each in pair)
+    theirs, ours = (say.share(each.get(name, 0.0) / math.fsum(each.values())) if each else _NO_SHARE for each in pair)
     return theirs, ours, ""
