@@ -16,6 +16,7 @@ from trimtab.decide.accounts import Account
 from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.phases import StepClock
 from trimtab.measure.snapshot import Snapshot, fingerprint
+from trimtab.recipes.loop import hold_strict_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,11 +35,11 @@ def loss_fn(model: nn.Module, batch: Any) -> Any:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["keep", "channels_last"])
-def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_matches_the_plain_autocast_loop(precision: str, layout: str, request: pytest.FixtureRequest) -> None:
     model, optimizer, batch = make()
     if precision == "fp32":  # Adam's first steps are of one length: rounding would show in the sign of what is small
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+        request.addfinalizer(hold_strict_fp32())
     plain = copy.deepcopy(model)
     plain_optimizer = type(optimizer)(plain.parameters(), lr=optimizer.param_groups[0]["lr"])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
