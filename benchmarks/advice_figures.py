@@ -9,7 +9,7 @@ from typing import Any
 
 from docs_figures import SAVED, cheapest, optimal
 from evaluation_figures import folders, machine_of, recorded, size_of
-from evaluation_goals import runs_in
+from evaluation_goals import NOT_MEASURED, runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
 from records import Record, evaluated, every, is_evaluated, newest
@@ -188,16 +188,28 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 
 def _goals(root: Path) -> Iterator[str]:
-    """Yield a line a goal of each machine's evaluation: a processor's has no bf16."""
-    for folder in folders(root):
-        size, device = size_of(folder), machine_of(folder).get("gpu", "")
-        found = slices(size)
-        runs = runs_in(found, folder)
-        place = f"on an {device}, " if device else "without bf16, "
-        for row in recorded(size, found, folder, runs)["rows"]:
-            if row["metric"] == "goal":
-                where = "" if row["run"].endswith(".json") and not device else place
-                yield f"| {where}{row['says']} | {row['status']} | {row['figure']} | {_run(root, folder, row['run'])} |"
+    """Yield a line a goal of each machine's evaluation; none where it was not measured, if elsewhere it was."""
+    each = [(folder, row) for folder in folders(root) for row in _goals_of(folder)]
+    known = {(row["size"], row["says"]) for _, row in each if row["status"] != NOT_MEASURED}
+    for folder, row in each:
+        if row["status"] != NOT_MEASURED or (row["size"], row["says"]) not in known:
+            said = f"{_place(folder, row)}{row['says']}"
+            yield f"| {said} | {row['status']} | {row['figure']} | {_run(root, folder, row['run'])} |"
+
+
+def _goals_of(folder: Path) -> Iterator[Row]:
+    size = size_of(folder)
+    found = slices(size)
+    rows = recorded(size, found, folder, runs_in(found, folder))["rows"]
+    return (row for row in rows if row["metric"] == "goal")
+
+
+def _place(folder: Path, row: Row) -> str:
+    """Return in words what kind of machine an evaluation is of; nothing where it does not matter."""
+    facts = machine_of(folder)
+    if "gpu" in facts:
+        return f"on an {facts['gpu']}, "
+    return "" if row["run"].endswith(".json") else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
 
 
 def _run(root: Path, folder: Path, name: str) -> str:

@@ -35,7 +35,7 @@ from evaluation_figures import MACHINE_FILE, ran_of, recorded, written
 from evaluation_goals import runs_in
 from evaluation_slices import DONE, GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, TO_DO, Ran, Slice, slices
 
-from trimtab.core.checks import number
+from trimtab.core.checks import integer, number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
 from trimtab.experiments.evaluation.result import MACHINE
@@ -147,12 +147,14 @@ def main() -> None:
         given = MINUTES[size] if options.slice_minutes is None else options.slice_minutes
         minutes = number("--slice-minutes", given, low=0, open_low=True)
         every = slices(size, minutes)
-        wanted, place = chosen(every, options.only), here(size, options.folder, 60 * minutes)
+        most = None if options.most is None else integer("--most", options.most)
+        wanted = chosen(every, options.only)
+        place = here(size, options.folder, 60 * minutes, writes=not options.dry_run)
         if options.dry_run:
             print("\n".join(listed(wanted, place)))
             return
         if not options.summary:
-            for line in run_slices(wanted, place, options.most):
+            for line in run_slices(wanted, place, most):
                 print(line, file=sys.stderr, flush=True)
         found = summary(size, every, place)  # whatever was asked for now, pages are of all that is there
         print(json.dumps(found) if options.json else "\n".join(text(found)))
@@ -173,8 +175,11 @@ def chosen(found: Sequence[Slice], only: Sequence[str] | None) -> tuple[Slice, .
     return tuple(each for each in found if not only or each.name in only or each.folder in only)
 
 
-def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["cpu"]) -> Place:
+def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["cpu"], *, writes: bool = True) -> Place:
     """Return this machine, with a folder that is its own; a trial's is not among the results.
+
+    Args:
+        writes: whether a folder that is new is made.
 
     Raises:
         FormatError: the folder is of another machine. ValueGivenError: its GPU would train what is for its processor.
@@ -189,7 +194,7 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
     results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
     folder = folder or results / f"evaluation-{slug(found, gpus)}"
-    claim(folder, found)
+    claim(folder, found, writes=writes)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
     return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s)
 
@@ -210,12 +215,13 @@ def slug(found: Mapping[str, str], gpus: int = 0) -> str:
     return "-".join([*parts, number_of])
 
 
-def claim(folder: Path, found: Mapping[str, str]) -> None:
+def claim(folder: Path, found: Mapping[str, str], *, writes: bool = True) -> None:
     """Write down whose folder it is, or refuse one of another machine."""
     mine, path = {key: found[key] for key in MACHINE if key in found}, folder / MACHINE_FILE
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(mine, indent=1))
+        if writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(mine, indent=1))
         return
     try:
         theirs = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -58,6 +58,7 @@ class Goal:
 def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
     recipes = f"{kind}-recipes"
     lengths = {"freed": "", "long": ", in a longer run"} if kind == "cifar" else {"long": ""}
+    beside = f"{kind}-{next(iter(lengths))}"  # where S runs beside F
     harm, quality = f"{kind}: no harm to P2, 0.97", f"{kind}: S within 0.5% of P0's quality"
     unit = "%" if kind == "wikitext" else " points"
     of_quality = ("final_metric", "plan_S", "reference", WITHIN, 0.5)
@@ -65,6 +66,7 @@ def _cpu(kind: str, same: float, freed: float) -> tuple[Goal, ...]:
     by_steps = Goal(f"{harm}, step by step", "cpu", "no-harm.json", NO_HARM, "cifar10_resnet", "", LEAST, 0.97)
     return (
         Goal(f"{kind}: S {same}x P0", "cpu", recipes, "throughput", "plan_S", "reference", LEAST, same),
+        Goal(f"{kind}: S {same}x P0, beside F", "cpu", beside, "throughput", "plan_S", "reference", LEAST, same),
         *(
             Goal(
                 f"{kind}: F {freed:g}x P0 to the target, search charged{which}",
@@ -313,9 +315,23 @@ def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
     return {run.name: replace(run, known=tuple(_known(folder, run))) for run in named}
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What was found of races after they were run, and of which: by their run, or the state of their sources."""
+
+    says: str
+    runs: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _AllFound:
+    found: tuple[_Found, ...]
+
+
 def _known(folder: Path, run: Run) -> Iterator[str]:
     path = folder / KNOWN
-    for each in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ():
-        by_state = any(state in run.environment.get("sources", "") for state in each.get("sources", ()))
-        if by_state or run.name in each.get("runs", ()):
-            yield each["says"]
+    for each in read_json(_AllFound, path).found if path.is_file() else ():
+        by_state = any(state in run.environment.get("sources", "") for state in each.sources)
+        if by_state or run.name in each.runs:
+            yield each.says

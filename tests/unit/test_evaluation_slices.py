@@ -109,7 +109,10 @@ def test_every_goal_is_of_something_that_is_run(listed, goals):
 
 
 def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
-    """In an hour a reference trains so long that a minute is a thirtieth of it; in nine minutes there is a bound."""
+    """In an hour a reference trains so long that a minute is a thirtieth of it; in nine minutes there is a bound.
+
+    A minute is all that planning and training may take then: what a plan of each took to make there is told beside it.
+    """
     import evaluation_gpu_tasks as timed
 
     for goal in (each for each in goals.GOALS if each.size == "gpu" and each.measure == "time_to_target"):
@@ -287,6 +290,30 @@ def test_a_machine_has_a_folder_of_its_own(evaluation, place):
         evaluation.claim(place.folder, HERE)
     assert evaluation.slug(HERE) == "epyc-avx2-2core"
     assert evaluation.slug({"cpu": "Intel(R) Xeon(R) CPU", "gpu": "NVIDIA H200"}, 1) == "h200-x1"
+
+
+def ran_as(evaluation, monkeypatch, capsys, *arguments):
+    """Return what the script says where it ends with an error, and prints where it does not."""
+    monkeypatch.setattr(sys, "argv", ["evaluation.py", *map(str, arguments)])
+    try:
+        evaluation.main()
+    except SystemExit as ended:
+        return str(ended)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("most", ["0", "-3"])
+def test_no_number_of_slices_below_one_is_taken(evaluation, monkeypatch, capsys, tmp_path, most):
+    said = ran_as(evaluation, monkeypatch, capsys, "--size", "tiny", "--most", most, "--folder", tmp_path / "new")
+    assert said.startswith("evaluation: --most")
+    assert "a whole number >= 1" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_list_of_slices_leaves_nothing(evaluation, monkeypatch, capsys, tmp_path):
+    said = ran_as(evaluation, monkeypatch, capsys, "--size", "tiny", "--dry-run", "--folder", tmp_path / "new")
+    assert "slices in new; about" in said
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_gpu_does_not_train_what_is_measured_on_the_processor(evaluation):
@@ -637,7 +664,7 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
     (place.folder / "cifar-recipes" / "report.json").write_text(to_json(comparison("cifar10_resnet_short")))
     known = [{"runs": ["cifar-recipes"], "says": "One."}, {"runs": ["x"], "says": "Two."}]
     known += [{"sources": [comparison().environment["sources"]], "says": "Three."}, {"sources": ["y"], "says": "Four."}]
-    (place.folder / "known.json").write_text(json.dumps(known))
+    (place.folder / "known.json").write_text(json.dumps({"found": known}))
     found = evaluation.summary("cpu", listed.slices("cpu"), place)
     statuses = {row["says"]: row["status"] for row in found["rows"] if row["metric"] == "goal"}
     assert statuses["cifar: S 1.8x P0"] == "met"
@@ -649,6 +676,9 @@ def test_the_summary_reads_the_runs_and_writes_their_page(evaluation, listed, pl
         "- Run 1 (cifar-recipes): Three.",
     ]
     assert next(evaluation.text(found)) == "not measured     wikitext: S 1.3x P0"
+    (place.folder / "known.json").write_text(json.dumps(known))
+    with pytest.raises(FormatError, match=r"_AllFound.*an object"):
+        evaluation.summary("cpu", listed.slices("cpu"), place)
 
 
 def test_the_summary_reads_the_runs_once(evaluation, goals, listed, place, monkeypatch):
@@ -761,3 +791,24 @@ def test_an_evaluation_of_which_nothing_ended_is_not_shown(measured):
 
     (measured / "done" / "cifar-recipes-1.json").unlink()
     assert evaluation_figures.folders(measured.parents[2]) == []
+
+
+def test_a_goal_that_was_measured_somewhere_is_not_called_unmeasured_elsewhere(measured):
+    """A machine that a few slices were run on has lines of these alone; what nowhere was measured has one of each."""
+    import advice_figures
+    from evaluation_slices import Ran
+
+    root, other = measured.parents[2], measured.parent / "evaluation-other"
+    (other / "done").mkdir(parents=True)
+    (other / "machine.json").write_text(json.dumps({"cpu": "A CPU avx512_bf16", "cpu_cores": "2", "os": "Linux"}))
+    (other / "done" / "monitor.json").write_text(
+        to_json(Ran("monitor", "monitor.py", "abc", HERE, 1.0, "monitor.json"))
+    )
+    row = {"task": "digits_resnet", "metric": "monitor_overhead_ratio", "mean": 1.0, "low": 0.99, "high": 1.01, "n": 8}
+    (other / "monitor.json").write_text(json.dumps({"rows": [row | {"control_half_width": 0.02}]}))
+    lines = [line.split(" | ")[:2] for line in advice_figures._goals(root)]
+    found = [(says.removeprefix("| "), status) for says, status in lines]
+    assert [status for says, status in found if says == "the noise monitor takes 0.25%"] == ["met"]
+    assert [says for says, _ in found if says.endswith("cifar: S 1.8x P0")] == ["without bf16, cifar: S 1.8x P0"]
+    unknown = [says for says, _ in found if says.endswith("wikitext: S 1.3x P0")]
+    assert sorted(unknown) == ["with bf16, wikitext: S 1.3x P0", "without bf16, wikitext: S 1.3x P0"]

@@ -60,14 +60,15 @@ def evidence(
     return Evidence(design, races, peaks or {}, {name: name for name in races[0]}, "accuracy", True, "share")
 
 
-def changes(design: Design | None = None, **refusals: Mapping[str, str]) -> tuple[Change, ...]:
+def changes(design: Design | None = None, tier: str = "S", **refusals: Mapping[str, str]) -> tuple[Change, ...]:
     names = (design or Design(NAMES)).changes
-    return tuple(Change(name, name.replace("_", " "), "S", refusals.get(name, {})) for name in names)
+    return tuple(Change(name, name.replace("_", " "), tier, refusals.get(name, {})) for name in names)
 
 
-def found(measured: Evidence, **refusals: Mapping[str, str]) -> dict[tuple[str, str, str], Effect]:
-    each = [e for change in changes(measured.design, **refusals) for e in measured.effects(change)]
-    each += measured.all_together(changes(measured.design, **refusals))
+def found(measured: Evidence, tier: str = "S", **refusals: Mapping[str, str]) -> dict[tuple[str, str, str], Effect]:
+    of = changes(measured.design, tier, **refusals)
+    each = [e for change in of for e in measured.effects(change)]
+    each += measured.all_together(of)
     return {(e.change, e.setting, e.metric): e for e in each}
 
 
@@ -257,6 +258,68 @@ def test_quality_is_paired_by_seed_after_the_same_rows():
     assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
 
 
+def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, brief: frozenset[str] = frozenset()):
+    """Return the effects of a schedule and a rate whose arms end at so much accuracy, but for a seed's own level."""
+    design, draw = Design(("schedule", "learning_rate_scale")), random.Random(3)
+    arms = [REFERENCE, *design.arms, *design.controls]
+    races = {}
+    for seed in range(seeds):
+        level = draw.uniform(-0.05, 0.05)
+        ends_at = {name: ends.get(design.controls.get(name, name), 0.3) + level + draw.gauss(0, noise) for name in arms}
+        races[seed] = {name: climbing([1.0, 2.0], [0.1, end]) for name, end in ends_at.items() if name not in brief}
+        races[seed] |= {name: timed(1.0) for name in brief}
+    measured = Evidence(design, races, {}, {name: name for name in arms}, "accuracy", True, "share")
+    return design, measured, found(measured, tier="F")
+
+
+def test_what_changes_do_for_quality_together_and_apart_differs():
+    """A schedule that costs four points alone and brings five beside the rate, as one that ends low does."""
+    ends = {"with_schedule": 0.26, "with_learning_rate_scale": 0.41, PLAN: 0.46}
+    design, measured, effects = ended(ends)
+    for name in design.changes:
+        effect = effects[name, INTERACTION, QUALITY]
+        assert effect.verdict.kind == "more together"
+        assert effect.ratio.mean == pytest.approx(9.0, abs=0.5)
+        assert effect.ratio.low < 9.0 < effect.ratio.high
+        alone, within = (effects[name, setting, QUALITY].ratio for setting in (ALONE, WITHIN))
+        assert effect.ratio.pairs == pytest.approx([b - a for a, b in zip(alone.pairs, within.pairs, strict=True)])
+    each = changes(design)
+    sentence = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control).sentence
+    assert re.search(r"In quality worth more in the plan than alone: schedule by \+[89]\.\d\d \(95% ", sentence)
+
+
+@pytest.mark.parametrize(("higher_is_better", "sign"), [(True, 1), (False, -1)])
+def test_in_percent_an_interaction_is_one_of_both_changes(higher_is_better, sign):
+    """Half of the loop's metric alone, a third beside the other: by a ratio of 1.5, whichever is looked at first."""
+    ends = {UNCHANGED: 0.6, "with_schedule": 0.3, "with_learning_rate_scale": 0.9, PLAN: 0.3}
+    design, measured, _ = ended(ends, noise=0.0)
+    relative = replace(measured, unit="relative", higher_is_better=higher_is_better)
+    effects = found(relative, tier="F")
+    both = [effects[name, INTERACTION, QUALITY].ratio for name in design.changes]
+    assert both[0].pairs == pytest.approx(both[1].pairs)
+    assert both[0].mean == pytest.approx(sign * 100 * math.log((0.3 / 0.9) / (0.3 / 0.6)), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "seeds", "noise", "kind"),
+    [
+        ({"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}, 5, 0.0005, "none found"),
+        ({"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.40}, 5, 0.002, "less together"),
+        ({"with_schedule": 0.26, "with_learning_rate_scale": 0.41, PLAN: 0.46}, 4, 0.002, "no verdict"),
+        ({"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}, 5, 0.03, "no verdict"),
+    ],
+)
+def test_an_interaction_of_quality_is_told_where_it_is_clear(ends, seeds, noise, kind):
+    _, _, effects = ended(ends, seeds=seeds, noise=noise)
+    assert effects["schedule", INTERACTION, QUALITY].verdict.kind == kind
+
+
+def test_of_arms_that_did_not_run_whole_no_interaction_of_quality_is_told():
+    _, _, effects = ended({}, brief=frozenset({"with_schedule"}))
+    assert ("schedule", INTERACTION, QUALITY) not in effects
+    assert ("schedule", INTERACTION, THROUGHPUT) in effects
+
+
 def test_one_change_is_told_once():
     design = Design(("precision",))
     effects = found(evidence(speed(), design=design))
@@ -285,14 +348,17 @@ def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interactio
     assert re.search(r"Its 3 changes together: 1\.(19|20)x \(95% ", verdict.sentence)
     assert "Most of it is precision: with it the plan is 1.6" in verdict.sentence
     assert "The plan is faster without micro batch and without recompute." in verdict.sentence
-    assert re.search(r"Worth more in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence)
+    assert re.search(
+        r"In throughput worth more in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence
+    )
     assert "micro batch by" not in verdict.sentence
 
 
 def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():
     sentence = said(evidence(speed())).sentence
     assert re.search(
-        r"No change is seen to be worth more or less .* than alone; the A/A control resolves \d.*%", sentence
+        r"In throughput no change is seen to be worth more or less .* than alone; the A/A control resolves \d.*%",
+        sentence,
     )
 
 

@@ -838,6 +838,24 @@ def test_tasks_that_were_clocked_stand_side_by_side_with_what_their_steps_projec
     assert "Not clocked by phase: 3: unclocked." in page
 
 
+def test_of_many_runs_one_of_images_stands_beside_one_of_text(tmp_path):
+    """That with most laps of a plan that changes something, in one process."""
+    few, idle = gain("cifar10_resnet50"), replace(gain("cifar10_resnet50"), changes="")
+    halved = [replace(arm, laps=arm.laps[:2]) for arm in (few.reference, few.plan)]
+    fewer = replace(few, reference=halved[0], plan=halved[1])
+    more = [replace(arm, laps=4 * arm.laps) for arm in (few.reference, few.plan)]
+    ranks = replace(few, reference=more[0], plan=more[1], num_ranks=2)
+    text = gain("wikitext2_gpt2")
+    all_of = [fewer, idle, few, ranks, text]
+    runs = [of_comparison(str(at), replace(comparison(each.task), gain=each)) for at, each in enumerate(all_of)]
+    page = write_evaluation(runs, tmp_path, "x")["md"].read_text()
+    head = page[page.index("### Side by side") :].splitlines()[2]
+    assert head.count("cifar10_resnet50: reference") == head.count("wikitext2_gpt2: reference") == 1
+    assert "ranks" not in head
+    assert "Beside one another stand run 3 and run 5" in page
+    assert page.count("Net speed-up") == 5
+
+
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
     absent = of_comparison("a", comparison())
     counted_by = "measured by rapl package-0; idle 20 W, which is in every figure"

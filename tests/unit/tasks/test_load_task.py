@@ -49,6 +49,14 @@ def user_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
+def test_the_page_on_starting_has_it_as_it_is(name):
+    task, page = load_task(name), Path(__file__).parents[3] / "docs" / "start.md"
+    targets = f"{task.targets[0]:g} to {task.targets[-1]:g}"
+    row = f"| `{name}` | {task.description} | {task.batch_rows} | {targets} |"
+    assert row in page.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_task_is_whole(name):
     task = load_task(name)
     assert isinstance(task, Task)

@@ -7,12 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
-from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
+from trimtab.experiments.ablation.result import (
+    ALONE,
+    INTERACTION,
+    MEMORY,
+    QUALITY,
+    THROUGHPUT,
+    WITHIN,
+    Change,
+    Effect,
+)
 from trimtab.experiments.comparison.ratio_rows import SAME_PEAK, counted, memory_verdict, quality_row, unless_failed
 from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.stats import Races, as_ratio, failures, throughput_ratios
-from trimtab.experiments.comparison.verdicts import control_verdict, interaction_verdict, speed_verdict
+from trimtab.experiments.comparison.verdicts import (
+    control_verdict,
+    interaction_verdict,
+    quality_interaction,
+    speed_verdict,
+)
 
 # An arm over another, and the power its ratio is taken to.
 Term = tuple[str, str, int]
@@ -109,14 +123,41 @@ class Evidence:
         terms: list[Term] = [(*beside, 1), (*alone, -1)]
         what = change.says if other is None else f"{change.says} with {other.says}"
         rest = {"arm": beside[0], "against": beside[1], "other": "" if other is None else other.name}
+        tier = tier or change.tier
         if (ratio := self._product(terms)) is not None:
             verdict = interaction_verdict(ratio, self.interaction_control, what)
             verdict = unless_failed(verdict, self.races, *_arms(terms))
-            yield Effect(change.name, INTERACTION, THROUGHPUT, tier or change.tier, ratio, verdict, **rest)
+            yield Effect(change.name, INTERACTION, THROUGHPUT, tier, ratio, verdict, **rest)
         if all(arm in self.peaks for arm in (*beside, *alone)):
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
             verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
-            yield Effect(change.name, INTERACTION, MEMORY, tier or change.tier, counted(value), verdict, **rest)
+            yield Effect(change.name, INTERACTION, MEMORY, tier, counted(value), verdict, **rest)
+        if (found := self._further(beside, alone, tier)) is not None:
+            verdict = unless_failed(quality_interaction(found, what), self.races, *_arms(terms))
+            yield Effect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
+
+    def _further(self, beside: tuple[str, str], alone: tuple[str, str], tier: str) -> Ratio | None:
+        """Return what a change does for the held-out metric in one setting beyond the other, paired by seed.
+
+        Of a metric that is told in percent of another's, on logarithms: so that it is one of two changes alike.
+        """
+        how = (tier, self.metric, self.higher_is_better, self.unit)
+        if any(quality_row(self.races, *arms, *how) is None for arms in (beside, alone)):
+            return None  # of some seed it is not to be told, and those that are left would be chosen by that
+        found = []
+        for seed in sorted(self.races):
+            rows = [quality_row({seed: self.races[seed]}, *arms, *how) for arms in (beside, alone)]
+            means = [self._additive(row.ratio.mean) for row in rows if row is not None]
+            found += [means[0] - means[1]] if len(means) == len(rows) else []
+        return as_ratio(mean_interval(found), found) if found else None
+
+    def _additive(self, better: float) -> float:
+        """Return a difference of the metric as one that adds up: of percents of another's, 100 times the logarithm."""
+        if self.unit != "relative":
+            return better
+        sign = 1 if self.higher_is_better else -1
+        share = 1 + sign * better / 100
+        return 100 * sign * math.log(share) if share > 0 else math.nan
 
     def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:
         """Yield all changes' worth over the product of what each is worth alone; of two it is their interaction."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from trimtab.decide.ablation import PLAN, REFERENCE
 from trimtab.decide.statistics import Interval, resolution
-from trimtab.experiments.ablation.result import INTERACTION, THROUGHPUT, WITHIN, Change, Effect
+from trimtab.experiments.ablation.result import INTERACTION, QUALITY, THROUGHPUT, WITHIN, Change, Effect
 from trimtab.experiments.comparison.result import RatioRow, Verdict
-from trimtab.experiments.comparison.verdicts import figures
+from trimtab.experiments.comparison.verdicts import figures, quality_figures
 
 NOTHING = Verdict("no gain", "Nothing to ablate: the plan changes nothing of the loop.")
 
@@ -60,16 +60,17 @@ def _dearest(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
 def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Interval | None) -> str:
     """Say which changes act together with the rest of the plan, or that none is seen to."""
     says = {change.name: change.says for change in changes}
-    found = [
-        e for e in effects if (e.setting, e.metric) == (INTERACTION, THROUGHPUT) and e.change in says and not e.other
-    ]
     seen = []
-    for kind in ("more", "less"):
-        named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
-        seen += [f"Worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
-    if not seen and found and all(e.verdict.kind == "none found" for e in found):
-        told = f"{100 * resolution(control):.2g}%"
-        return (
-            f"No change is seen to be worth more or less beside the others than alone; the A/A control resolves {told}."
-        )
+    for metric, of, words in ((THROUGHPUT, "throughput", figures), (QUALITY, "quality", quality_figures)):
+        found = [
+            e for e in effects if (e.setting, e.metric) == (INTERACTION, metric) and e.change in says and not e.other
+        ]
+        for kind in ("more", "less"):
+            named = [f"{says[e.change]} by {words(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
+            seen += [f"In {of} worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
+        if metric == THROUGHPUT and not seen and found and all(e.verdict.kind == "none found" for e in found):
+            told = f"the A/A control resolves {100 * resolution(control):.2g}%"
+            seen.append(
+                f"In throughput no change is seen to be worth more or less beside the others than alone; {told}."
+            )
     return " ".join(seen)

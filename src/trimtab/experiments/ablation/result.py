@@ -2,10 +2,10 @@
 
     alone       = (loop with the change) / (loop)
     in the plan = (plan) / (plan without the change)
-    interaction = in the plan / alone, on log ratios: a difference, paired by seed
+    interaction = in the plan / alone, on log ratios: a difference, paired by seed; of quality in the plan - alone
 
 The loop is the one that the plan's own engine runs with nothing changed, so that what the engine itself takes is in no
-change. Changes that act apart have an interaction of 1.
+change. Changes that act apart have an interaction of 1, of quality 0.
 """
 
 from __future__ import annotations

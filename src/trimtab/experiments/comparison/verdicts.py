@@ -123,10 +123,9 @@ def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
     An interval within it shows that there is none; of tier F, one not below it that nothing is lost. Tier S keeps the
     maths: better is not its claim.
     """
-    if not all(map(math.isfinite, ratio.pairs)):
-        return Verdict("no verdict", "the metric is not finite in some pair")
-    if (bounds := _bounds(ratio)) is None:
-        return _too_few(ratio)
+    bounds = _finite(ratio)
+    if isinstance(bounds, Verdict):
+        return bounds
     low, high = bounds
     found = f"{ratio.mean:+.2f} (95% {low:+.2f} to {high:+.2f}), limit {QUALITY}"
     if tier == "F" and low > 0 and ratio.mean > QUALITY:
@@ -136,6 +135,40 @@ def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
     if high < 0 and ratio.mean < -QUALITY:
         return Verdict("harm", f"quality is lower: {found}")
     return Verdict("no verdict", f"quality not shown to be equal: {found}")
+
+
+def quality_interaction(ratio: Ratio, what: str) -> Verdict:
+    """Return whether changes do more or less for quality together than apart: clear of 0, and beyond the same limit.
+
+    Args:
+        ratio: difference of two differences of the final metric, better above 0. what: of which changes.
+    """
+    bounds = _finite(ratio)
+    if isinstance(bounds, Verdict):
+        return bounds
+    low, high = bounds
+    found = f"{what}: {quality_figures(ratio)} beyond what it does alone"
+    if low > 0 and ratio.mean > QUALITY:
+        return Verdict("more together", found)
+    if high < 0 and ratio.mean < -QUALITY:
+        return Verdict("less together", found)
+    if low >= -QUALITY and high <= QUALITY:
+        return Verdict("none found", f"{found}, limit {QUALITY}")
+    return Verdict("no verdict", f"{found}: neither shown nor ruled out, limit {QUALITY}")
+
+
+def quality_figures(ratio: Ratio) -> str:
+    """Return `+4.70 (95% +2.72 to +6.68, n=5)`; without an interval the mean alone."""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.mean:+.2f}"
+    return f"{ratio.mean:+.2f} (95% {ratio.low:+.2f} to {ratio.high:+.2f}, n={ratio.n})"
+
+
+def _finite(ratio: Ratio) -> tuple[float, float] | Verdict:
+    """Return the interval of differences of a metric, or why there is no verdict on them."""
+    if not all(map(math.isfinite, ratio.pairs)):
+        return Verdict("no verdict", "the metric is not finite in some pair")
+    return _bounds(ratio) or _too_few(ratio)
 
 
 def _bounds(ratio: Ratio) -> tuple[float, float] | None:

@@ -48,6 +48,9 @@ def target_energy_table(comparison: Comparison) -> Table:
         for row in found
     )
     columns = ("Target", "Energy", "Ratio", "95% interval", "n")
-    note = "The arm first, then the other, median over pairs. Below 1: the arm takes less. Planning is not counted."
+    note = (
+        "The arm first, then the other, median over pairs. Below 1: the arm takes less. Planning is not counted. A "
+        "block too short for a meter has joules by the arm's mean power: of up to half of its seconds, as told above."
+    )
     groups = tuple(versus(comparison, row) for row in found)
     return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, columns, groups=groups)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from trimtab.core.phases import Gain
+from trimtab.decide.attribution import speedup as speedup_of
 from trimtab.experiments.evaluation.machines import sameness
 from trimtab.experiments.evaluation.paper_claims import LITERAL, NEAR, Judged, headline, judge
-from trimtab.experiments.evaluation.paper_figures import MACHINE, MAIN_TABLES, Claim, MainTable
+from trimtab.experiments.evaluation.paper_figures import IMAGES, MACHINE, MAIN_TABLES, TOKENS, Claim, MainTable
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.report import evaluation_tables as tables
 from trimtab.experiments.report import wording as say
@@ -138,10 +140,27 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
     compared = [(number, run) for number, run in enumerate(runs, 1) if run.kind in ("comparison", "phases")]
     clocked = [(number, run.gain) for number, run in compared if run.gain is not None]
     if clocked:
-        yield side_by_side([gain for _, gain in clocked])
+        beside = _of_each_kind(clocked)
+        yield side_by_side([gain for _, gain in beside])
+        if len(beside) < len(clocked):
+            which = " and ".join(f"run {number}" for number, _ in beside)
+            yield Paragraph(f"Beside one another stand {which}: of images and of text the run with most laps.")
         yield Bullets(tuple(f"Run {number}: {' '.join(projection_sentences(gain))}" for number, gain in clocked))
     if others := [f"{number}: {say.one_line(run.task)}" for number, run in compared if run.gain is None]:
         yield Paragraph(f"Not clocked by phase: {'; '.join(others)}.")
+
+
+def _of_each_kind(clocked: Sequence[tuple[int, Gain]]) -> list[tuple[int, Gain]]:
+    """Return of images and of text, a CNN and a transformer, the run with most laps, of equals the one that gains most.
+
+    Of plans that change something, in one process. All, where there is none of one of them.
+    """
+    found = []
+    for workload in (IMAGES, TOKENS):
+        known = (*workload.tasks, *workload.smaller)
+        of_it = [each for each in clocked if each[1].task in known and each[1].changes and not each[1].on_ranks]
+        found += [max(of_it, key=lambda each: (len(each[1].plan.laps), speedup_of(each[1]).mean))] if of_it else []
+    return found if len(found) == 2 else list(clocked)
 
 
 def _has_shares(run: Run, tier: str) -> bool:
