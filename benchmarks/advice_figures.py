@@ -9,7 +9,7 @@ from typing import Any
 
 from docs_figures import SAVED, cheapest, optimal
 from evaluation_figures import folders, machine_of, recorded, size_of
-from evaluation_goals import NOT_MEASURED, runs_in
+from evaluation_goals import TOLD, runs_in
 from evaluation_slices import slices
 from figure_words import difference, ratio, speed
 from records import Record, evaluated, every, is_evaluated, newest
@@ -188,11 +188,11 @@ def _hardest(found: Record) -> tuple[Row, str]:
 
 
 def _goals(root: Path) -> Iterator[str]:
-    """Yield a line a goal of each machine's evaluation; none where it was not measured, if elsewhere it was."""
+    """Yield a line a goal of each machine's evaluation; none where it was not tried, if elsewhere it was."""
     each = [(folder, row) for folder in folders(root) for row in _goals_of(folder)]
-    known = {(row["size"], row["says"]) for _, row in each if row["status"] != NOT_MEASURED}
+    known = {(row["size"], row["says"]) for _, row in each if row["figure"]}
     for folder, row in each:
-        if row["status"] != NOT_MEASURED or (row["size"], row["says"]) not in known:
+        if row["figure"] or (row["size"], row["says"]) not in known:
             said = f"{_place(folder, row)}{row['says']}"
             yield f"| {said} | {row['status']} | {row['figure']} | {_run(root, folder, row['run'])} |"
 
@@ -205,11 +205,11 @@ def _goals_of(folder: Path) -> Iterator[Row]:
 
 
 def _place(folder: Path, row: Row) -> str:
-    """Return in words what kind of machine an evaluation is of; nothing where it does not matter."""
+    """Return in words what kind of machine an evaluation is of; nothing of what is told of another."""
     facts = machine_of(folder)
     if "gpu" in facts:
         return f"on an {facts['gpu']}, "
-    return "" if row["run"].endswith(".json") else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
+    return "" if row["measure"] == TOLD else "with bf16, " if "bf16" in facts["cpu"] else "without bf16, "
 
 
 def _run(root: Path, folder: Path, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from evaluation_slices import Slice
 
 from trimtab.core.codec import read_json
+from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.result import Ratio
@@ -329,9 +330,15 @@ class _AllFound:
     found: tuple[_Found, ...]
 
 
+def _all_found(path: Path) -> tuple[_Found, ...]:
+    try:
+        return read_json(_AllFound, path).found if path.is_file() else ()
+    except FormatError as error:
+        raise FormatError(str(path), given=f"{error.field}: {error.given}", expected=error.expected) from None
+
+
 def _known(folder: Path, run: Run) -> Iterator[str]:
-    path = folder / KNOWN
-    for each in read_json(_AllFound, path).found if path.is_file() else ():
+    for each in _all_found(folder / KNOWN):
         by_state = any(state in run.environment.get("sources", "") for state in each.sources)
         if by_state or run.name in each.runs:
             yield each.says

@@ -285,7 +285,9 @@ def test_what_changes_do_for_quality_together_and_apart_differs():
         assert effect.ratio.pairs == pytest.approx([b - a for a, b in zip(alone.pairs, within.pairs, strict=True)])
     each = changes(design)
     sentence = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control).sentence
-    assert re.search(r"In quality worth more in the plan than alone: schedule by \+[89]\.\d\d \(95% ", sentence)
+    more = r"For quality schedule and learning rate scale do more together than apart: \+[89]\.\d\d points \(95% "
+    assert re.search(more, sentence)
+    assert sentence.count("together than apart") == 1
 
 
 @pytest.mark.parametrize(("higher_is_better", "sign"), [(True, 1), (False, -1)])
@@ -297,7 +299,8 @@ def test_in_percent_an_interaction_is_one_of_both_changes(higher_is_better, sign
     effects = found(relative, tier="F")
     both = [effects[name, INTERACTION, QUALITY].ratio for name in design.changes]
     assert both[0].pairs == pytest.approx(both[1].pairs)
-    assert both[0].mean == pytest.approx(sign * 100 * math.log((0.3 / 0.9) / (0.3 / 0.6)), rel=0.2)
+    assert both[0].mean == pytest.approx(sign * 100 * ((0.3 / 0.9) / (0.3 / 0.6) - 1), rel=0.2)
+    assert both[0].low < both[0].mean < both[0].high
 
 
 @pytest.mark.parametrize(
@@ -312,6 +315,37 @@ def test_in_percent_an_interaction_is_one_of_both_changes(higher_is_better, sign
 def test_an_interaction_of_quality_is_told_where_it_is_clear(ends, seeds, noise, kind):
     _, _, effects = ended(ends, seeds=seeds, noise=noise)
     assert effects["schedule", INTERACTION, QUALITY].verdict.kind == kind
+
+
+def test_where_it_is_open_whether_changes_act_together_for_quality_the_headline_says_so():
+    ends = {"with_schedule": 0.34, "with_learning_rate_scale": 0.41, PLAN: 0.45}
+    design, measured, effects = ended(ends, noise=0.03)
+    each = changes(design)
+    verdict = headline(each, tuple(effects.values()), (*measured.whole("F"),), measured.interaction_control)
+    assert "For quality it is neither shown nor ruled out that changes act together." in verdict.sentence
+
+
+def test_an_arm_that_a_cap_stopped_is_held_against_the_others_where_it_was_last_evaluated():
+    """All learn alike; the loop with a schedule was slow, and ended after half of the rows."""
+    _, measured, _ = ended({}, noise=0.0)
+    races = {seed: dict(race) for seed, race in measured.races.items()}
+    for race in races.values():
+        for name in race:
+            race[name] = climbing([1.0, 2.0], [0.2, 0.4])
+        race["with_schedule"] = climbing([1.0], [0.2])
+    effects = found(replace(measured, races=races), tier="S")
+    interaction = effects["learning_rate_scale", INTERACTION, QUALITY]
+    assert (interaction.ratio.mean, interaction.verdict.kind) == (pytest.approx(0.0), "none found")
+
+
+def test_no_interaction_of_quality_is_told_of_a_metric_that_is_not_finite_or_of_an_arm_that_failed():
+    _, measured, clear = ended({}, seeds=6, noise=0.0005)
+    assert clear["schedule", INTERACTION, QUALITY].verdict.kind == "none found"
+    for broken in (climbing([1.0, 2.0], [0.1, math.nan]), record(end="diverged")):
+        races = {seed: dict(race) for seed, race in measured.races.items()}
+        races[2]["with_schedule"] = broken
+        effects = found(replace(measured, races=races), tier="F")
+        assert effects["schedule", INTERACTION, QUALITY].verdict.kind == "no verdict"
 
 
 def test_of_arms_that_did_not_run_whole_no_interaction_of_quality_is_told():

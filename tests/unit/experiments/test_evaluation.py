@@ -846,14 +846,15 @@ def test_of_many_runs_one_of_images_stands_beside_one_of_text(tmp_path):
     more = [replace(arm, laps=4 * arm.laps) for arm in (few.reference, few.plan)]
     ranks = replace(few, reference=more[0], plan=more[1], num_ranks=2)
     text = gain("wikitext2_gpt2")
-    all_of = [fewer, idle, few, ranks, text]
+    slower = replace(few, reference=few.plan, plan=few.reference)
+    all_of = [fewer, few, idle, slower, ranks, text]
     runs = [of_comparison(str(at), replace(comparison(each.task), gain=each)) for at, each in enumerate(all_of)]
     page = write_evaluation(runs, tmp_path, "x")["md"].read_text()
     head = page[page.index("### Side by side") :].splitlines()[2]
     assert head.count("cifar10_resnet50: reference") == head.count("wikitext2_gpt2: reference") == 1
     assert "ranks" not in head
-    assert "Beside one another stand run 3 and run 5" in page
-    assert page.count("Net speed-up") == 5
+    assert "Beside one another stand run 4 and run 6" in page  # of equals the last, whichever gains
+    assert page.count("Net speed-up") == 6
 
 
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):

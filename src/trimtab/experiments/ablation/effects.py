@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trimtab.core.record import RunRecord
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.result import (
@@ -18,9 +19,24 @@ from trimtab.experiments.ablation.result import (
     Change,
     Effect,
 )
-from trimtab.experiments.comparison.ratio_rows import SAME_PEAK, counted, memory_verdict, quality_row, unless_failed
+from trimtab.experiments.comparison.ratio_rows import (
+    SAME_PEAK,
+    counted,
+    difference,
+    memory_verdict,
+    quality_row,
+    unless_failed,
+)
 from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
-from trimtab.experiments.comparison.stats import Races, as_ratio, failures, throughput_ratios
+from trimtab.experiments.comparison.stats import (
+    Races,
+    as_ratio,
+    curve,
+    failed,
+    failures,
+    is_brief,
+    throughput_ratios,
+)
 from trimtab.experiments.comparison.verdicts import (
     control_verdict,
     interaction_verdict,
@@ -132,32 +148,51 @@ class Evidence:
             value = math.prod((self.peaks[arm] / self.peaks[against]) ** power for arm, against, power in terms)
             verdict = unless_failed(_memory_interaction(value, what), self.races, *_arms(terms))
             yield Effect(change.name, INTERACTION, MEMORY, tier, counted(value), verdict, **rest)
-        if (found := self._further(beside, alone, tier)) is not None:
+        if (found := self._further(beside, alone)) is not None:
             verdict = unless_failed(quality_interaction(found, what), self.races, *_arms(terms))
             yield Effect(change.name, INTERACTION, QUALITY, tier, found, verdict, **rest)
 
-    def _further(self, beside: tuple[str, str], alone: tuple[str, str], tier: str) -> Ratio | None:
+    def _further(self, beside: tuple[str, str], alone: tuple[str, str]) -> Ratio | None:
         """Return what a change does for the held-out metric in one setting beyond the other, paired by seed.
 
-        Of a metric that is told in percent of another's, on logarithms: so that it is one of two changes alike.
+        Of four arms after the same rows, the last that all of them were evaluated at. In points a difference of two
+        differences; of a metric that is told in percent of another's a ratio of two ratios, in percent.
         """
-        how = (tier, self.metric, self.higher_is_better, self.unit)
-        if any(quality_row(self.races, *arms, *how) is None for arms in (beside, alone)):
-            return None  # of some seed it is not to be told, and those that are left would be chosen by that
         found = []
-        for seed in sorted(self.races):
-            rows = [quality_row({seed: self.races[seed]}, *arms, *how) for arms in (beside, alone)]
-            means = [self._additive(row.ratio.mean) for row in rows if row is not None]
-            found += [means[0] - means[1]] if len(means) == len(rows) else []
-        return as_ratio(mean_interval(found), found) if found else None
+        for _, race in sorted(self.races.items()):
+            ends = self._ends([race[arm] for arm in (*beside, *alone) if arm in race])
+            found += [] if len(ends) < 4 else [self._apart(*ends)]
+        if not found:
+            return None
+        interval = mean_interval(found)
+        low, mean, high, *pairs = map(self._in_percent, (interval.low, interval.mean, interval.high, *found))
+        return as_ratio(Interval(mean, low, high, interval.n), pairs)
 
-    def _additive(self, better: float) -> float:
-        """Return a difference of the metric as one that adds up: of percents of another's, 100 times the logarithm."""
+    def _ends(self, records: Sequence[RunRecord]) -> list[float]:
+        """Return each arm's metric after the last rows that all have; () where one was timed only, or failed."""
+        if any(is_brief(record) or failed(record) for record in records):
+            return []
+        values = [{rows: value for rows, _, value in curve(record, self.metric)} for record in records]
+        common = set[int].intersection(*map(set, values)) if values else set()
+        return [each[max(common)] for each in values] if common else []
+
+    def _apart(self, beside: float, without: float, alone: float, loop: float) -> float:
+        """Return one seed's interaction, better above 0: in points, or 100 times a logarithm where it is relative."""
         if self.unit != "relative":
-            return better
-        sign = 1 if self.higher_is_better else -1
-        share = 1 + sign * better / 100
-        return 100 * sign * math.log(share) if share > 0 else math.nan
+            points = difference(beside, without, self.higher_is_better, self.unit)
+            return points - difference(alone, loop, self.higher_is_better, self.unit)
+        if min(beside, without, alone, loop) <= 0:
+            return math.nan
+        return 100 * self._sign * (math.log(beside / without) - math.log(alone / loop))
+
+    def _in_percent(self, value: float) -> float:
+        if self.unit != "relative" or not math.isfinite(value):
+            return value
+        return 100 * self._sign * math.expm1(self._sign * value / 100)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.higher_is_better else -1
 
     def all_together(self, changes: Sequence[Change]) -> Iterator[Effect]:
         """Yield all changes' worth over the product of what each is worth alone; of two it is their interaction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.decide.ablation import PLAN, REFERENCE
-from trimtab.decide.statistics import Interval, resolution
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
 from trimtab.experiments.ablation.result import INTERACTION, QUALITY, THROUGHPUT, WITHIN, Change, Effect
 from trimtab.experiments.comparison.result import RatioRow, Verdict
 from trimtab.experiments.comparison.verdicts import figures, quality_figures
@@ -18,11 +18,12 @@ def headline(
     effects: Sequence[Effect],
     whole: Sequence[RatioRow],
     control: Interval | None = None,
+    unit: str = "share",
 ) -> Verdict:
     """Return the verdict read first.
 
     Args:
-        control: of interactions.
+        control: of interactions. unit: of the metric.
     """
     if not changes:
         return NOTHING
@@ -30,7 +31,12 @@ def headline(
     if row is None:
         return Verdict("no verdict", "The plan as a whole was not timed: see every arm as it ran.")
     many = f"Its {len(changes)} changes together" if len(changes) > 1 else f"Its one change ({changes[0].says})"
-    sentences = [_whole(row, many), _dearest(changes, effects), _together(changes, effects, control)]
+    sentences = [
+        _whole(row, many),
+        _dearest(changes, effects),
+        _together(changes, effects, control),
+        _for_quality(changes, effects, unit),
+    ]
     return Verdict(row.verdict.kind, " ".join(each for each in sentences if each))
 
 
@@ -60,17 +66,31 @@ def _dearest(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
 def _together(changes: Sequence[Change], effects: Sequence[Effect], control: Interval | None) -> str:
     """Say which changes act together with the rest of the plan, or that none is seen to."""
     says = {change.name: change.says for change in changes}
+    found = _interactions(effects, THROUGHPUT)
     seen = []
-    for metric, of, words in ((THROUGHPUT, "throughput", figures), (QUALITY, "quality", quality_figures)):
-        found = [
-            e for e in effects if (e.setting, e.metric) == (INTERACTION, metric) and e.change in says and not e.other
-        ]
-        for kind in ("more", "less"):
-            named = [f"{says[e.change]} by {words(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
-            seen += [f"In {of} worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
-        if metric == THROUGHPUT and not seen and found and all(e.verdict.kind == "none found" for e in found):
-            told = f"the A/A control resolves {100 * resolution(control):.2g}%"
-            seen.append(
-                f"In throughput no change is seen to be worth more or less beside the others than alone; {told}."
-            )
+    for kind in ("more", "less"):
+        named = [f"{says[e.change]} by {figures(e.ratio)}" for e in found if e.verdict.kind == f"{kind} together"]
+        seen += [f"In throughput worth {kind} in the plan than alone: {', '.join(named)}."] if named else []
+    if not seen and found and all(e.verdict.kind == "none found" for e in found):
+        none = "In throughput no change is seen to be worth more or less beside the others than alone"
+        return f"{none}; the A/A control resolves {100 * resolution(control):.2g}%."
     return " ".join(seen)
+
+
+def _for_quality(changes: Sequence[Change], effects: Sequence[Effect], unit: str) -> str:
+    """Say what changes do for quality together beyond apart; of two changes it is one figure."""
+    says = {change.name: change.says for change in changes}
+    found = _interactions(effects, QUALITY)[: 1 if len(changes) == 2 else None]
+    seen = []
+    for kind in ("more", "less"):
+        for each in (e for e in found if e.verdict.kind == f"{kind} together"):
+            what = " and ".join(says.values()) if len(changes) == 2 else f"{says[each.change]} and the rest of the plan"
+            seen.append(f"For quality {what} do {kind} together than apart: {quality_figures(each.ratio, unit)}.")
+    if not seen and any(e.verdict.kind == "no verdict" and e.ratio.n >= MIN_PAIRS_FOR_VERDICT for e in found):
+        return "For quality it is neither shown nor ruled out that changes act together."
+    return " ".join(seen)
+
+
+def _interactions(effects: Sequence[Effect], metric: str) -> list[Effect]:
+    """Return those of one change with the rest of the plan."""
+    return [e for e in effects if (e.setting, e.metric) == (INTERACTION, metric) and e.change and not e.other]

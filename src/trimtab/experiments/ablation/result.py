@@ -2,7 +2,8 @@
 
     alone       = (loop with the change) / (loop)
     in the plan = (plan) / (plan without the change)
-    interaction = in the plan / alone, on log ratios: a difference, paired by seed; of quality in the plan - alone
+    interaction = in the plan / alone, on log ratios: a difference, paired by seed; of quality in the plan - alone, in
+                  points; of a metric that is relative in the plan / alone, in percent
 
 The loop is the one that the plan's own engine runs with nothing changed, so that what the engine itself takes is in no
 change. Changes that act apart have an interaction of 1, of quality 0.

@@ -14,7 +14,7 @@ from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCH
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.ablation.effects import Evidence
 from trimtab.experiments.ablation.headline import headline
-from trimtab.experiments.ablation.result import ALONE, WITHIN, AblatedArm, Ablation, Change, Effect
+from trimtab.experiments.ablation.result import ALONE, INTERACTION, WITHIN, AblatedArm, Ablation, Change, Effect
 from trimtab.experiments.ablation.times import times
 from trimtab.experiments.comparison import notes as noted
 from trimtab.experiments.comparison import stats
@@ -68,7 +68,7 @@ def summarise(task: Task, data: TaskData, raced: Raced, command: str, notes: Seq
         data,
         plan,
         command,
-        headline=headline(changes, effects, whole, evidence.interaction_control),
+        headline=headline(changes, effects, whole, evidence.interaction_control, metric.unit),
         num_seeds=len(raced.races),
         changes=changes,
         arms=tuple(_arm(name, label, task, raced) for name, label in labels.items()),
@@ -184,7 +184,9 @@ def _notes(raced: Raced, changes: Sequence[Change], effects: Sequence[Effect]) -
         found.append("One change: alone and in the plan are the same, and there is nothing to interact with.")
     if all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: quality was not measured.")
-    timed = sum(effect.ratio.n >= MIN_PAIRS_FOR_VERDICT for effect in effects)
+    one = changes[-1].name if len(changes) == 2 else None  # whose interaction is that of the other
+    told = [effect for effect in effects if not (effect.setting == INTERACTION and effect.change == one)]
+    timed = sum(effect.ratio.n >= MIN_PAIRS_FOR_VERDICT for effect in told)
     if timed > 1:
         found.append(
             f"{timed} effects with 95% intervals, each of its own: of those whose truth is nothing, about one in "

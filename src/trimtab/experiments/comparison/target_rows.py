@@ -146,7 +146,10 @@ def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str)
         return ratio, "", verdict
     # Each such ratio is a lower bound, and so is their mean. How long the other would have taken is anyone's guess, so
     # that there the least of them is what can be said; else the interval's lower end.
-    bound = f">= {_down(min(ratios) if is_behind or ratio.low is None else ratio.low)}"
+    least = min(ratios) if is_behind or ratio.low is None else ratio.low
+    if verdict.kind == "gain" and ratio.low is not None:
+        least = max(least, ratio.low)  # what the verdict rests on
+    bound = f">= {_down(least)}"
     why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":
         return None, bound, Verdict("gain", f"{arm} is faster than {against}, {bound}: {why}")

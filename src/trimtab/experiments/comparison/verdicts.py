@@ -141,7 +141,8 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
     """Return whether changes do more or less for quality together than apart: clear of 0, and beyond the same limit.
 
     Args:
-        ratio: difference of two differences of the final metric, better above 0. what: of which changes.
+        ratio: difference of two differences of the metric, or ratio of two ratios in percent; better above 0.
+        what: of which changes.
     """
     bounds = _finite(ratio)
     if isinstance(bounds, Verdict):
@@ -157,11 +158,12 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
     return Verdict("no verdict", f"{found}: neither shown nor ruled out, limit {QUALITY}")
 
 
-def quality_figures(ratio: Ratio) -> str:
-    """Return `+4.70 (95% +2.72 to +6.68, n=5)`; without an interval the mean alone."""
+def quality_figures(ratio: Ratio, unit: str = "") -> str:
+    """Return `+4.70 points (95% +2.72 to +6.68, n=5)`, by the metric's unit; without an interval the mean alone."""
+    words = {"share": " points", "percent": " points", "relative": " percent"}.get(unit, "")
     if ratio.low is None or ratio.high is None:
-        return f"{ratio.mean:+.2f}"
-    return f"{ratio.mean:+.2f} (95% {ratio.low:+.2f} to {ratio.high:+.2f}, n={ratio.n})"
+        return f"{ratio.mean:+.2f}{words}"
+    return f"{ratio.mean:+.2f}{words} (95% {ratio.low:+.2f} to {ratio.high:+.2f}, n={ratio.n})"
 
 
 def _finite(ratio: Ratio) -> tuple[float, float] | Verdict:

@@ -135,6 +135,8 @@ def _pairs(ablation: Ablation) -> Iterator[Block]:
     for tier in tables.tiers_of(found):
         yield Heading(tier_title(tier))
         yield from (tables.pair_table(ablation, measured, tier) for measured in (THROUGHPUT, MEMORY))
+        if any(effect.metric == QUALITY and effect.tier == tier for effect in found):
+            yield tables.pair_table(ablation, QUALITY, tier)
 
 
 def _arms(ablation: Ablation) -> Iterator[Block]:

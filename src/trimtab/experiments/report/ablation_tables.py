@@ -8,6 +8,7 @@ from trimtab.core.units import format_seconds
 from trimtab.experiments.ablation.result import (
     ALONE,
     INTERACTION,
+    QUALITY,
     WHOLE,
     WITHIN,
     AblatedArm,
@@ -21,6 +22,7 @@ from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table, planning_counted, target_cells
 
 _SETTINGS = {ALONE: "alone", WITHIN: "in the plan", INTERACTION: "in the plan, over alone"}
+_BEYOND = "in the plan, beyond alone"  # of a difference
 _ALL = ("all changes", "together, over each alone")
 _READ = {
     "throughput": "Above 1 is faster.",
@@ -118,12 +120,17 @@ def _timed_of(ablation: Ablation, each: ChangeTime) -> str:
 
 
 def _lines(ablation: Ablation, change: Change, measured: str) -> Iterator[tuple[Cell, ...]]:
-    for setting, words in _SETTINGS.items():
+    for setting, usual in _SETTINGS.items():
+        words = _words(setting, measured, usual)
         effect, name = ablation.effect(change.name, setting, measured), say.one_line(change.says)
         if effect is not None:
             yield (name, words, *_cells(effect, ablation))
         elif setting in change.refusals:
             yield (name, words, "none", "see the notes", "0", _NOT_TRIED)
+
+
+def _words(setting: str, measured: str, usual: str) -> str:
+    return _BEYOND if (setting, measured) == (INTERACTION, QUALITY) else usual
 
 
 def _cells(row: RatioRow | Effect, ablation: Ablation) -> tuple[Cell, ...]:
@@ -139,7 +146,9 @@ def pair_table(ablation: Ablation, measured: str, tier: str) -> Table:
         columns=("Changes", *_COLUMNS),
         rows=tuple((_pair(ablation, effect), *_cells(effect, ablation)) for effect in found),
         empty="No two changes were run together.",
-        note="Both together, over the product of each alone: 1 where they act apart.",
+        note="Both together, beyond what each does alone: 0 where they act apart."
+        if measured == QUALITY
+        else "Both together, over the product of each alone: 1 where they act apart.",
         numeric=_COLUMNS[:3],
     )
 
@@ -158,7 +167,7 @@ def raw_table(ablation: Ablation, tier: str) -> Table:
         rows=tuple(
             (
                 say.measure_of(e.metric, ablation.metric),
-                _SETTINGS[e.setting] if e.change and not e.other else _ALL[1],
+                _words(e.setting, e.metric, _SETTINGS[e.setting]) if e.change and not e.other else _ALL[1],
                 say.raw_pairs(e.ratio, say.words_of(e.metric, ablation.unit)),
             )
             for e in rows

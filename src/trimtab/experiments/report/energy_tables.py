@@ -50,7 +50,7 @@ def target_energy_table(comparison: Comparison) -> Table:
     columns = ("Target", "Energy", "Ratio", "95% interval", "n")
     note = (
         "The arm first, then the other, median over pairs. Below 1: the arm takes less. Planning is not counted. A "
-        "block too short for a meter has joules by the arm's mean power: of up to half of its seconds, as told above."
+        "block too short for a meter has joules by the arm's mean power: up to half of an arm's seconds may be such."
     )
     groups = tuple(versus(comparison, row) for row in found)
     return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, columns, groups=groups)

@@ -222,8 +222,8 @@ def component_table(run: Run, tier: str) -> Table:
     columns = ("Change", "Paper's component", "Measure", "Set in, or against", "With it", "95% interval", "n")
     note = (
         "Alone: over the loop that changes nothing. In the plan: over the plan without it. Interaction: what it is "
-        "worth in the plan over what it is worth alone. A loop again is the same loop once more: what is no further "
-        "from nothing than that is not told from nothing."
+        "worth in the plan over what it is worth alone, of quality beyond that. A loop again is the same loop once "
+        "more: what is no further from nothing than that is not told from nothing."
     )
     return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", note, columns[4:])
 
