@@ -216,7 +216,7 @@ def _by_hand() -> Iterator[Slice]:
         ("cifar-ablate-windows", "cifar10_ablate", "paper-windows", (), 4),
         ("cifar-ablate-freed", "cifar10_ablate", "freed-images", (), 8.2),
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
-        ("wikitext-ablate-freed", "wikitext2_ablate", "freed-text", (), 8),
+        ("wikitext-ablate-freed", "wikitext2_ablate", "freed-text", (), 14),
         ("text-ablate-regularised", "repeated_gpt", "regularised-text", (), 3.5),
     ):
         says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
