@@ -353,6 +353,11 @@ def test_an_arm_that_is_clear_of_where_the_other_ended_is_faster():
     assert target([reaching(10)] * 5, [failing(10.01)] * 5).verdict.kind == "no verdict"
 
 
+def test_a_gain_is_told_by_what_it_rests_on_where_the_least_pair_would_speak_against_it():
+    row = target([reaching(10)] * 5, [*[failing(100)] * 4, failing(9.8)])
+    assert (row.bound, row.verdict.kind) == (">= 1.73x", "gain")
+
+
 def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before():
     """It may have crossed right after that one: so long is known, no longer."""
     late = climbing([60, 80, 100], [0.1, 0.2, 0.7])

@@ -147,8 +147,8 @@ def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str)
     # Each such ratio is a lower bound, and so is their mean. How long the other would have taken is anyone's guess, so
     # that there the least of them is what can be said; else the interval's lower end.
     least = min(ratios) if is_behind or ratio.low is None else ratio.low
-    if verdict.kind == "gain" and ratio.low is not None:
-        least = max(least, ratio.low)  # what the verdict rests on
+    if verdict.kind == "gain" and least < 1 and ratio.low is not None:
+        least = ratio.low  # what the verdict rests on: a least that says "slower" would speak against it
     bound = f">= {_down(least)}"
     why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":
