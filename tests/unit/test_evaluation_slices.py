@@ -109,10 +109,7 @@ def test_every_goal_is_of_something_that_is_run(listed, goals):
 
 
 def test_times_that_are_asked_for_are_in_reach_of_their_slices(listed, goals):
-    """In an hour a reference trains so long that a minute is a thirtieth of it; in nine minutes there is a bound.
-
-    A minute is all that planning and training may take then: what a plan of each took to make there is told beside it.
-    """
+    """In an hour a reference trains so long that a minute is a thirtieth of it; in nine minutes there is a bound."""
     import evaluation_gpu_tasks as timed
 
     for goal in (each for each in goals.GOALS if each.size == "gpu" and each.measure == "time_to_target"):

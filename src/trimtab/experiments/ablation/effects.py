@@ -21,6 +21,7 @@ from trimtab.experiments.ablation.result import (
 )
 from trimtab.experiments.comparison.ratio_rows import (
     SAME_PEAK,
+    by_rows,
     counted,
     difference,
     memory_verdict,
@@ -31,7 +32,6 @@ from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.stats import (
     Races,
     as_ratio,
-    curve,
     failed,
     failures,
     is_brief,
@@ -172,7 +172,7 @@ class Evidence:
         """Return each arm's metric after the last rows that all have; () where one was timed only, or failed."""
         if any(is_brief(record) or failed(record) for record in records):
             return []
-        values = [{rows: value for rows, _, value in curve(record, self.metric)} for record in records]
+        values = [by_rows(record, self.metric) for record in records]
         common = set[int].intersection(*map(set, values)) if values else set()
         return [each[max(common)] for each in values] if common else []
 

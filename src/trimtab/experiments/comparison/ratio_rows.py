@@ -76,7 +76,7 @@ def quality_row(
         return None
     differences = []
     for ours, theirs in pairs:
-        mine, yours = _by_rows(ours, metric), _by_rows(theirs, metric)
+        mine, yours = by_rows(ours, metric), by_rows(theirs, metric)
         common = mine.keys() & yours.keys()
         if tier == "F" and mine and yours:
             differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
@@ -102,7 +102,8 @@ def _ran_out(record: RunRecord) -> bool:
     return record.end is not None and record.end.reason in ("budget", "cap")
 
 
-def _by_rows(record: RunRecord, metric: str) -> dict[int, float]:
+def by_rows(record: RunRecord, metric: str) -> dict[int, float]:
+    """Return a held-out metric by the rows that were trained on before."""
     return {rows: value for rows, _, value in curve(record, metric)}
 
 

@@ -144,7 +144,7 @@ def _gains(runs: Sequence[Run]) -> Iterator[Block]:
         if len(beside) < len(clocked):
             which = " and ".join(f"run {number}" for number, _ in beside)
             told = "of images and of text the run with most laps in one process, of equals the last that is given"
-            yield Paragraph(f"Beside one another stand {which}: {told}. The report of each of the others has its own.")
+            yield Paragraph(f"Beside one another stand {which}: {told}. Those of the others are in their records.")
         yield Bullets(tuple(f"Run {number}: {' '.join(projection_sentences(gain))}" for number, gain in clocked))
     if others := [f"{number}: {say.one_line(run.task)}" for number, run in compared if run.gain is None]:
         yield Paragraph(f"Not clocked by phase: {'; '.join(others)}.")
