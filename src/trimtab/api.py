@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.adapting import RACED, TRAINED, adaptations, adapted, passes_of
+from trimtab.calibrate.adapting import RACED, TRAINED, RunLength, adaptations, adapted
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
@@ -257,8 +257,7 @@ def plan(
         chosen = of_replicas(found, kept)
         if trains and data is not None:
             loop = Subject(model, optimizer, loss_fn, example_batch)
-            passes = passes_of(data, total_steps) if "dropout" in freed else None
-            chosen = adapted(loop, chosen, freed, data, progress, passes)
+            chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps))
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ _LINEAR = replace(KEEP_SCHEDULE, value="warmup_linear", reason="raced", changed=
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is that a plan is made for: its steps, and how often it goes over its data; None: not known."""
+
+    steps: int | None = None
+    passes: float | None = None
+
+    @classmethod
+    def of(cls, data: Iterable[Any] | None, total_steps: int | None) -> RunLength:
+        """Return the length of a run of so many steps over such data."""
+        number = length_of(data)
+        return cls(total_steps, None if total_steps is None or not number else total_steps / number)
+
+
 def adaptations(adapt: str | Collection[str] | None, data: Iterable[Any] | None) -> frozenset[str]:
     """Return what was freed.
 
@@ -58,7 +72,12 @@ def require_rate(freed: Collection[str]) -> None:
 
 
 def adapted(
-    subject: Subject, base: Plan, freed: Collection[str], data: Iterable[Any], progress: Say, passes: float | None
+    subject: Subject,
+    base: Plan,
+    freed: Collection[str],
+    data: Iterable[Any],
+    progress: Say,
+    length: RunLength = RunLength(),
 ) -> Plan:
     """Return a tier-S plan carried to tier F by what is found on `data`; leaves no trace.
 
@@ -66,7 +85,7 @@ def adapted(
     shape of its schedule, and Muon, each by a race, at a rate of its own range test where the rate is freed.
 
     Args:
-        passes: of the run over its data, where that is known.
+        length: of the run.
 
     Raises:
         ModelError, OptimizerError: there is nothing that Muon could step. ValueGivenError: too few batches.
@@ -75,28 +94,27 @@ def adapted(
         hidden_matrices(subject.model, subject.optimizer)
     by_range = "learning_rate" in freed
     if "dropout" in freed:
-        base = _dropout_raced(subject, base, data, progress, passes)
-    stands = find_rate(subject, base, data, progress) if by_range else base
+        base = _dropout_raced(subject, base, data, progress, length.passes)
+    stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
     if "schedule" in freed and stands.schedule.value != "user":
         stands = _schedule_raced(subject, stands, data, progress)
     if "optimizer" not in freed:
         return stands
     begin = time.perf_counter()
     rival = replace(base, optimizer=_MUON)
-    rival = find_rate(subject, rival, data, progress) if by_range else rival
+    rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
     if rival.schedule.value != "user" and stands.schedule.value != "user":
         rival = replace(rival, schedule=stands.schedule)
     verdict = judge(short_race(subject, stands, rival, data, progress), "Muon")
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
 
-def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say) -> Plan:
-    """Return a plan with a peak learning rate by a range test, and a schedule."""
+def find_rate(subject: Subject, base: Plan, data: Iterable[Any], progress: Say, run_steps: int | None = None) -> Plan:
+    """Return a plan with a peak learning rate by a range test, and a schedule for a run of so many steps."""
     begin = time.perf_counter()
     points = range_test(subject, base, data, progress)
-    return adapt_learning_rate(
-        base, choose_rate(points), time.perf_counter() - begin, may_clip=_divides_by_size(subject.optimizer)
-    )
+    rates, may_clip = choose_rate(points), _divides_by_size(subject.optimizer)
+    return adapt_learning_rate(base, rates, time.perf_counter() - begin, may_clip=may_clip, run_steps=run_steps)
 
 
 def _divides_by_size(optimizer: torch.optim.Optimizer) -> bool:
@@ -150,9 +168,3 @@ def _not_raced(subject: Subject, data: Iterable[Any], passes: float | None) -> s
     if number is not None and number < NUM_STEPS:
         return f"as the loop has it, not raced: {number} batches, and one training of a race takes {NUM_STEPS}"
     return ""
-
-
-def passes_of(data: Iterable[Any] | None, total_steps: int | None) -> float | None:
-    """Return how often a run of so many steps goes over its data, where both are known."""
-    number = length_of(data)
-    return None if total_steps is None or not number else total_steps / number

@@ -41,12 +41,16 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class RateChoice:
-    """The factor chosen, why, and what lost; and the norm of gradients that is typical at it, where it is known."""
+    """The factor chosen, why, and what lost; and of the test, where they are known:
+
+    the norm of gradients that is typical at that factor, and how many steps the rate rose until the loss was lowest.
+    """
 
     scale: float
     reason: str
     losers: tuple[Rejected, ...] = ()
     norm: float | None = None
+    rising_steps: int | None = None
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
@@ -86,7 +90,7 @@ def choose_rate(points: Sequence[RatePoint]) -> RateChoice:
     if fallen < edge * SAFETY:
         reason = f"where {100 * FALLEN:.0f}% of the fall of the loss in the range test had come ({len(points)} steps)"
     losers = (Rejected(1.0, "the loss still fell at higher rates"),)
-    return RateChoice(scale, reason, losers, typical_norm(points, scale))
+    return RateChoice(scale, reason, losers, typical_norm(points, scale), lowest)
 
 
 def typical_norm(points: Sequence[RatePoint], scale: float) -> float | None:

@@ -10,16 +10,20 @@ from trimtab.core.plan import (
     KEEP_DROPOUT,
     KEEP_LEARNING_RATE,
     KEEP_OPTIMIZER,
+    KEEP_WARMUP,
     Choice,
     Mark,
     Plan,
     Rejected,
 )
+from trimtab.core.schedule import WARMUP_FRACTION
 from trimtab.decide.learning_rate import RateChoice
 from trimtab.decide.short_race import Verdict
 
 _LATER = "later to the same loss"
 _UNCLIPPED = "not tried: a range test is too short for what is rare"
+# Of a short run a rise takes this share at the most: what it was rising for has to be had too.
+_LONGEST_RISE = 0.3
 
 
 def tried(plan: Plan) -> tuple[str, ...]:
@@ -35,7 +39,9 @@ def tried(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, was in found.items() if was)
 
 
-def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False) -> Plan:
+def adapt_learning_rate(
+    plan: Plan, rates: RateChoice, search_s: float, *, may_clip: bool = False, run_steps: int | None = None
+) -> Plan:
     """Return the plan in tier F: peak learning rate from a range test, warm-up and cosine by progress.
 
     Where the test keeps the user's rate, the user's schedule stays too: nothing speaks for another one.
@@ -43,6 +49,7 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float, *, may_c
     Args:
         may_clip: whether gradients may be clipped at the norm that is typical at that rate, where the loop clips none:
             so they may where an optimizer's steps are of one length however long all gradients are.
+        run_steps: of the run, where that is known: a rise is as many of them as the test's own, or 5% of the run.
     """
     plan = _searched(plan, search_s)
     scale = Choice(rates.scale, rates.reason, Mark.DYNAMICS, rates.scale != 1.0, rates.losers)
@@ -51,17 +58,34 @@ def adapt_learning_rate(plan: Plan, rates: RateChoice, search_s: float, *, may_c
         return replace(plan, learning_rate_scale=scale, schedule=kept)
     schedule = Choice(
         "warmup_cosine",
-        "5% linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
+        "a linear warm-up lets the higher rate start safely, cosine to a tenth of it ends low (paper eq. 10)",
         Mark.DYNAMICS,
         changed=True,
         losers=(Rejected("user", "not tried: a range test ends where a rate turns unsafe, and shows no rate to hold"),),
     )
-    plan = replace(plan, learning_rate_scale=scale, schedule=schedule)
+    rise = _rise(rates.rising_steps, run_steps)
+    plan = replace(plan, learning_rate_scale=scale, schedule=schedule, warmup_fraction=rise)
     if not may_clip or not rates.norm or plan.clip_norm.value is not None:
         return plan
     reason = "the median norm of gradients at this rate, by its range test: one that is far larger goes no further"
     clip = Choice(float(f"{rates.norm:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=(Rejected(None, _UNCLIPPED),))
     return replace(plan, clip_norm=clip)
+
+
+def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
+    """Return how long the rate rises: what a rise has to outlast is counted in steps, and a run may have few of them.
+
+    A range test came to its rate by so many and was unharmed.
+    """
+    if rising_steps is None or run_steps is None or rising_steps <= WARMUP_FRACTION * run_steps:
+        return KEEP_WARMUP
+    share, bound = rising_steps / run_steps, ""
+    if share > _LONGEST_RISE:
+        share, bound = _LONGEST_RISE, ", but no more than that of a run"
+    lowest = f"the loss of the range test was lowest after {rising_steps} steps of rising"
+    reason = f"{lowest}, of the run's {run_steps}{bound}"
+    losers = (Rejected(WARMUP_FRACTION, "not tried: a rise quicker than the test's was not seen to be safe"),)
+    return Choice(float(f"{share:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=losers)
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:

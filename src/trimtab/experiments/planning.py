@@ -11,7 +11,7 @@ import torch
 
 from trimtab import api
 from trimtab.api import FREED, Metering, default_rule, profile
-from trimtab.calibrate.adapting import TRAINED, adapted, require_rate
+from trimtab.calibrate.adapting import TRAINED, RunLength, adapted, require_rate
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS
 from trimtab.core.errors import InfeasibleError, ValueGivenError
@@ -109,8 +109,7 @@ def make_plans(
     base, found = _same_maths(task, data, subject, limits, frees_batch="batch" in adapt, traces=traces)
     plans, profiles = {"S": base}, {"S": found}
     if adapt:
-        passes = task.planned_steps * task.batch_rows / data.num_rows
-        plans["F"] = _freed(subject, base, adapt, batches, progress, passes)
+        plans["F"] = _freed(subject, base, adapt, batches, progress, _length(task, data))
     if strong and task.strong is not None:
         plans["strong"], profiles["strong"] = _for_strong(task, device, subject.batch, limits)
     return Plans(plans, profiles)
@@ -167,11 +166,17 @@ def _freed(
     adapt: Collection[str],
     batches: Iterator[Any],
     progress: Callable[[str], None],
-    passes: float,
+    length: RunLength,
 ) -> Plan:
     """Return the plan of tier F: what is found by training first, then the batch."""
-    plan = adapted(subject, base, adapt, batches, progress, passes) if TRAINED & set(adapt) else base
+    plan = adapted(subject, base, adapt, batches, progress, length) if TRAINED & set(adapt) else base
     return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
+
+
+def _length(task: Task, data: TaskData) -> RunLength:
+    """Return how long the run is: what is adapted may train on fewer rows than the loop that it is compared with."""
+    rows = task.planned_rows or task.adapted_rows or task.budget_rows
+    return RunLength(-(-rows // task.batch_rows), task.planned_steps * task.batch_rows / data.num_rows)
 
 
 def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -> tuple[Plan, Profile]:

@@ -117,7 +117,7 @@ def test_a_schedule_is_run_through_whole_in_each_training():
     assert rates[39] == pytest.approx(0.001)
 
 
-def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, list]:
+def planned(its: Subject, monkeypatch, verdict: Verdict, adapt, *, run_steps=None) -> tuple[Plan, list]:
     """Return a plan whose race was decided beforehand, and the plans that were raced."""
     raced, tested = [], []
 
@@ -133,7 +133,8 @@ def planned(its: Subject, monkeypatch, verdict: Verdict, adapt) -> tuple[Plan, l
     monkeypatch.setattr(adapting, "short_race", short)
     monkeypatch.setattr(adapting, "range_test", ranged)
     monkeypatch.setattr(adapting, "judge", lambda pairs, rival: verdict)
-    return adapting.adapted(its, STANDS, adapt, batches(60), lambda text: None, None), [tested, *raced]
+    length = adapting.RunLength(run_steps)
+    return adapting.adapted(its, STANDS, adapt, batches(60), lambda text: None, length), [tested, *raced]
 
 
 def test_muon_is_kept_where_it_won_and_the_run_steps_by_it(monkeypatch):
@@ -159,6 +160,31 @@ def test_each_is_raced_at_the_rate_of_its_own_range_test(monkeypatch, won):
     assert found.learning_rate_scale == kept.learning_rate_scale
     assert found.schedule.value == "warmup_cosine"
     assert found.optimizer.value == ("muon" if won else "user")
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_each_rate_rises_for_as_many_steps_as_its_own_range_test(monkeypatch, won):
+    adapt = ("learning_rate", "optimizer")
+    found, (_, (stands, rival)) = planned(subject(), monkeypatch, Verdict(won, "so"), adapt, run_steps=100)
+    assert (stands.warmup_fraction.value, rival.warmup_fraction.value) == (0.09, 0.19)
+    assert found.warmup_fraction == (rival if won else stands).warmup_fraction
+
+
+@pytest.mark.parametrize(("steps", "rise"), [(None, None), (100, 0.09)])
+def test_a_plan_is_told_how_long_the_run_is(monkeypatch, steps, rise):
+    its = subject()
+    planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})  # for its range test
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    given = {"adapt": "learning_rate", "data": batches(), "num_blocks": 3, "total_steps": steps}
+    found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
+    assert found.schedule.value == "warmup_cosine"
+    assert found.warmup_fraction.value == rise
+    rates = []
+    with trimtab.start(its.model, its.optimizer, found, total_samples=100 * ROWS) as run:
+        its.optimizer.register_step_pre_hook(lambda *_: rates.append(its.optimizer.param_groups[0]["lr"]))
+        for window in run.windows(batches(12)):
+            run.train_step(window, loss_fn)
+    assert rates.index(max(rates)) in ((4, 5) if rise is None else (8, 9))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +306,7 @@ def test_a_schedule_is_raced_against_a_straight_line_by_samples_alone(monkeypatc
 def test_where_the_range_test_keeps_the_rate_no_schedule_is_raced(monkeypatch):
     monkeypatch.setattr(adapting, "short_race", lambda *_, **__: pytest.fail("raced"))
     monkeypatch.setattr(adapting, "range_test", lambda *_: tuple(RatePoint(1.3**i, 5.0 + i) for i in range(20)))
-    found = adapting.adapted(subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None, None)
+    found = adapting.adapted(subject(), STANDS, ("learning_rate", "schedule"), batches(), lambda text: None)
     assert found.schedule.value == "user"
 
 
@@ -377,21 +403,23 @@ def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
 )
 def test_where_no_race_could_tell_dropout_is_kept_and_why(monkeypatch, make, data, passes, said):
     monkeypatch.setattr(adapting, "short_race", lambda *_, **__: pytest.fail("raced"))
-    found = adapting.adapted(subject(make), STANDS, ("dropout",), data, lambda text: None, passes)
+    found = adapting.adapted(
+        subject(make), STANDS, ("dropout",), data, lambda text: None, adapting.RunLength(passes=passes)
+    )
     assert (found.dropout.value, found.tier) == (None, "S")
     assert said in found.dropout.reason
 
 
 def test_passes_are_known_by_length_and_steps():
-    assert adapting.passes_of(batches(40), 100) == 2.5
-    assert adapting.passes_of(iter(batches(4)), 100) is None
-    assert adapting.passes_of(batches(4), None) is None
+    assert adapting.RunLength.of(batches(40), 100) == adapting.RunLength(100, 2.5)
+    assert adapting.RunLength.of(iter(batches(4)), 100) == adapting.RunLength(100, None)
+    assert adapting.RunLength.of(batches(4), None) == adapting.RunLength()
 
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
             yield from batches(4)
 
-    assert adapting.passes_of(torch.utils.data.DataLoader(Endless()), 100) is None
+    assert adapting.RunLength.of(torch.utils.data.DataLoader(Endless()), 100).passes is None
 
 
 def test_what_is_unseen_is_of_one_pass():

@@ -219,3 +219,9 @@ def test_a_choice_tells_the_norm_at_it():
     found = choose_rate(points)
     assert found.norm == pytest.approx(100 / found.scale, rel=0.2)
     assert choose_rate(curve(30.0)).norm is None
+
+
+def test_a_choice_tells_how_many_steps_the_rate_rose_for():
+    points = curve(30.0)
+    smooth = smoothed([point.loss for point in points])
+    assert choose_rate(points).rising_steps == smooth.index(min(smooth))

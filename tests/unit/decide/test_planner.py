@@ -538,6 +538,28 @@ def test_a_learning_rate_makes_it_tier_f_and_is_charged(scale):
 
 
 @pytest.mark.parametrize(
+    ("rising", "steps", "rise", "said"),
+    [
+        (None, 100, None, ""),
+        (24, None, None, ""),
+        (24, 480, None, ""),  # 5% of it are as many
+        (24, 479, 0.05, "after 24 steps of rising, of the run's 479"),
+        (24, 100, 0.24, "of the run's 100"),
+        (31, 100, 0.3, "no more than that of a run"),
+        (31, 10, 0.3, "no more than that of a run"),
+    ],
+)
+def test_a_rate_rises_for_as_many_steps_as_in_its_range_test(rising, steps, rise, said):
+    base = planned(Machine(speed={"bf16": 2.0}))
+    plan = adapt_learning_rate(base, RateChoice(4.0, "so", rising_steps=rising), 7.5, run_steps=steps)
+    assert plan.warmup_fraction.value == rise
+    assert said in plan.warmup_fraction.reason
+    assert ("warmup_fraction" in plan.changes) is (rise is not None)
+    kept = adapt_learning_rate(base, RateChoice(1.0, "so", rising_steps=rising), 7.5, run_steps=steps)
+    assert kept.warmup_fraction.value is None
+
+
+@pytest.mark.parametrize(
     ("scale", "norm", "may_clip", "own", "clips"),
     [
         (4.0, 1.234, True, None, 1.2),
