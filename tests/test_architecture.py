@@ -456,6 +456,7 @@ LOADED = {
     "trimtab.core.checks",
     "trimtab.core.choice",
     "trimtab.core.codec",
+    "trimtab.core.compiled",
     "trimtab.core.energy",
     "trimtab.core.errors",
     "trimtab.core.objective",

@@ -28,6 +28,7 @@ from trimtab.core.progress import silent
 from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.planner import choose_there
+from trimtab.decide.rank_profile import of_any_rank
 from trimtab.distributed.backends import backend_of, is_to_share
 from trimtab.distributed.exchange import has_peers
 from trimtab.distributed.planning import Made, plan_together
@@ -254,7 +255,7 @@ def plan(
         )
 
     def made(found: Profile, kept: str = "") -> Made:
-        chosen = of_replicas(found, kept)
+        chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
             loop = Subject(model, optimizer, loss_fn, example_batch)
             chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps))

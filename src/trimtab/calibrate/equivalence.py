@@ -138,7 +138,7 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequen
     try:
         with _without_dropout(subject.model, keep=trains):
             whole = _gradient(subject, [(subject.batch, subject.rows)])
-            again = _relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
+            again = relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
             if again is None or again <= TOLERANCE:
                 return _compared(subject, whole, pieces)
         why = "in training mode its gradient is random"
@@ -160,10 +160,10 @@ def _compared(subject: Subject, whole: list[Tensor], pieces: Sequence[tuple[Any,
     except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
         _pass_on_memory(error)
         return _Proof(failure=f"a part of the batch does not run alone: {describe(error)}")
-    return _Proof(_relative(whole, split))
+    return _Proof(relative(whole, split))
 
 
-def _relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+def relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
     """Return |whole - other| / |whole| over all parameters; None where it is not a finite number."""
     error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(whole, other, strict=True)))
     norm = math.sqrt(sum(float(a.double().square().sum()) for a in whole))

@@ -24,7 +24,9 @@ import torch
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
+from trimtab.calibrate.replaying import replay_refusal
 from trimtab.calibrate.subject import Subject
+from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
@@ -35,6 +37,7 @@ from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
+from trimtab.runtime.cuda_graphs import LAUNCHES_FROM
 from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
@@ -226,19 +229,29 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             arm.first_s = time_call(lambda: _step(run, subject), subject.device)
             step_until_applied(run, subject)
             compiled, once_s = arm.candidate.compiled, arm.first_s
+            first = [once_s, *_steps_until_launched(run, subject, arm.candidate)]
             if subject.device.type == "cuda" or once_s < _SLOW_S or once_s > slowest or compiled:
                 arm.first_s = timer(arm.candidate)(lambda: _step(run, subject), subject.device)
-            arm.compile_s = max(0.0, once_s - arm.first_s) if compiled else None
+            arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
             _require_finite(run)
+            if is_recorded(compiled) and (refusal := replay_refusal(subject, arm.candidate)) is not None:
+                raise _Unusable(refusal)
             if measure_memory:
                 subject.optimizer.zero_grad(set_to_none=True)  # alive before the count, they are not in it
                 counted = peak_bytes(lambda: _heaviest_step(run, subject), subject.device, subject.live_tensors)
                 arm.peak_bytes = None if counted is None else counted + subject.start_bytes
-                arm.unused_bytes = unused_bytes(subject.device)
+                # What is launched whole lies where no tensor is told from none.
+                arm.unused_bytes = None if is_recorded(compiled) else unused_bytes(subject.device)
     except _Unusable as error:
         arm.error = str(error)
     except Exception as error:  # the user's model or the device may fail in any way; the reason is kept
         arm.error = describe(error)
+
+
+def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:
+    """Return the seconds of steps after the first in which a model is recorded; none of one that is not."""
+    number = LAUNCHES_FROM - 1 if is_recorded(candidate.compiled) else 0
+    return [time_call(lambda: _step(run, subject), subject.device) for _ in range(number)]
 
 
 class _Unusable(Exception):
@@ -323,6 +336,8 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
             return _time_optimizer(subject, steps)
         if steps > 1 or _needs_a_lead(stage):
             step_until_applied(run, subject)
+        for _ in range(_lead_of(stage)):
+            _step(run, subject)
 
         def step() -> None:
             _step(run, subject)
@@ -345,6 +360,11 @@ def _needs_a_lead(stage: Stage) -> bool:
     """
     allocators = {candidate.allocator for candidate in stage.candidates}
     return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
+
+
+def _lead_of(stage: Stage) -> int:
+    """Return how many steps more each arm's block begins with: a run records what it launches anew."""
+    return LAUNCHES_FROM if any(is_recorded(candidate.compiled) for candidate in stage.candidates) else 0
 
 
 def _time_optimizer(subject: Subject, steps: int) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from trimtab.core import checks
 from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Check, Choice, FrontPoint, Mark, Measured, Rejected, Scalar
+from trimtab.core.compiled import check_compiled
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
@@ -69,7 +70,8 @@ class Plan:
         loss_chunk: tokens whose logits a `trimtab.nn.LossHead` holds at once; None leaves it as it is.
         recompute: which of the model's blocks compute their activations again in the backward: "every_block", or a
             schedule as `trimtab.core.recompute` writes it; None: none beyond the loop's own.
-        compiled: whether torch compiles the model's forward, the first time that it runs.
+        compiled: whether torch compiles the model's forward, the first time that it runs; "cuda_graphs": forward and
+            backward are recorded as they are, once, and launched whole; "compiled_cuda_graphs": compiled, and so.
         zero_stage: how ranks share a model that the loop has not wrapped: 0 replicates it (DDP), 1 shards the
             optimizer's state, 2 gradients too, 3 parameters too; None leaves it as it is.
         engine: what shares it, "torch" or "deepspeed" (stages 1 to 3).
@@ -183,9 +185,9 @@ class Plan:
             raise FormatError(
                 "plan.batch_policy", given=repr(self.batch_policy.value), expected=f"{policy}, its rule's"
             )
-        for name in ("fused_optimizer", "compiled"):
-            if not isinstance(value := getattr(self, name).value, bool):
-                raise FormatError(f"plan.{name}", given=repr(value), expected="true or false")
+        if not isinstance(value := self.fused_optimizer.value, bool):
+            raise FormatError("plan.fused_optimizer", given=repr(value), expected="true or false")
+        check_compiled(self.compiled.value, num_ranks=self.num_ranks)
         if self.splits and self.check is not None and not self.check.splittable:
             object.__setattr__(self, "micro_batch", replace(self.micro_batch, mark=Mark.DYNAMICS))
 

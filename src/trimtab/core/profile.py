@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.chain import ChainModel
+from trimtab.core.compiled import Compiled, in_words
 from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -31,7 +32,7 @@ class Candidate:
     micro_batch: int
     allocator: str = "keep"
     loss_chunk: int | None = None
-    compiled: bool = False
+    compiled: Compiled = False
     recompute: str | None = None
 
     def differences(self, other: Candidate) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ class Candidate:
         fused = ", fused" if self.fused_optimizer else ""
         retain = "" if self.allocator == "keep" else ", memory retained"
         chunk = "" if self.loss_chunk is None else f", loss in chunks of {self.loss_chunk}"
-        compiled = ", compiled" if self.compiled else ""
+        compiled = f", {in_words(self.compiled)}" if self.compiled else ""
         again = "" if self.recompute is None else f", recomputing {self.recompute}"
         return f"{self.precision}{layout}{fused}{retain}{chunk}{compiled}{again}, micro-batch {self.micro_batch}"
 
@@ -64,7 +65,7 @@ class Trial:
         peak_bytes: peak bytes of a step, measured in a separate pass; None when not measured.
         error: why the trial could not run, or None.
         control: whether this is the A/A control (the incumbent a second time).
-        compile_s: seconds that its first step took beyond the next one, where it is compiled; else None.
+        compile_s: seconds that its first steps took beyond the next one, where it is compiled or recorded; else None.
         unused_bytes: of the peak, what the allocator held in pieces that no tensor was in; None: not known.
         watts: that were drawn while it ran, one figure per window of a second or more; (): there was no meter.
     """

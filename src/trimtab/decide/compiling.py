@@ -3,13 +3,16 @@
 On a processor it is tried where the run spares its seconds, as any other trial. On a GPU a step that is not compiled
 may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever a tenth of
 what it could save pays for that, and also in a mode that looks no faster yet, as the host is what bounds them all.
+Where a step takes many times what its products do, recording its kernels and launching them whole is tried too, of the
+model as it is and of the compiled one: what is recorded once costs next to nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.core.profile import Candidate, Profile
+from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, is_by_compiler, is_recorded
+from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import figures, speed_ratio
@@ -24,27 +27,56 @@ _PRICE, _UNKNOWN = 0.1, 0.5
 # Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
 # H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
 _HELD_UP = 1.3
+# A step that takes so many times its products at the device's peak may wait for its host: GPT-2's of 32 rows, compiled,
+# took an H200 twice as long, ResNet-50's of 128 small images 20 times.
+_LAUNCHED = 4.0
+
+
+def graph_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
+    """Return the fastest mode, and what is recorded on trial beside it, if anything is."""
+    if profile.loop.is_compiled or not _may_wait(profile, fastest):
+        return (fastest,)
+    return fastest, replace(_to_compile(profile, fastest), compiled=CUDA_GRAPHS)
 
 
 def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest mode, and what is compiled on trial beside it, if anything is."""
+    """Return the fastest mode, and what is compiled on trial beside it, if anything is: recorded, where that pays."""
     if compiling_refusal(profile, fastest):
         return (fastest,)
-    return fastest, replace(_to_compile(profile, fastest), compiled=True)
+    mode, recorded = _to_compile(profile, fastest), unpaid(profile, CUDA_GRAPHS) is None
+    ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else (True,)
+    return fastest, *(replace(mode, compiled=way) for way in ways)
+
+
+def _may_wait(profile: Profile, fastest: Candidate) -> bool:
+    """Return whether, on a GPU, one launch may do for a step that seems to wait for its launches."""
+    step_s, least_s = _seconds(profile, fastest)
+    return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
 
 
 def _to_compile(profile: Profile, fastest: Candidate) -> Candidate:
-    """Return the fastest mode; on a GPU the one with the fastest products of those that are about as fast."""
+    """Return the fastest mode; on a GPU the one with the fastest products of those that are about as fast.
+
+    Where they wait for their launches, in channels_last, in which its units convolve: which is faster does not show.
+    """
+    found = _with_fastest_products(profile, fastest)
+    units = [mode for mode in found if mode.memory_layout == "channels_last" and _may_wait(profile, fastest)]
+    return (units or found)[0]
+
+
+def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candidate]:
+    """Return the modes of those that are about as fast whose products are the fastest; the fastest mode first."""
     model, device = CostModel(profile), profile.device
     if device.kind != "cuda":
-        return fastest
+        return [fastest]
 
     def products(mode: Candidate) -> float:
         return device.peak(mode.precision) or 0.0
 
     limit_s = _HELD_UP * (model.predict(fastest).step_s or 0.0)
-    near = [mode for mode in model.modes if (model.predict(mode).step_s or 0.0) <= limit_s]
-    return max((fastest, *near), key=products)  # of equals the first: the fastest
+    near = [fastest, *(mode for mode in model.modes if (model.predict(mode).step_s or 0.0) <= limit_s)]
+    most = max(map(products, near))
+    return [mode for mode in near if products(mode) == most]
 
 
 def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
@@ -65,33 +97,73 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
     """Return whether, on a GPU, a tenth of what compiling could save of the run pays for trying it.
 
     It could save what a step takes beyond its products at the device's peak: kernels that are fused move less, and are
-    fewer to launch.
+    fewer to launch; of a step that is recorded already, what that takes.
     """
     if profile.device.kind != "cuda":
         return False
-    step_s = CostModel(profile).predict(fastest).step_s or 0.0
-    flops, peak = profile.loop.flops_per_step, profile.device.peak(_to_compile(profile, fastest).precision)
-    least_s = flops / peak if flops and peak else (1 - _UNKNOWN) * step_s
+    step_s, least_s = _seconds(profile, fastest)
+    if unpaid(profile, CUDA_GRAPHS) is None:
+        recorded = replace(_to_compile(profile, fastest), compiled=CUDA_GRAPHS)
+        step_s = CostModel(profile).predict(recorded).step_s or step_s
+    least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
     return _PRICE * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
 
 
-def unpaid_compiling(profile: Profile) -> str | None:
-    """Return why the model is not compiled, by its trial, or None."""
-    trials = [trial for trial in profile.stage("compile") if not trial.control]
-    if len(trials) < 2:
+def _seconds(profile: Profile, fastest: Candidate) -> tuple[float, float | None]:
+    """Return what a step of the fastest mode takes, and its products at the device's peak; None: not known."""
+    precision = _with_fastest_products(profile, fastest)[0].precision
+    flops, peak = profile.loop.flops_per_step, profile.device.peak(precision)
+    return CostModel(profile).predict(fastest).step_s or 0.0, flops / peak if flops and peak else None
+
+
+def stage_of(value: Compiled) -> str:
+    """Return the stage in which a way to run the model is tried first."""
+    return "graphs" if value == CUDA_GRAPHS else "compile"
+
+
+def unpaid(profile: Profile, value: Compiled) -> str | None:
+    """Return why a model does not run in a way that was tried, by its trial, or None.
+
+    It has to pay beside the model as it is, and beside what is recorded without being compiled, where that is in its
+    stage.
+    """
+    trials = [trial for trial in profile.stage(stage_of(value)) if not trial.control]
+    ours = next((trial for trial in trials if trial.candidate.compiled == value), None)
+    if ours is None:
         return "not tried"
-    own, compiled = trials
-    if compiled.error or not (own.step_s and compiled.block_s):
-        return compiled.error or "not compared with the loop as it is"
-    saves_s = own.step_s * (1 - 1 / speed_ratio(compiled, own).mean) * (profile.total_steps or 0)
-    took_s = compiled.compile_s or 0.0
+    if ours.error or not (trials[0].step_s and ours.block_s):
+        return ours.error or "not compared with the loop as it is"
+    rivals = (trial for trial in trials if trial is not ours and trial.block_s)
+    return next(filter(None, (_unpaid(profile, ours, rival) for rival in rivals)), None)
+
+
+def _unpaid(profile: Profile, ours: Trial, rival: Trial) -> str | None:
+    speed, way = speed_ratio(ours, rival), ours.candidate.compiled
+    said = f"{figures(speed)} of {rival.candidate.describe()}" if rival.candidate.compiled else figures(speed)
+    if is_recorded(way) and speed.low <= 1:
+        return f"not clearly faster: {said}"
+    if profile.total_steps is None and not is_by_compiler(way):
+        return None  # a few steps' time, however long the run is
+    saves_s = (rival.step_s or 0.0) * (1 - 1 / speed.mean) * (profile.total_steps or 0)
+    took_s = ours.compile_s or 0.0
     if saves_s <= WORTH_COMPILING * took_s:
         saves = f"saves {format_seconds(saves_s)} of the run" if saves_s > 0 else "saves nothing"
-        return f"{saves}, and took {format_seconds(took_s)}: {figures(speed_ratio(compiled, own))}"
+        return f"{saves}, and took {format_seconds(took_s)}: {said}"
     return None
 
 
-def is_compiled_mode(profile: Profile, mode: Candidate) -> bool:
-    """Return whether a precision and layout was compiled on trial, and that pays."""
-    tried = (trial.candidate for trial in profile.stage("compile") if trial.candidate.compiled)
-    return any(each.alike(mode, *BUT_MODE) for each in tried) and not unpaid_compiling(profile)
+def tried(profile: Profile) -> tuple[Trial, ...]:
+    """Return the trials of what is compiled or recorded."""
+    found = (trial for stage in ("graphs", "compile") for trial in profile.stage(stage))
+    return tuple(trial for trial in found if trial.candidate.compiled and not trial.control)
+
+
+def paying(profile: Profile, mode: Candidate | None = None) -> tuple[Compiled, ...]:
+    """Return in which ways but its own the model runs that were tried and pay.
+
+    Args:
+        mode: the precision and layout that they are asked of; None: of any.
+    """
+    found = (trial.candidate for trial in tried(profile))
+    ways = dict.fromkeys(each.compiled for each in found if mode is None or each.alike(mode, *BUT_MODE))
+    return tuple(way for way in ways if unpaid(profile, way) is None)

@@ -31,7 +31,7 @@ CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
 # Of a candidate, all but its precision and layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
 # Stages of whole steps, each of which begins with a mode.
-_STAGES = ("modes", "head", "sizes", "compile")
+_STAGES = ("modes", "head", "sizes", "graphs", "compile")
 # Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
 # or too short, at the most (docs/memory.md has of how many it holds).
 _OUTSIDE, _MISSED = 0.05, 0.15
@@ -71,7 +71,7 @@ class CostModel:
         like = modes or sliced[:1]
         self._modes = {t.candidate: 1 / typical_ratio(t, self._unit) for t in like if self._unit}
         self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
-        self._saved |= self._against("compile", "compiled")
+        self._saved |= self._against("graphs", "compiled") | self._against("compile", "compiled")
         self._extra: dict[int, float] = {}
         self._extra = self._of_sizes()
 
@@ -194,14 +194,14 @@ class CostModel:
         """Return what a value that was tried against another saves, in units of the first trial's step."""
         return self._saved.get((name, value), 0.0)
 
-    def fastest(self, *, compiled: bool) -> float | None:
+    def fastest(self, also: Iterable[Candidate] = ()) -> float | None:
         """Return the seconds of the fastest mode that was tried, in units of the first trial's.
 
         Args:
-            compiled: whether those that were compiled count.
+            also: what counts beside the modes: those that were compiled or recorded.
         """
-        also = (self._relative(t.candidate) for t in self._profile.stage("compile") if t.block_s and compiled)
-        return min((each for each in (*self._modes.values(), *also) if each), default=None)
+        found = (*self._modes.values(), *map(self._relative, also))
+        return min((each for each in found if each), default=None)
 
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
         trials = [trial for trial in self._profile.stage(stage) if not trial.control and trial.block_s]

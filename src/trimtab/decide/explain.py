@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from trimtab.core import compiled
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
 from trimtab.core.profile import ALONE, FINAL, Candidate, Profile, Trial
 from trimtab.decide import search
-from trimtab.decide.compiling import unpaid_compiling
+from trimtab.decide.compiling import stage_of, unpaid
 from trimtab.decide.cost_model import Predicted
 from trimtab.decide.finals import Outcome
 from trimtab.decide.readings import control_interval, figures, resolves, saved, speed_ratio, unfit
@@ -104,7 +105,8 @@ class Told:
 
     def _compiled_at_once(self, name: str) -> str:
         """Return what compiling brought, of each setting in which that was tried beside the fastest mode; or ""."""
-        rival = next((trial for trial in self.profile.stage("compile") if not trial.candidate.compiled), None)
+        trials = self.profile.stage(stage_of(self.winner.compiled))
+        rival = next((trial for trial in trials if not trial.candidate.compiled), None)
         ours = None if rival is None else self._own(rival.stage)
         if not self.winner.compiled or rival is None or ours is None or not rival.block_s:
             return ""
@@ -131,7 +133,7 @@ class Told:
             looked = "measured" if self.profile.trials else "traced"
             return f"its blocks were not {looked}, as {why}" if asks else "less memory is not asked for"
         if self.winner.compiled:
-            return "not tried in a compiled model"
+            return f"not tried in a model {compiled.in_words(self.winner.compiled)}"
         again = [p for p in self.found if p.candidate.recompute is not None and p.refusal is None]
         return found.refusal or (
             "none of it fits" if not again else "nothing that recomputes is predicted to be better"
@@ -172,7 +174,8 @@ class Told:
 
     def _kept(self, name: str) -> str:
         others = list(self._others(name))
-        if not others:
+        is_compiled = any(compiled.is_by_compiler(each.candidate.compiled) for each in others)
+        if not others or (name == "compiled" and not is_compiled):
             return self._untried(name)
         if all(trial.stage == ALONE for trial in others):
             return f"as the loop has it: {self._why_not(others[0], name)}"
@@ -199,7 +202,7 @@ class Told:
         if trial.error is not None:
             return trial.error
         speed = self._speed_of(trial)
-        if name == "compiled" and trial.candidate.compiled and (refusal := unpaid_compiling(self.profile)):
+        if name == "compiled" and trial.candidate.compiled and (refusal := self._unpaid(trial)):
             return refusal
         if speed is None:
             return "not compared with what was chosen"
@@ -215,6 +218,9 @@ class Told:
             return f"not put first: {said}"
         return f"no gain: {said}; {resolves(control)}"
 
+    def _unpaid(self, trial: Trial) -> str | None:
+        return unpaid(self.profile, trial.candidate.compiled)
+
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of other values of a setting, those first that differ from the winner in least else."""
         stages = [*search.STAGES[:-1], *self.profile.finals]
@@ -222,7 +228,7 @@ class Told:
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         is_fusing = name == "fused_optimizer"
         apart = [t for t in trials if t.stage.startswith(FINAL) or t.is_whole != is_fusing]
-        apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t]
+        apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t or _is_another_way(name, t)]
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 
     def _is_only(self, trial: Trial, name: str) -> bool:
@@ -290,10 +296,15 @@ class Told:
         return "as the loop has it"
 
 
+def _is_another_way(name: str, trial: Trial) -> bool:
+    """Return whether a trial tells of another way to run the model, though it is what is most like the winner."""
+    return name == "compiled" and bool(trial.candidate.compiled)
+
+
 def _value(candidate: Candidate, name: str) -> str:
     value = getattr(candidate, name)
     if name == "loss_chunk":
         return "the head as the loop has it" if value is None else f"chunks of {value}"
     if name == "compiled":
-        return "the model compiled" if value else "the model as it is"
+        return f"the model {compiled.in_words(candidate.compiled) or 'as it is'}"
     return f"micro-batch {value}" if name == "micro_batch" else f"{value}"

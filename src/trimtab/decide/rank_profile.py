@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import Candidate, Profile, Recomputable, Traced, Trial
 from trimtab.core.rank_trace import RankTrace
 
@@ -19,7 +20,7 @@ def steps_shards_fused(optimizer: str) -> bool:
 def taken(profile: Profile, engine: str, stage: int) -> Profile:
     """Return a profile of what goes with an engine's stage alone.
 
-    Shards have no layout and, of torch's SGD, no fused step; DeepSpeed casts itself.
+    Graphs are of one process. Shards have no layout and, of torch's SGD, no fused step; DeepSpeed casts itself.
     Where nothing was tried and a fused step alone was traced, its bytes are taken for the plain one's.
     """
     fuses = steps_shards_fused(profile.loop.optimizer) or profile.loop.is_fused
@@ -32,10 +33,15 @@ def taken(profile: Profile, engine: str, stage: int) -> Profile:
 
     return replace(
         profile,
-        trials=tuple(trial for trial in profile.trials if goes(trial.candidate)),
+        trials=tuple(trial for trial in of_any_rank(profile).trials if goes(trial.candidate)),
         traces=tuple(traced for traced in profile.traces if goes(traced.candidate)),
         recomputables=tuple(each for each in profile.recomputables if goes(each.candidate)),
     )
+
+
+def of_any_rank(profile: Profile) -> Profile:
+    """Return a profile without what is recorded as CUDA graphs, which are of one process."""
+    return replace(profile, trials=tuple(t for t in profile.trials if not is_recorded(t.candidate.compiled)))
 
 
 def _unfused(traced: Traced) -> Traced:

@@ -12,6 +12,7 @@ from trimtab.core.parallelism import Parallelism, StepShape
 from trimtab.core.plan import Choice, Plan, Rejected, Scalar
 from trimtab.core.sharing import KEPT
 from trimtab.core.units import format_bytes, format_seconds
+from trimtab.core.without_graphs import without_graphs
 from trimtab.decide.communication import WindowCost, window_s
 from trimtab.decide.overlap import bucket_sizes
 
@@ -49,7 +50,9 @@ def replicated(plan: Plan, num_ranks: int, why: str = "") -> Plan:
         return plan
     reason = "each rank holds the model, and gradients are reduced once a window: what a loop on ranks does"
     reason += f"; {why}" if why else ""
-    return replace(plan, num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"]))
+    return replace(
+        without_graphs(plan, "of one process"), num_ranks=num_ranks, zero_stage=Choice(0, reason, _MARKS["zero_stage"])
+    )
 
 
 def alone(plan: Plan) -> Plan:

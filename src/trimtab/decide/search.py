@@ -4,12 +4,13 @@
     optimizer  -> the optimizer's step alone, as it is against fused
     head       -> the fastest mode, its logits a chunk at a time
     sizes      -> slices of the batch, where the check allows splitting
-    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial (`compiling`)
+    graphs     -> the fastest mode recorded and launched whole, where it may wait for its launches (`compiling`)
+    compile    -> the fastest mode compiled, where the run is long enough to pay for the trial
     final      -> the reference against those that the cost model of all this puts first: they decide
 
-The first five tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain drowns
-in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there is
-another final. Replaying a recorded profile gives the same stages.
+All but the last tell the cost model what it is made of; nothing is accepted for them but a fused step, whose gain
+drowns in that of a whole one. Where what was put first turns out to break the budget, the model has learned, and there
+is another final. Replaying a recorded profile gives the same stages.
 
 Before the final the blocks of the fastest are measured where it breaks a limit on memory, or memory counts: computing
 some of them again is one more choice (`recomputing`).
@@ -37,7 +38,7 @@ from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, lightest, p
 WORTH_RETAINING = 0.02
 # Below this multiple of fp32's matrix-product speed a precision is not tried: no faster there, it only adds casts.
 SCREEN = 1.2
-STAGES = ("modes", "optimizer", "head", "sizes", "compile", FINAL)
+STAGES = ("modes", "optimizer", "head", "sizes", "graphs", "compile", FINAL)
 MOST_FINALS = 3
 # Seconds that measuring always may take.
 MEASURING_S = 20.0
@@ -245,6 +246,10 @@ def _fastest(profile: Profile) -> Candidate:
     return model.modes[0] if fastest < WORTH_A_RUN * first else tried[0]
 
 
+def _recorded(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    return compiling.graph_candidates(profile, _fastest(profile))
+
+
 def _compiled(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     return compiling.compile_candidates(profile, _fastest(profile))
 
@@ -296,5 +301,6 @@ _CANDIDATES: dict[str, Callable[[Profile, Budget], tuple[Candidate, ...]]] = {
     "optimizer": _optimizer,
     "head": _head,
     "sizes": _sizes,
+    "graphs": _recorded,
     "compile": _compiled,
 }

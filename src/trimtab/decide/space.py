@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.objective import Budget, Cost, Objective
 from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.decide import recomputing
-from trimtab.decide.compiling import is_compiled_mode, unpaid_compiling
+from trimtab.decide.compiling import paying, tried
 from trimtab.decide.cost_model import CostModel, Predicted
 from trimtab.decide.readings import (
     FREE_SPEED,
@@ -83,7 +83,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
         chunks = {traced.candidate.loss_chunk for traced in profile.traces}
         fused = {traced.candidate.fused_optimizer for traced in profile.traces}
     for mode in model.modes:
-        compiles = {False, is_compiled_mode(profile, mode)}
+        compiles = (False, *paying(profile, mode))
         for allocator in sorted({mode.allocator, "keep"}, reverse=True):
             for chunk in sorted({None, *chunks}, key=lambda value: value or math.inf, reverse=True):
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
@@ -108,8 +108,9 @@ def fuses(profile: Profile) -> bool:
 
 def fusing_share(profile: Profile) -> float:
     """Return what a fused step saves of a whole one, the fastest that was tried and pays."""
-    model = CostModel(profile)
-    return model.saves("fused_optimizer", True) / (model.fastest(compiled=not unpaid_compiling(profile)) or 1.0)
+    model, ways = CostModel(profile), paying(profile)
+    also = (trial.candidate for trial in tried(profile) if trial.block_s and trial.candidate.compiled in ways)
+    return model.saves("fused_optimizer", True) / (model.fastest(also) or 1.0)
 
 
 def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:

@@ -77,15 +77,15 @@ def _rise(rising_steps: int | None, run_steps: int | None) -> Choice:
 
     A range test came to its rate by so many and was unharmed.
     """
-    if rising_steps is None or run_steps is None or rising_steps <= WARMUP_FRACTION * run_steps:
+    share, bound = float(f"{(rising_steps or 0) / (run_steps or 1):.2g}"), ""
+    if run_steps is None or share <= WARMUP_FRACTION:
         return KEEP_WARMUP
-    share, bound = rising_steps / run_steps, ""
     if share > _LONGEST_RISE:
         share, bound = _LONGEST_RISE, ", but no more than that of a run"
     lowest = f"the loss of the range test was lowest after {rising_steps} steps of rising"
     reason = f"{lowest}, of the run's {run_steps}{bound}"
     losers = (Rejected(WARMUP_FRACTION, "not tried: a rise quicker than the test's was not seen to be safe"),)
-    return Choice(float(f"{share:.2g}"), reason, Mark.DYNAMICS, changed=True, losers=losers)
+    return Choice(share, reason, Mark.DYNAMICS, changed=True, losers=losers)
 
 
 def adapt_optimizer(stands: Plan, rival: Plan, verdict: Verdict, search_s: float) -> Plan:

@@ -13,6 +13,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
+from trimtab.decide.rank_profile import of_any_rank
 from trimtab.distributed.alone import Together
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.process_group import place
@@ -76,7 +77,9 @@ def plan_on_ranks(
         found = profile_here(share, budget, weights, progress, share.planned_steps)
         seen(found)
         weighed = share_of(found, loop_of(share, device.type), progress)
-        return weighed if isinstance(weighed, Share) else _made(share, of_replicas(found, weighed), found, weighed)
+        if isinstance(weighed, Share):
+            return weighed
+        return _made(share, of_replicas(of_any_rank(found), weighed), found, weighed)
 
     def rehearsal() -> Rehearsal:
         return rehearsal_of(task_of_rank(task, ranks), device, progress)

@@ -12,6 +12,7 @@ from trimtab.api import start
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.sharing import STAGES
+from trimtab.core.without_graphs import without_graphs
 from trimtab.distributed.process_group import limited_to
 from trimtab.runtime.engine import Run
 
@@ -25,6 +26,8 @@ _LEFT |= {"weight_decay": None}
 def checked_plan(plan: Plan | None, host: str) -> Plan | None:
     """Return a plan that leaves to a host what is the host's.
 
+    A host calls the model by a way and with values of its own, which planning does not: nothing is launched as graphs.
+
     Raises:
         ValueGivenError: no plan, or one that sets what the host's settings do.
     """
@@ -36,7 +39,7 @@ def checked_plan(plan: Plan | None, host: str) -> Plan | None:
         if (value := getattr(plan, name).value) != left:
             given, way_out = f"{value!r}, which {host} decides", "Plan without adapt, and set it there."
             raise ValueGivenError(f"plan.{name}", given=given, expected=f"{left!r}", way_out=way_out)
-    return plan
+    return without_graphs(plan, "of loops that call the model as it was planned")
 
 
 def refuse_both(plan: Plan | None, planning: Mapping[str, Any] | None) -> None:

@@ -12,6 +12,7 @@ from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.runtime import activation_checkpoint, compiled, dropout, layout, loss_head, muon, optimizers, precision
 from trimtab.runtime.compile_check import CompileCheck, Note
+from trimtab.runtime.cuda_graphs import Recorder
 from trimtab.runtime.modes import retained_memory
 from trimtab.runtime.order import ForwardSeen
 from trimtab.runtime.weight_decay import use_weight_decay
@@ -61,7 +62,11 @@ def apply_plan(
         called: the model as the loop calls it, itself or what holds it. forward: what is to see its forward.
         note: called with an event's name and figures; without it what is applied is not checked while it is used.
         make_state: make the optimizer's state now: in its first step, memory could run out in the middle of it.
+
+    Raises:
+        ValueGivenError: the device does not know what the plan has it do.
     """
+    compiled.check_available(plan.compiled.value, next(model.parameters()).device)
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
@@ -76,9 +81,11 @@ def apply_plan(
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
         if plan.compiled.value and not compiled.is_compiled(called):
-            call = compiled.CompiledCall(called, forward.note)
+            call = compiled.CompiledCall(called, forward.note, plan.compiled.value)
             undo.callback(call.undo)
-            if note is not None:
+            if note is not None and call.recorder is not None:  # unchecked: both ways would be held beside one another
+                undo.callback(_note_launches, call.recorder, note)
+            elif note is not None:
                 undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
         else:
             undo.callback(forward.watch(called))
@@ -88,3 +95,9 @@ def apply_plan(
         layout.align_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return undo.pop_all()
+
+
+def _note_launches(recorder: Recorder, note: Note) -> None:
+    """Note how often graphs were launched, and why not where they were not."""
+    why = recorder.refusal or ("" if recorder.launches else recorder.left)
+    note("cuda_graphs", {"launches": recorder.launches, "refusal": why or None})

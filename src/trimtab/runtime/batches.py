@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,21 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 def row_slice(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch. Tensors are views."""
     return _map(batch, lambda leaf: leaf[rows] if _has_rows(leaf) else leaf)
+
+
+def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
+    """Return as many rows as a batch has by their indices, any of them several times, laid out as its own."""
+
+    def taken(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return [leaf[index] for index in indices]
+        found = leaf[torch.tensor(indices, device=leaf.device)]
+        if found.stride() == leaf.stride() or min(leaf.stride()) <= 0:
+            return found
+        laid_out = torch.empty_strided(found.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return laid_out.copy_(found)
+
+    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,4 +1,4 @@
-"""A model's forward compiled by torch, in place: the model stays the object that it was."""
+"""A model's calls compiled by torch, launched as CUDA graphs, or both; in place: it stays the object that it was."""
 
 from __future__ import annotations
 
@@ -10,31 +10,45 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from trimtab.core.compiled import Compiled, is_by_compiler, is_recorded
+from trimtab.core.errors import ValueGivenError
+from trimtab.runtime.cuda_graphs import Recorder
+
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model, or a part of it, is compiled already."""
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
 
 
+def check_available(compiled: Compiled, device: torch.device) -> None:
+    """Raise `ValueGivenError` where a plan launches graphs and the device knows none."""
+    if is_recorded(compiled) and device.type != "cuda":
+        raise ValueGivenError(
+            "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
+        )
+
+
 class CompiledCall:
-    """A model's forward, compiled when it is called first.
+    """A model's call, compiled when it is first called, recorded when it is called again, or both.
 
     Random numbers are drawn as without: dropout keeps its masks. A copy of the model is not compiled.
 
     Args:
         saw: called before each forward, outside of what is compiled: in it, a hook that is new to every run would have
-            the model compiled anew.
+            the model compiled anew. compiled: how, as a plan says it.
 
     Attributes:
         is_on: whether it is called compiled; or as it was. began: when it was called first. shapes: of the tensors that
-            it was called with, while somebody takes them; else None.
+            it was called with, while somebody takes them; else None. recorder: what launches graphs; None: nothing.
     """
 
-    def __init__(self, model: nn.Module, saw: Callable[[], None]) -> None:
-        model.compile(options={"fallback_random": True})
-        compiled = model._compiled_call_impl
-        assert compiled is not None
-        self._model, self._compiled, self._saw = model, compiled, saw
+    def __init__(self, model: nn.Module, saw: Callable[[], None], compiled: Compiled = True) -> None:
+        called: Any = model._call_impl
+        if is_by_compiler(compiled):
+            model.compile(options={"fallback_random": True})
+            called = model._compiled_call_impl
+        self.recorder = Recorder(model, called) if is_recorded(compiled) else None
+        self._model, self._called, self._saw = model, self.recorder or called, saw
         self.is_on = True
         self.shapes: list[torch.Size] | None = None
         self.began: float | None = None
@@ -47,7 +61,7 @@ class CompiledCall:
             self.began = time.perf_counter()
         if self.shapes is not None:
             self.shapes += [each.shape for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        return self._compiled(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
+        return self._called(*args, **kwargs) if self.is_on else self._model._call_impl(*args, **kwargs)
 
     def take_shapes(self) -> tuple[torch.Size, ...]:
         """Return the shapes since the last time."""
@@ -57,3 +71,5 @@ class CompiledCall:
     def undo(self) -> None:
         """Leave the model as it was."""
         vars(self._model).pop("_compiled_call_impl", None)
+        if self.recorder is not None:
+            self.recorder.forget()

@@ -360,3 +360,33 @@ def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, mac
     incumbent, rival = run(subject, final(WHOLE, HALF))  # whole, half, half, whole: the fourth
     assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
     assert (rival.error, len(rival.block_s)) == (None, 5)
+
+
+GRAPHS = replace(WHOLE, compiled="cuda_graphs")
+
+
+@pytest.mark.parametrize(("candidates", "lead"), [((WHOLE, HALF), 0), ((WHOLE, GRAPHS), 3)])
+def test_blocks_beside_what_is_recorded_begin_after_its_recording(subject, candidates, lead):
+    """Each run records anew, in its third call: all arms step as often before the clock."""
+    calls: list[int] = []
+
+    def loss_fn(model, rows):
+        calls.append(1)
+        return model(rows).mean()
+
+    trials._time_block(replace(subject, loss_fn=loss_fn), Stage("graphs", candidates), WHOLE, 2)
+    assert len(calls) == 1 + lead + 2
+
+
+@pytest.mark.parametrize(("way", "took"), [("cuda_graphs", 33 - 3 * 0.5), (True, 30 - 0.5), (False, None)])
+def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched(subject, monkeypatch, way, took):
+    seconds = iter([30.0, 2.0, 1.0])
+    start = Subject.start
+    monkeypatch.setattr(Subject, "start", lambda its, candidate: start(its, replace(candidate, compiled=False)))
+    monkeypatch.setattr(trials, "time_call", lambda step, device: (step(), next(seconds))[1])
+    monkeypatch.setattr(trials, "timer", lambda candidate: lambda step, device: 0.5)
+    monkeypatch.setattr(trials, "replay_refusal", lambda *_: None)
+    arm = trials._Arm(replace(WHOLE, compiled=way))
+    trials._warm_up(subject, arm, measure_memory=False, slowest=100.0)
+    assert arm.error is None
+    assert arm.compile_s == took

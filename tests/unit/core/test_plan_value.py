@@ -163,6 +163,7 @@ def test_fixed_holds_what_was_given():
         ((8,), {"loss_chunk": 0}, ValueGivenError, "plan.loss_chunk"),
         ((8,), {"loss_chunk": 2.5}, ValueGivenError, "plan.loss_chunk"),
         ((8,), {"compiled": "inductor"}, FormatError, "plan.compiled"),
+        ((8,), {"compiled": 1}, FormatError, "plan.compiled"),
         ((8,), {"fused_optimizer": 1}, UsageError, "plan.fused_optimizer"),
         ((8,), {"fused_optimizer": 0}, UsageError, "plan.fused_optimizer"),
         ((8,), {"accumulation": 4}, FormatError, "plan.accumulation"),
@@ -172,6 +173,16 @@ def test_what_is_no_plan_is_refused_by_field(arguments, values, error, field):
     with pytest.raises(error) as caught:
         Plan.fixed(*arguments, **values)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("way", "without"), [("cuda_graphs", False), ("compiled_cuda_graphs", True)])
+def test_graphs_are_of_one_process_and_survive_a_file(way, without):
+    plan = Plan.fixed(8, 4, compiled=way)
+    assert (plan.tier, plan.changes) == ("S", ("micro_batch", "compiled"))
+    assert from_json(Plan, to_json(plan)) == plan
+    with pytest.raises(ValueGivenError, match="2 ranks") as caught:
+        Plan.fixed(8, num_ranks=2, zero_stage=0, compiled=way)
+    assert f"compiled={without}" in str(caught.value)
 
 
 def test_another_schema_is_refused():

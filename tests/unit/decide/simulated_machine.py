@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
+from trimtab.core.compiled import is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.peak_model import PeakModel
@@ -110,6 +111,12 @@ class Machine:
         seconds += self._recomputed_s(candidate)
         return (seconds + self.split_s * (math.ceil(self.rows / candidate.micro_batch) - 1)) * self.unit
 
+    def _price_s(self, candidate: Candidate) -> float | None:
+        """Return what a way to run the model takes once: recording is next to nothing."""
+        if not candidate.compiled:
+            return None
+        return self.compile_s if is_by_compiler(candidate.compiled) else 0.2
+
     def peak_bytes(self, candidate: Candidate) -> int:
         """Return the true peak."""
         factor = self.weight.get(candidate.precision, 1.0) * self.weight.get(candidate.memory_layout, 1.0)
@@ -170,9 +177,7 @@ class Machine:
         step_s = self.step_s(stage.name, candidate)
         blocks = tuple(step_s * drift * self._rng.lognormvariate(0, self.noise) for drift in drifts)
         peak = None if control or stage.name == "optimizer" else self.peak_bytes(candidate)
-        found = Trial(
-            stage.name, candidate, blocks, peak, None, control, self.compile_s if candidate.compiled else None
-        )
+        found = Trial(stage.name, candidate, blocks, peak, None, control, self._price_s(candidate))
         if self.watts is None or stage.name == ALONE:
             return found
         return replace(found, watts=tuple(self.watts(candidate) for _ in range(5)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from simulated_machine import CPU, Machine, measured, values
 
+from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -14,6 +15,8 @@ from trimtab.core.profile import Candidate, Profile
 from trimtab.decide.compiling import COMPILING_S, is_promising
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.planner import choose
+from trimtab.decide.rank_profile import taken
+from trimtab.decide.ranks import replicated
 
 PEAKS = {"fp32": 1e10, "tf32": 1e11, "bf16": 2e11, "fp16": 2e11}
 GPU = DeviceSpec("an accelerator", "cuda", 2**36, PEAKS, 1e12, "made up")
@@ -66,7 +69,7 @@ def test_a_hurried_search_on_a_gpu_compiles_what_promises_much():
 def held_up(stage: str, candidate: Candidate) -> float:
     """A step whose kernels wait for the host: all modes take about as long, and compiled what their products do."""
     bare = 1.0 if candidate.precision == "fp32" else 1.02
-    return bare if not candidate.compiled else {"fp32": 0.8}.get(candidate.precision, 0.4)
+    return bare if not is_by_compiler(candidate.compiled) else {"fp32": 0.8}.get(candidate.precision, 0.4)
 
 
 def test_where_the_host_holds_up_all_modes_the_one_with_the_fastest_products_is_compiled():
@@ -94,7 +97,8 @@ def test_it_is_predicted_for_the_mode_it_was_tried_in_alone():
 @pytest.mark.parametrize("faster", ["keep", "channels_last"])
 def test_of_equal_products_the_faster_layout_is_compiled(faster):
     machine = Machine(step_of=lambda stage, c: held_up(stage, c) * (1.0 if c.memory_layout == faster else 1.1))
-    plan = plan_of(measured(machine, total_steps=10_000, **(STEP | {"has_convolutions": True})))
+    works = STEP | {"has_convolutions": True, "flops_per_step": 60e9}  # a third of the step, so that layouts show
+    plan = plan_of(measured(machine, total_steps=10_000, **works))
     tried = trial_of(machine)
     assert tried is not None
     assert (tried.precision, tried.memory_layout) == ("bf16", faster)
@@ -114,7 +118,7 @@ def test_a_plan_that_is_not_compiled_is_not_explained_by_what_was():
 
 def test_a_fused_step_is_not_weighed_in_a_compiled_one_that_does_not_pay():
     paid, unpaid = (Machine(fused_speed=1.06, compiled_speed=20.0, compile_s=s) for s in (10.0, 1e6))
-    steps = {"total_steps": 10_000, **STEP}
+    steps = {"total_steps": 10_000, **STEP, "flops_per_step": 60e9}  # of a step that does not wait for its launches
     shares = [plan_of(measured(machine, **steps)).fused_optimizer for machine in (paid, unpaid)]
     assert [share.value for share in shares] == [True, False]
 
@@ -132,6 +136,132 @@ def test_a_mode_that_is_clearly_slower_is_not_compiled_for_its_products():
     tried = trial_of(machine)
     assert tried is not None
     assert tried.precision == "fp32"
+
+
+WAITS = STEP | {"flops_per_step": 1e9}  # 5 ms of products in bf16, and a second a step
+
+
+def steps_of(**seconds):
+    """A step that takes other seconds as it is, recorded, compiled, or both."""
+    of = {False: "own", CUDA_GRAPHS: "graphs", True: "compiled", COMPILED_GRAPHS: "both"}
+
+    def step_s(stage: str, candidate: Candidate) -> float:
+        return seconds.get(of[candidate.compiled], held_up(stage, candidate))
+
+    return step_s
+
+
+def tried_ways(machine: Machine) -> list[bool | str]:
+    stages = [stage for stage in machine.stages if stage.name in ("graphs", "compile")]
+    return [candidate.compiled for stage in stages for candidate in stage.candidates]
+
+
+def test_a_step_that_waits_for_its_launches_is_launched_at_once():
+    machine = Machine(step_of=steps_of(graphs=0.2, both=0.1))
+    plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
+    assert tried_ways(machine) == [False, CUDA_GRAPHS, False, CUDA_GRAPHS, COMPILED_GRAPHS]
+    assert plan.compiled.value == COMPILED_GRAPHS
+    assert plan.verified is not None
+    assert plan.verified[0] == pytest.approx(10)
+    assert "compiled, as CUDA graphs, micro-batch 64, at 10x" in plan.compiled.reason
+    assert {loser.value for loser in plan.compiled.losers} == {False, CUDA_GRAPHS}
+
+
+def test_what_takes_no_time_to_try_is_tried_in_a_run_of_unknown_length():
+    machine = Machine(step_of=steps_of(graphs=0.2, both=0.1))
+    plan = plan_of(measured(machine, **WAITS))
+    assert tried_ways(machine) == [False, CUDA_GRAPHS]
+    assert plan.compiled.value == CUDA_GRAPHS
+
+
+@pytest.mark.parametrize(("steps", "way"), [(2100, COMPILED_GRAPHS), (1900, CUDA_GRAPHS)])
+def test_compiling_pays_beside_what_is_recorded_alone_or_is_left(steps, way):
+    """It saves a tenth of a second a step, and took a hundred: two hundred are to be saved."""
+    machine = Machine(step_of=steps_of(graphs=0.2, both=0.1), compile_s=100.0)
+    plan = plan_of(measured(machine, total_steps=steps, **WAITS))
+    assert tried_ways(machine) == [False, CUDA_GRAPHS, False, CUDA_GRAPHS, COMPILED_GRAPHS]
+    assert plan.compiled.value == way
+    said = [loser.reason for loser in plan.compiled.losers if loser.value == COMPILED_GRAPHS]
+    assert all("of the run, and took" in each and "of bf16, as CUDA graphs" in each for each in said)
+    assert bool(said) is (way == CUDA_GRAPHS)
+
+
+@pytest.mark.parametrize(("steps", "tried"), [(1000, False), (1050, True)])
+def test_what_compiling_could_still_save_of_a_recorded_step_pays_for_its_trial(steps, tried):
+    """Of 0.2 s all but the 5 ms of its products: a tenth of that is 20 s, of 1,026 steps."""
+    machine = Machine(step_of=steps_of(graphs=0.2, both=0.1))
+    plan = plan_of(measured(machine, total_steps=steps, **WAITS))
+    assert (COMPILED_GRAPHS in tried_ways(machine)) is tried
+    assert plan.compiled.value == (COMPILED_GRAPHS if tried else CUDA_GRAPHS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "tried"),
+    [
+        ({}, True),
+        ({"flops_per_step": 51e9}, False),  # in bf16 a fourth of the step and more is products
+        ({"flops_per_step": 49e9}, True),
+        ({"flops_per_step": None}, True),
+        ({"device": replace(CPU, peak_flops={"fp32": 1e10})}, False),
+        ({"is_compiled": True}, False),
+    ],
+)
+def test_graphs_are_tried_where_a_step_takes_many_times_its_products(facts, tried):
+    machine = Machine(step_of=steps_of(graphs=0.1))
+    profile = measured(machine, total_steps=10_000, **(WAITS | facts))
+    assert (CUDA_GRAPHS in tried_ways(machine)) is tried
+    assert (plan_of(profile).compiled.value == CUDA_GRAPHS) is tried
+
+
+def test_graphs_that_are_no_faster_than_what_is_compiled_are_left():
+    machine = Machine(step_of=steps_of(graphs=1.0, compiled=0.4, both=0.4))
+    plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
+    assert plan.compiled.value is True
+    assert tried_ways(machine) == [False, CUDA_GRAPHS, False, True]
+    reasons = [loser.reason for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS]
+    assert all("not clearly faster" in each for each in reasons)
+    assert reasons
+
+
+def test_what_is_compiled_and_cannot_be_recorded_leaves_what_is_recorded_as_it_is():
+    machine = Machine(
+        step_of=steps_of(graphs=0.2, both=0.1),
+        fails=lambda stage, c: "its gradient differs" if c.compiled == COMPILED_GRAPHS else None,
+    )
+    assert plan_of(measured(machine, total_steps=10_000, **WAITS)).compiled.value == CUDA_GRAPHS
+
+
+def test_graphs_that_cannot_be_proved_leave_what_is_compiled():
+    machine = Machine(
+        step_of=steps_of(graphs=0.1, compiled=0.4, both=0.1),
+        fails=lambda stage, c: "its gradient differs" if c.compiled in (CUDA_GRAPHS, COMPILED_GRAPHS) else None,
+    )
+    plan = plan_of(measured(machine, total_steps=10_000, **WAITS))
+    assert plan.compiled.value is True
+    assert {loser.reason for loser in plan.compiled.losers if loser.value == CUDA_GRAPHS} == {"its gradient differs"}
+
+
+def test_of_modes_that_wait_alike_the_layout_of_the_units_is_recorded():
+    def alike(stage: str, candidate: Candidate) -> float:
+        return 1.0 if candidate.memory_layout == "keep" else 1.05
+
+    machine = Machine(step_of=alike)
+    measured(machine, total_steps=10_000, **(WAITS | {"has_convolutions": True}))
+    stages = [stage for stage in machine.stages if stage.name in ("graphs", "compile")]
+    assert {each.memory_layout for stage in stages for each in stage.candidates[1:]} == {"channels_last"}
+    assert len(stages) == 2
+
+
+def test_of_ranks_nothing_is_launched_at_once():
+    profile = measured(Machine(step_of=steps_of(graphs=0.2, both=0.1)), total_steps=10_000, **WAITS)
+    for stage in (0, 1, 2):
+        found = [trial.candidate.compiled for trial in taken(profile, "torch", stage).trials]
+        assert not {CUDA_GRAPHS, COMPILED_GRAPHS} & set(found)
+    recorded = measured(Machine(step_of=steps_of(graphs=0.2)), **WAITS)
+    for plan, way in ((plan_of(profile), True), (plan_of(recorded), False)):
+        shared = replicated(plan, 2)
+        assert (shared.num_ranks, shared.compiled.value) == (2, way)
+        assert shared.compiled.reason.startswith("without CUDA graphs")
 
 
 def test_a_processor_compiles_its_fastest_mode():

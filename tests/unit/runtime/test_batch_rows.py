@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.core.errors import BatchError
-from trimtab.runtime.batches import count_rows, slices, to_device
+from trimtab.runtime.batches import count_rows, rows_at, slices, to_device
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -149,3 +149,16 @@ def test_moving_takes_the_tensors_along_and_nothing_else():
     assert moved["x"].device.type == moved["pair"].x.device.type == "meta"
     assert (moved["names"], moved["pair"].y) == (["a", "b", "c"], None)
     assert batch["x"].device.type == "cpu"
+
+
+def test_rows_are_taken_by_index_and_lie_as_those_of_the_batch():
+    whole = rows(4, 5)
+    batch = {"view": whole[:, :-1], "turned": rows(3, 4).T, "same": whole[:1].expand(4, 5)}
+    batch |= {"names": ["a", "b", "c", "d"], "k": 3}
+    found = rows_at(batch, [0, 0, 3, 1])
+    assert torch.equal(found["view"], whole[[0, 0, 3, 1], :-1])
+    assert torch.equal(found["turned"], batch["turned"][[0, 0, 3, 1]])
+    assert (found["names"], found["k"]) == (["a", "a", "d", "b"], 3)
+    assert torch.equal(found["same"], batch["same"])
+    for name in ("view", "turned"):
+        assert found[name].stride() == batch[name].stride()

@@ -125,6 +125,15 @@ def test_a_host_decides_it_by_its_own_settings():
         checked_plan(PLANNED, "the Trainer")
 
 
+@pytest.mark.parametrize(("way", "without"), [("cuda_graphs", False), ("compiled_cuda_graphs", True)])
+def test_a_host_launches_no_graphs(way, without):
+    plan = checked_plan(trimtab.Plan.fixed(8, compiled=way), "the Trainer")
+    assert (plan.compiled.value, plan.measured) == (without, None)
+    assert plan.compiled.reason.startswith("without CUDA graphs")
+    same = trimtab.Plan.fixed(8, compiled=True)
+    assert checked_plan(same, "the Trainer") is same
+
+
 def test_a_run_that_was_kept_before_plans_had_it_goes_on():
     """What was saved then says nothing of it; a plan that leaves it to the loop is the same plan."""
     model, optimizer = made()

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from trimtab.api import start
+from trimtab.core.compiled import is_recorded
 from trimtab.core.plan import Plan
 from trimtab.recipes.loop import Loop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.compile_check import WINDOWS
+from trimtab.runtime.cuda_graphs import LAUNCHES_FROM
 from trimtab.tasks.task import Task
 
 
 def settling_steps(loop: Loop) -> int:
-    """Return the steps after which a loop is what it stays: one, or as many as a compiled model is checked in.
+    """Return the steps after which a loop is what it stays: one, or those in which it is recorded, or checked.
 
     A dozen of those run as the model was: a large part of a few dozen steps, and next to none of a run.
     """
@@ -25,6 +27,8 @@ def settling_steps(loop: Loop) -> int:
 
 
 def _settling(plan: Plan) -> int:
+    if is_recorded(plan.compiled.value):
+        return LAUNCHES_FROM
     return WINDOWS if plan.compiled.value else 1
 
 

@@ -1,0 +1,114 @@
+"""The proof of CUDA graphs: does what they launch compute the gradient that the model has without being launched?
+
+That is, as it is or as it was compiled, by the same kernels: how compiling rounds is no matter of graphs. Held in the
+trial that times them, of other rows and weights than they were recorded with, under two draws of random numbers. A
+graph that launched with what it was recorded with, or left out what Python does between kernels, would be as far off as
+that moved the gradient; what is rounded otherwise is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.calibrate.equivalence import relative
+from trimtab.calibrate.subject import Subject
+from trimtab.core.profile import Candidate
+from trimtab.runtime.batches import rows_at, slices
+from trimtab.runtime.compiled import CompiledCall
+from trimtab.runtime.cuda_graphs import Recorder
+
+# Of the gradient, relative, and of what other rows and weights moved it by, where that is less than all of it; below
+# the least such move nothing is told.
+LIMIT, _LEAST_MOVE = 0.3, 0.1
+_DRAWS = (1, 2)
+Gradients = list[Tensor | None]
+
+
+def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
+    """Return why graphs are not taken, or None. Called while a run of the candidate is open; changes buffers."""
+    call = subject.model._compiled_call_impl
+    recorder = call.recorder if isinstance(call, CompiledCall) else None
+    if recorder is None:
+        return "the model was compiled before"
+    proof = _Proof(subject, candidate)
+    batch, rows = next(slices(subject.batch, subject.rows, candidate.micro_batch))
+    before = proof.of(recorder, batch, _DRAWS[0], launched=False)
+    other, apart, moved = rows_at(batch, [index // 2 for index in range(rows)]), [], []
+    with _moved_weights(subject):
+        for draw in _DRAWS:
+            launches = recorder.launches
+            launched = proof.of(recorder, other, draw, launched=True)
+            if recorder.launches == launches:
+                return recorder.refusal or f"nothing of its forward was launched: {recorder.left or 'not one call'}"
+            own = proof.of(recorder, other, draw, launched=False)
+            if [each is None for each in own] != [each is None for each in launched]:
+                return "launched as graphs its gradient arrives at other parameters"
+            apart.append(_relative(own, launched))
+            moved.append(_relative(own, before))
+    return _judged(apart, moved)
+
+
+def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str | None:
+    if None in apart or None in moved:
+        return "its gradient is zero or not finite: nothing can be proved of graphs"
+    least, worst = min(each or 0.0 for each in moved), max(each or 0.0 for each in apart)
+    if least < _LEAST_MOVE:
+        return "other rows and weights hardly move its gradient: nothing can be proved of graphs"
+    limit = LIMIT * min(1.0, least)
+    return None if worst <= limit else f"launched as graphs its gradient differs by {worst:.2g}, relative ({limit:.2g})"
+
+
+def _relative(own: Gradients, other: Gradients) -> float | None:
+    pairs = [(a, b) for a, b in zip(own, other, strict=True) if a is not None and b is not None]
+    return relative([a for a, _ in pairs], [b for _, b in pairs])
+
+
+@contextlib.contextmanager
+def _moved_weights(subject: Subject) -> Iterator[None]:
+    """Move the weights in place, and put them back: what was recorded reads them where they lie."""
+    weights = [p for p in subject.model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in weights]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(_devices(subject)):
+            for each in weights:
+                each.mul_(2 * torch.randint_like(each, 2) - 1)  # other signs: all stays as large as it was
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(weights, kept)
+
+
+def _devices(subject: Subject) -> list[torch.device]:
+    """Return where random numbers are drawn beside the host."""
+    return [subject.device] if subject.device.type == "cuda" else []
+
+
+class _Proof:
+    """Gradients of the subject in a candidate's precision, under random numbers that are a draw's."""
+
+    def __init__(self, subject: Subject, candidate: Candidate) -> None:
+        self._subject, self._precision = subject, candidate.precision
+
+    def of(self, recorder: Recorder, batch: Any, draw: int, *, launched: bool) -> Gradients:
+        """Return a batch's gradients; leaves none in the model."""
+        model, host = self._subject.model, random.getstate()
+        model.zero_grad(set_to_none=True)
+        recorder.is_on = launched
+        try:
+            with torch.random.fork_rng(_devices(self._subject)):
+                torch.manual_seed(draw)
+                random.seed(draw)
+                loss, _ = self._subject.loss(batch, self._precision)
+                loss.backward()
+        finally:
+            recorder.is_on = True
+            random.setstate(host)
+        found = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
+        model.zero_grad(set_to_none=True)
+        return found

@@ -1,0 +1,207 @@
+"""A model's calls, launched as CUDA graphs where they may be: what may not runs as it would without them.
+
+A call is launched from the third of its kind on, which is recorded first: in the first, kernels are chosen and
+compiled, and the second shows whether the host waits for what it computes, which cannot be recorded. A kind is the
+shapes of its inputs, and all else by which a forward may take another way. Not launched are calls without a gradient,
+those that something looks into, and a forward whose last one still waits for its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten
+
+from trimtab.runtime.module_state import ModuleState
+from trimtab.runtime.recording import Recording, Token, Unrecordable
+
+LAUNCHES_FROM = 3  # which call of its kind is launched
+MOST_KINDS = 3  # each holds memory; micro-batches are of one size or two
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+Kind = tuple[Any, ...]
+
+
+@dataclass
+class _Seen:
+    """A kind of call, how often it came, and what was recorded of it."""
+
+    kind: Kind
+    calls: int = 0
+    recording: Recording | None = None
+
+
+class Recorder:
+    """Calls a model, by recordings of it where there are.
+
+    Args:
+        forward: what is called without, and recorded. record: makes a recording.
+
+    Attributes:
+        is_on: whether anything is launched; or all is called as it is without. launches: how many there were. refusal:
+            why what was to be recorded last could not be; then nothing is any more. left: why no call was launched
+            since the last that was, as far as it is known.
+    """
+
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], record: Callable[..., Recording] = Recording
+    ) -> None:
+        self._model, self._forward, self._record = model, forward, record
+        self._state = ModuleState(model)
+        self._device = next(model.parameters()).device
+        self._kinds: list[_Seen] = []
+        self._last: Callable[[], Token | None] = lambda: None
+        self.is_on, self.refusal, self.left, self.launches = True, "", "", 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        tensors, kind = self._look(args, kwargs) if self.is_on else ([], None)
+        seen = None if kind is None or self._is_waited_for() else self._seen(kind)
+        if seen is None or seen.calls == 1:
+            return self._called(args, kwargs)
+        if seen.calls < LAUNCHES_FROM:
+            return self._watched(args, kwargs)
+        if seen.recording is None and (recorded := self._recorded(args, kwargs)) is None:
+            return self._called(args, kwargs)
+        seen.recording = seen.recording or recorded
+        token = Token()
+        self._last = weakref.ref(token)
+        self.launches, self.left = self.launches + 1, ""
+        return seen.recording.launch(tensors, token)
+
+    def forget(self) -> None:
+        """Give up what was recorded, and its memory."""
+        for recording in self._made():
+            recording.close()
+        self._kinds = []
+
+    def _made(self) -> list[Recording]:
+        return [seen.recording for seen in self._kinds if seen.recording is not None]
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model as it is; where memory runs out beside what is recorded, without that from now on."""
+        try:
+            return self._forward(*args, **kwargs)
+        except torch.cuda.OutOfMemoryError:
+            if not self._made() or self._is_waited_for():
+                raise
+        self._give_up("memory ran out beside what is recorded")
+        return self._forward(*args, **kwargs)
+
+    def _give_up(self, refusal: str) -> None:
+        self.refusal = refusal
+        self.forget()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _is_waited_for(self) -> bool:
+        """Return whether the backward of the last launch may still come: it needs what the next would write over."""
+        token = self._last()
+        return token is not None and token.is_open
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Kind | None]:
+        """Return the tensors among inputs, and of which kind the call is; None: of one that is not launched."""
+        if self.refusal or not torch.is_grad_enabled() or self._is_looked_into():
+            return [], None
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if not tensors or not all(map(self._may_be_copied, tensors)):
+            self.left = "its inputs are not all tensors of its device without a gradient"
+            return [], None
+        if not all(isinstance(each, (Tensor, *_PLAIN)) for each in leaves):
+            self.left = "its inputs are not all tensors and plain values"
+            return [], None
+        shapes = [
+            (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else (type(each), each)
+            for each in leaves
+        ]
+        cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return tensors, (spec, shapes, cast, self._state.modes)
+
+    def _is_looked_into(self) -> bool:
+        """Return whether each operator of a call is looked at, changed or recorded by somebody else already."""
+        if self._state.has_hooks:
+            self.left = "its modules have hooks"
+            return True
+        is_recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_changed = torch._C._functorch.peek_interpreter_stack() is not None
+        return is_recorded or is_changed or _get_current_dispatch_mode() is not None
+
+    def _may_be_copied(self, tensor: Tensor) -> bool:
+        return type(tensor) is Tensor and tensor.device == self._device and not tensor.requires_grad
+
+    def _seen(self, kind: Kind) -> _Seen | None:
+        """Return what is known of a kind, this call counted; None of one beyond those that are held."""
+        if self._state.has_changed():  # what was recorded reads and trains what lay elsewhere, or was otherwise
+            if self._kinds:
+                self.left = "what its modules hold beside the values of tensors changes from call to call"
+            self.forget()
+            self._state = ModuleState(self._model)
+            self._state.has_changed()
+        seen = next((each for each in self._kinds if each.kind == kind), None)
+        if seen is None:
+            if len(self._made()) >= MOST_KINDS:
+                return None
+            waiting = [each for each in self._kinds if each.recording is None]
+            if len(self._kinds) >= MOST_KINDS:  # one that came and is not back yet gives its place away
+                self._kinds.remove(waiting[0])
+            seen = _Seen(kind)
+            self._kinds.append(seen)
+        seen.calls += 1
+        return seen
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, and see whether the host waits: torch does not end a recording well that fails."""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with _told_of_waiting(self._device):
+                found = self._called(args, kwargs)
+        for each in warned:
+            if "called a synchronizing CUDA operation" in str(each.message):
+                self._give_up("its forward waits for what the device computes")
+            elif "debug mode is a prototype" not in str(each.message):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return found
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+        beside = next(iter(self._made()), None)
+        try:
+            found = self._record(self._model, self._forward, args, kwargs, beside)
+            if self._state.has_changed():
+                found.close()
+                raise Unrecordable("its forward changes what its modules hold beside the values of tensors")
+            return found
+        except torch.cuda.OutOfMemoryError:
+            self._give_up("memory ran out while it was recorded")
+        except Exception as error:  # a forward may do anything that cannot be recorded; without, it runs
+            is_said = isinstance(error, Unrecordable)
+            self._give_up(str(error) if is_said else f"it cannot be recorded ({_first_said(error)})")
+        return None
+
+
+@contextlib.contextmanager
+def _told_of_waiting(device: torch.device) -> Iterator[None]:
+    """Have torch warn where the host waits for a GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _first_said(error: BaseException) -> str:
+    """Return the first line of what began it: ending a recording that has failed is another error."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
