@@ -13,7 +13,7 @@ from sync import without_waiting
 from torch import nn
 
 import trimtab
-from trimtab.calibrate.replaying import replay_refusal
+from trimtab.calibrate.graph_proof import replay_refusal
 from trimtab.calibrate.subject import Subject
 from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, is_by_compiler
 from trimtab.core.errors import LoopError

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
-from trimtab.core.compiled import is_recorded
 from trimtab.core.energy import WINDOW_S
 from trimtab.core.profile import ALONE, FINAL, Candidate
 from trimtab.decide.search import Stage
@@ -21,7 +20,7 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.measure.energy import EnergyClock, GivenWatts, Meter
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import synchronize
-from trimtab.runtime.cuda_graphs import LAUNCHES_FROM
+from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
 
 
@@ -75,7 +74,7 @@ class Power:
         if isinstance(self.meter, GivenWatts):
             return self.meter.watts
         with subject.start(arm.candidate) as run:
-            for _ in range(LAUNCHES_FROM if is_recorded(arm.candidate.compiled) else 1):
+            for _ in range(steps_to_launch(arm.candidate.compiled) or 1):
                 _step(run, subject)
             synchronize(subject.device)
             clock = EnergyClock(self.meter)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.graph_proof import replay_refusal
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
-from trimtab.calibrate.replaying import replay_refusal
 from trimtab.calibrate.subject import Subject
 from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import ALONE, Candidate, Trial
@@ -37,7 +37,7 @@ from trimtab.measure.memory import peak_bytes, unused_bytes
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import time_call
-from trimtab.runtime.cuda_graphs import LAUNCHES_FROM
+from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
@@ -250,7 +250,7 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
 
 def _steps_until_launched(run: Run, subject: Subject, candidate: Candidate) -> list[float]:
     """Return the seconds of steps after the first in which a model is recorded; none of one that is not."""
-    number = LAUNCHES_FROM - 1 if is_recorded(candidate.compiled) else 0
+    number = steps_to_launch(candidate.compiled) - 1
     return [time_call(lambda: _step(run, subject), subject.device) for _ in range(number)]
 
 
@@ -336,7 +336,7 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
             return _time_optimizer(subject, steps)
         if steps > 1 or _needs_a_lead(stage):
             step_until_applied(run, subject)
-        for _ in range(_lead_of(stage)):
+        for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):  # a run records anew
             _step(run, subject)
 
         def step() -> None:
@@ -360,11 +360,6 @@ def _needs_a_lead(stage: Stage) -> bool:
     """
     allocators = {candidate.allocator for candidate in stage.candidates}
     return len(allocators) > 1 or any(candidate.precision == "fp16" for candidate in stage.candidates)
-
-
-def _lead_of(stage: Stage) -> int:
-    """Return how many steps more each arm's block begins with: a run records what it launches anew."""
-    return LAUNCHES_FROM if any(is_recorded(candidate.compiled) for candidate in stage.candidates) else 0
 
 
 def _time_optimizer(subject: Subject, steps: int) -> float:

@@ -60,8 +60,8 @@ def _to_compile(profile: Profile, fastest: Candidate) -> Candidate:
     Where they wait for their launches, in channels_last, in which its units convolve: which is faster does not show.
     """
     found = _with_fastest_products(profile, fastest)
-    units = [mode for mode in found if mode.memory_layout == "channels_last" and _may_wait(profile, fastest)]
-    return (units or found)[0]
+    units = [mode for mode in found if mode.memory_layout == "channels_last"]
+    return units[0] if units and _may_wait(profile, fastest) else found[0]
 
 
 def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candidate]:

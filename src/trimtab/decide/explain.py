@@ -202,7 +202,7 @@ class Told:
         if trial.error is not None:
             return trial.error
         speed = self._speed_of(trial)
-        if name == "compiled" and trial.candidate.compiled and (refusal := self._unpaid(trial)):
+        if _is_another_way(name, trial) and (refusal := unpaid(self.profile, trial.candidate.compiled)):
             return refusal
         if speed is None:
             return "not compared with what was chosen"
@@ -217,9 +217,6 @@ class Told:
         if control is None:
             return f"not put first: {said}"
         return f"no gain: {said}; {resolves(control)}"
-
-    def _unpaid(self, trial: Trial) -> str | None:
-        return unpaid(self.profile, trial.candidate.compiled)
 
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of other values of a setting, those first that differ from the winner in least else."""

@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
+from trimtab.core.compiled import Compiled, is_recorded
+from trimtab.runtime.cuda_recording import Recording, Token, Unrecordable
 from trimtab.runtime.module_state import ModuleState
-from trimtab.runtime.recording import Recording, Token, Unrecordable
 
 LAUNCHES_FROM = 3  # which call of its kind is launched
 MOST_KINDS = 3  # each holds memory; micro-batches are of one size or two
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 Kind = tuple[Any, ...]
+
+
+def steps_to_launch(compiled: Compiled) -> int:
+    """Return the step of a run from which, at the latest, what is recorded is launched; 0: nothing is recorded."""
+    return LAUNCHES_FROM if is_recorded(compiled) else 0
 
 
 @dataclass
@@ -68,9 +74,10 @@ class Recorder:
             return self._called(args, kwargs)
         if seen.calls < LAUNCHES_FROM:
             return self._watched(args, kwargs)
-        if seen.recording is None and (recorded := self._recorded(args, kwargs)) is None:
+        if seen.recording is None:
+            seen.recording = self._recorded(args, kwargs)
+        if seen.recording is None:
             return self._called(args, kwargs)
-        seen.recording = seen.recording or recorded
         token = Token()
         self._last = weakref.ref(token)
         self.launches, self.left = self.launches + 1, ""
@@ -130,9 +137,9 @@ class Recorder:
         if self._state.has_hooks:
             self.left = "its modules have hooks"
             return True
-        is_recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_changed = torch._C._functorch.peek_interpreter_stack() is not None
-        return is_recorded or is_changed or _get_current_dispatch_mode() is not None
+        return is_captured or is_changed or _get_current_dispatch_mode() is not None
 
     def _may_be_copied(self, tensor: Tensor) -> bool:
         return type(tensor) is Tensor and tensor.device == self._device and not tensor.requires_grad

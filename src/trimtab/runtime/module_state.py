@@ -62,20 +62,16 @@ class ModuleState:
         seen = [len(each) - (_MINE in each) for each in self._held]
         seen += map(id, chain.from_iterable(map(dict.values, self._parts)))
         seen += map(id, kept)
-        seen += [self._place(each) for each in kept if isinstance(each, Tensor)]
+        tensors = [each for each in kept if isinstance(each, Tensor)]
+        seen += [each.data_ptr() if each.layout is torch.strided else 0 for each in tensors]
+        seen += [each.requires_grad for each in tensors]
+        # What is read of another device's is fixed in what is recorded.
+        seen += [each._version for each in tensors if each.device != self._device]
         if seen == self._seen and _is_same(plain, self._plain):
             return False
         # What is kept here is not freed, so that nothing else comes to have its address.
         self._seen, self._plain, self._kept = seen, plain, kept
         return True
-
-    def _place(self, tensor: Tensor) -> tuple[int, int, bool]:
-        """Return where a tensor lies, how often it was written where that is not the device, and whether it is trained.
-
-        What is read of another device's is fixed in what is recorded.
-        """
-        where = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        return where, 0 if tensor.device == self._device else tensor._version, tensor.requires_grad
 
 
 def _is_plain(value: Any) -> bool:

@@ -14,10 +14,10 @@ import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.measure.watching import Watching
-from trimtab.runtime import recording
+from trimtab.runtime import cuda_recording
 from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, Recorder
-from trimtab.runtime.recording import Unrecordable
+from trimtab.runtime.cuda_recording import Unrecordable
 
 
 class Arrives(torch.autograd.Function):
@@ -409,7 +409,7 @@ def test_graphs_need_a_gpu():
 
 
 def reached(outputs, model, parameters=()):
-    return recording._reached(outputs, tuple(model.parameters()), parameters)
+    return cuda_recording._reached(outputs, tuple(model.parameters()), parameters)
 
 
 def test_what_an_output_reaches_is_told_by_parameter():
@@ -429,7 +429,7 @@ def test_parameters_that_are_held_elsewhere_too_are_told():
     model = Model()
     elsewhere = tuple(model.parameters())
     with pytest.raises(Unrecordable, match="in another place"):
-        recording._reached((model(ROWS),), [nn.Parameter(p.detach()) for p in elsewhere], elsewhere)
+        cuda_recording._reached((model(ROWS),), [nn.Parameter(p.detach()) for p in elsewhere], elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -449,9 +449,9 @@ def test_outputs_that_a_launch_could_not_give_are_refused(make, said):
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), lambda: __import__("numpy").random.rand()])
 def test_random_numbers_of_the_host_are_refused(draw):
-    with recording._same_random_numbers():
+    with cuda_recording._same_random_numbers():
         pass
-    with pytest.raises(Unrecordable, match="random numbers on the host"), recording._same_random_numbers():
+    with pytest.raises(Unrecordable, match="random numbers on the host"), cuda_recording._same_random_numbers():
         draw()
 
 
@@ -464,7 +464,7 @@ def test_others_stand_for_parameters_and_give_their_place_back():
     model.body[0].weight.register_hook(seen.append)
 
     def look() -> tuple[torch.Tensor, ...]:
-        with recording._stood_for(model, tuple(model.parameters())) as others:
+        with cuda_recording._stood_for(model, tuple(model.parameters())) as others:
             assert model.tied.weight is model.body[0].weight is others[0]
             assert others[0].data_ptr() == before["body.0.weight"].data_ptr()
             assert others[0].note == "mine"

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from trimtab.api import start
-from trimtab.core.compiled import is_recorded
 from trimtab.core.plan import Plan
 from trimtab.recipes.loop import Loop
 from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.compile_check import WINDOWS
-from trimtab.runtime.cuda_graphs import LAUNCHES_FROM
+from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.tasks.task import Task
 
 
@@ -27,9 +26,7 @@ def settling_steps(loop: Loop) -> int:
 
 
 def _settling(plan: Plan) -> int:
-    if is_recorded(plan.compiled.value):
-        return LAUNCHES_FROM
-    return WINDOWS if plan.compiled.value else 1
+    return steps_to_launch(plan.compiled.value) or (WINDOWS if plan.compiled.value else 1)
 
 
 class PlanLoop:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.calibrate.replaying import replay_refusal
+from trimtab.calibrate.graph_proof import replay_refusal
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate
 from trimtab.runtime.compiled import CompiledCall

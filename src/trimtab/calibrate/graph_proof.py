@@ -9,6 +9,7 @@ that moved the gradient; what is rounded otherwise is not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,17 +37,17 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
     recorder = call.recorder if isinstance(call, CompiledCall) else None
     if recorder is None:
         return "the model was compiled before"
-    proof = _Proof(subject, candidate)
+    gradients = functools.partial(_gradients, subject, candidate, recorder)
     batch, rows = next(slices(subject.batch, subject.rows, candidate.micro_batch))
-    before = proof.of(recorder, batch, _DRAWS[0], launched=False)
+    before = gradients(batch, _DRAWS[0], launched=False)
     other, apart, moved = rows_at(batch, [index // 2 for index in range(rows)]), [], []
     with _moved_weights(subject):
         for draw in _DRAWS:
             launches = recorder.launches
-            launched = proof.of(recorder, other, draw, launched=True)
+            launched = gradients(other, draw, launched=True)
             if recorder.launches == launches:
                 return recorder.refusal or f"nothing of its forward was launched: {recorder.left or 'not one call'}"
-            own = proof.of(recorder, other, draw, launched=False)
+            own = gradients(other, draw, launched=False)
             if [each is None for each in own] != [each is None for each in launched]:
                 return "launched as graphs its gradient arrives at other parameters"
             apart.append(_relative(own, launched))
@@ -89,26 +90,22 @@ def _devices(subject: Subject) -> list[torch.device]:
     return [subject.device] if subject.device.type == "cuda" else []
 
 
-class _Proof:
-    """Gradients of the subject in a candidate's precision, under random numbers that are a draw's."""
-
-    def __init__(self, subject: Subject, candidate: Candidate) -> None:
-        self._subject, self._precision = subject, candidate.precision
-
-    def of(self, recorder: Recorder, batch: Any, draw: int, *, launched: bool) -> Gradients:
-        """Return a batch's gradients; leaves none in the model."""
-        model, host = self._subject.model, random.getstate()
-        model.zero_grad(set_to_none=True)
-        recorder.is_on = launched
-        try:
-            with torch.random.fork_rng(_devices(self._subject)):
-                torch.manual_seed(draw)
-                random.seed(draw)
-                loss, _ = self._subject.loss(batch, self._precision)
-                loss.backward()
-        finally:
-            recorder.is_on = True
-            random.setstate(host)
-        found = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
-        model.zero_grad(set_to_none=True)
-        return found
+def _gradients(
+    subject: Subject, candidate: Candidate, recorder: Recorder, batch: Any, draw: int, *, launched: bool
+) -> Gradients:
+    """Return a batch's gradients under random numbers that are a draw's; leaves none in the model."""
+    model, host = subject.model, random.getstate()
+    model.zero_grad(set_to_none=True)
+    recorder.is_on = launched
+    try:
+        with torch.random.fork_rng(_devices(subject)):
+            torch.manual_seed(draw)
+            random.seed(draw)
+            loss, _ = subject.loss(batch, candidate.precision)
+            loss.backward()
+    finally:
+        recorder.is_on = True
+        random.setstate(host)
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad(set_to_none=True)
+    return found
