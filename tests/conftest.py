@@ -50,6 +50,14 @@ def _imports_are_not_searched():
 
 
 @pytest.fixture
+def short_blocks(monkeypatch):
+    """Time trials by a few milliseconds each, where what is faster decides nothing that a test looks at."""
+    from trimtab.calibrate import trials
+
+    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+
+
+@pytest.fixture
 def each_measured(monkeypatch):
     """Measure every window, from a run's first, whatever that costs; counts those that were watched, and to the end."""
     from trimtab.decide.accounts import Account

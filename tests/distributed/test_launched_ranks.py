@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -37,9 +36,16 @@ task = replace(tiny.task, loss_fn=loss_fn)
 """
 
 
+SHORT = """
+from trimtab.calibrate import trials
+
+trials.BLOCK_S = 0.003  # what is faster decides nothing here
+"""
+
+
 @pytest.fixture
 def folder(tmp_path):
-    shutil.copy(TINY_TASK, tmp_path / "tiny.py")
+    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + SHORT)
     return tmp_path
 
 
@@ -112,6 +118,9 @@ def test_a_plan_of_one_process_is_shared_by_replicas(folder):
 
 LOOP = """
     import json, sys, torch, trimtab
+    from trimtab.calibrate import trials
+
+    trials.BLOCK_S = 0.003
 
     with trimtab.joined() as here:
         torch.manual_seed(here.rank)

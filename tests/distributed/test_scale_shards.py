@@ -23,9 +23,7 @@ MARKED = (
     WIDE
     + """
 import atexit, os
-from trimtab.calibrate import trials
 
-trials.BLOCK_S = 0.003
 atexit.register(lambda: open(f"ended-{os.environ.get('RANK', 'launcher')}", "w").close())
 """
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,12 @@ def block(event, given):
         raise RuntimeError(f"a socket was asked for: {event} {given}")
 
 sys.addaudithook(block)
+"""
+SHORT = """
+from trimtab.calibrate import trials
+from trimtab.experiments.racing import race
+
+trials.BLOCK_S, race._BLOCK_S = 0.003, 0.02
 """
 COMMANDS = {
     "plan": ("plan", "tiny.py:task", "--json"),
@@ -47,7 +52,8 @@ def test_the_block_blocks(tmp_path):
 def folder(tmp_path_factory):
     """Return one with a task, in which commands leave what later ones read."""
     made = tmp_path_factory.mktemp("offline")
-    shutil.copy(TESTS / "unit" / "experiments" / "tiny_task.py", made / "tiny.py")
+    task = (TESTS / "unit" / "experiments" / "tiny_task.py").read_text()
+    (made / "tiny.py").write_text(task + SHORT)
     return made
 
 
@@ -61,6 +67,8 @@ def test_no_command_asks_for_a_socket(folder, arguments):
 def test_a_loop_of_ones_own_asks_for_none(tmp_path):
     code = """
 import torch, trimtab
+from trimtab.calibrate import trials
+trials.BLOCK_S = 0.003
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 def loss_fn(model, batch): return (model(batch) - 1).square().mean()

@@ -18,6 +18,7 @@ from trimtab.core.progress import silent
 from trimtab.experiments.train import Training, train_whole
 from trimtab.tasks import load_task
 
+pytestmark = pytest.mark.usefixtures("short_blocks")
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from trimtab.runtime.cuda_graphs import Recorder
 # Of the gradient, relative, and of what other rows and weights moved it by, where that is less than all of it; below
 # the least such move nothing is told.
 LIMIT, _LEAST_MOVE = 0.3, 0.1
+# Of the root mean square of all: less in one parameter's may be rounding, as of a bias that batch statistics undo.
+_ROUNDED = 0.02
 _DRAWS = (1, 2)
 Gradients = list[Tensor | None]
 
@@ -40,7 +43,8 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
     gradients = functools.partial(_gradients, subject, candidate, recorder)
     batch, rows = next(slices(subject.batch, subject.rows, candidate.micro_batch))
     before = gradients(batch, _DRAWS[0], launched=False)
-    other, apart, moved = rows_at(batch, [index // 2 for index in range(rows)]), [], []
+    other = rows_at(batch, [index // 2 for index in range(rows)])
+    apart, moved, differing = [], [], ""
     with _moved_weights(subject):
         for draw in _DRAWS:
             launches = recorder.launches
@@ -52,7 +56,8 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
                 return "launched as graphs its gradient arrives at other parameters"
             apart.append(_relative(own, launched))
             moved.append(_relative(own, before))
-    return _judged(apart, moved)
+            differing = differing or _differing(subject, own, launched)
+    return _judged(apart, moved) or differing or None
 
 
 def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str | None:
@@ -63,6 +68,29 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
         return "other rows and weights hardly move its gradient: nothing can be proved of graphs"
     limit = LIMIT * min(1.0, least)
     return None if worst <= limit else f"launched as graphs its gradient differs by {worst:.2g}, relative ({limit:.2g})"
+
+
+def _differing(subject: Subject, own: Gradients, launched: Gradients) -> str:
+    """Return of which parameter the gradient differs, of several the one that does most for its size; "": of none."""
+    names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
+    found = [
+        (name, ours.numel(), _norm(ours), _norm(theirs - ours))
+        for name, ours, theirs in zip(names, own, launched, strict=True)
+        if ours is not None and theirs is not None
+    ]
+    typical = math.sqrt(sum(norm**2 for _, _, norm, _ in found) / max(1, sum(number for _, number, _, _ in found)))
+    worst, said = 1.0, ""
+    for name, number, norm, error in found:
+        limit = LIMIT * norm + _ROUNDED * typical * math.sqrt(number)
+        if limit > 0 and error / limit > worst:
+            worst, far = error / limit, f"by {error / norm:.2g}, relative ({LIMIT})" if norm else "from zero"
+            said = f"launched as graphs the gradient of {name} differs {far}"
+    return said
+
+
+def _norm(gradient: Tensor) -> float:
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return float(torch.linalg.vector_norm(dense.double()))
 
 
 def _relative(own: Gradients, other: Gradients) -> float | None:

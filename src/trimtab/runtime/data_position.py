@@ -121,6 +121,10 @@ class DataPosition(Part):
         """The run ends, to be gone on with from here: a pass that the loop leaves for that is not over."""
         self._stays = True
 
+    def let_go(self) -> None:
+        """Hold nothing of a loader any more: found in a cycle with the run, its workers would be waited for."""
+        self._loader = self._first = None
+
     def _forget(self) -> None:
         self._drawn, self._begun, self._is_drawn = 0, None, False
 

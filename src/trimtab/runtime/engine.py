@@ -321,6 +321,7 @@ class Run(Passes, Resumable):
         optimizers.drop_gradients(self._optimizer)
         self._closed = True
         with contextlib.ExitStack() as last:  # each, whatever another raises; the record after all that may note in it
+            last.callback(self._position.let_go)
             last.callback(self._end_record, error)
             last.callback(self._keeper.close, error)
             self._undo.__exit__(type(error) if error else None, error, None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import trimtab
 from trimtab.measure.memory import peak_bytes
 
+pytestmark = pytest.mark.usefixtures("short_blocks")
 ROWS = 1024
 
 

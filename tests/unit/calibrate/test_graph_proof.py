@@ -86,6 +86,43 @@ def test_another_gradient_is_refused(launch):
     assert "its gradient differs by" in refusal(launch)
 
 
+def with_bias(factor, beside=0.0):
+    """Return a launch whose gradient of the first bias is so many times as large, and so much beside."""
+
+    def launch(model, rows):
+        bias = model[0].bias
+        known = factor * bias + (1 - factor) * bias.detach()
+        found = model[3](model[2](model[1](nn.functional.linear(rows, model[0].weight, known))))
+        return found + beside * (bias - bias.detach()).sum()
+
+    return launch
+
+
+def thin(model):
+    """A layer whose gradients are small beside others'."""
+    torch.manual_seed(3)
+    model[1].p = 0.0
+    with torch.no_grad():
+        model[3].weight.mul_(0.1)
+
+
+def test_the_gradient_of_a_small_layer_alone_is_looked_at_too():
+    said = refusal(with_bias(2.5), at_first=thin)
+    assert said == "launched as graphs the gradient of 0.bias differs by 1.5, relative (0.3)"
+    assert refusal(with_bias(1.2), at_first=thin) is None
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_may_differ():
+    """As of a bias before batch statistics."""
+
+    def centred(model):
+        model[1].p = 0.0
+        model[1] = nn.BatchNorm1d(16)
+
+    assert refusal(with_bias(1.0, beside=1e-4), at_first=centred) is None
+    assert "the gradient of 0.bias differs by" in refusal(with_bias(1.0, beside=0.03), at_first=centred)
+
+
 def test_weights_that_it_was_recorded_with_are_refused():
     """Without dropout, which would tell by itself."""
     kept: dict[str, torch.Tensor] = {}

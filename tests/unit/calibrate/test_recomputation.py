@@ -24,6 +24,8 @@ from trimtab.decide.planner import choose
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 
+pytestmark = pytest.mark.usefixtures("short_blocks")
+
 
 class Recurrent(nn.Module):
     def __init__(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,13 @@ def test_what_was_trained_on_is_not_loaded_again(tmp_path, make):
     loader = make()
     train(tmp_path / "run", loader, 6, 5)
     assert len(loader.dataset.read) == NUM_ROWS - 4 * BATCH_ROWS
+
+
+@pytest.mark.parametrize("windows", [4, 12])
+def test_a_run_that_is_over_holds_no_loader(tmp_path, windows):
+    """Without waiting for a collection of garbage, in which each of its workers is waited for, for five seconds."""
+    loader = shuffled(1)
+    held = weakref.ref(loader)
+    train(tmp_path / "run", loader, windows, 4)
+    del loader
+    assert held() is None
