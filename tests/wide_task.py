@@ -15,8 +15,9 @@ from dataclasses import replace
 import tiny
 from torch import nn
 from trimtab.calibrate import trials
+from trimtab.distributed import rehearsed_run
 
-trials.BLOCK_S = 0.003  # what is faster decides nothing here
+trials.BLOCK_S, rehearsed_run._BLOCK_S = 0.003, 0.02  # what is faster decides nothing here
 
 def make_model():
     return nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))

@@ -14,6 +14,7 @@ from trimtab.core.codec import read_json, to_json
 from trimtab.core.errors import FormatError
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
+from trimtab.experiments import gain
 from trimtab.experiments.comparison.compare import Settings, compare
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.tasks import load_task
@@ -21,6 +22,11 @@ from trimtab.tasks import load_task
 TASKS = Path(__file__).parents[1] / "unit" / "experiments"
 SOURCE = Path(__file__).parents[2] / "src"
 COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
+SHORT = """
+from trimtab.experiments import gain
+
+gain._LAP_S = 0.01
+"""
 FAULTY = """
 import inspect, os
 from dataclasses import replace
@@ -41,7 +47,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     for name in ("tiny_task", "smooth_task"):
         text = (TASKS / f"{name}.py").read_text().replace("tiny_task", "ranked_tiny_task")
-        (folder / f"ranked_{name}.py").write_text(text)
+        (folder / f"ranked_{name}.py").write_text(text + SHORT)
     return folder
 
 
@@ -68,6 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_two_ranks_compare_and_go_on_where_they_were_cut_off(folder, monkeypatch):
     """The plan shards the model: training and evaluation are collectives. All arms end as one process does."""
+    monkeypatch.setattr(gain, "_LAP_S", gain._LAP_S)  # which the task changes in this process too
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     plan = written(folder, "sharded.json", batch_rows=16, micro_batch=8, num_ranks=2, zero_stage=3)

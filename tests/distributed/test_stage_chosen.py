@@ -50,6 +50,7 @@ def test_one_rank_traces_for_all(found):
 
 
 def test_they_train_by_it_as_one_process_does(found):
+    assert found[0]["shards"]["plan"]["reduce_dtype"]["value"] != "bf16"  # which would round
     trained = found[0]["trained"]
     assert trained["difference"] <= 1e-12
     assert trained["ours"]["steps"] == trained["theirs"]["steps"] > 0

@@ -19,7 +19,7 @@ import trimtab
 from trimtab.core.errors import ValueGivenError
 from trimtab.integrations.accelerate import plan, start
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 ROWS = 8
 
 

@@ -16,7 +16,7 @@ from trimtab.integrations.transformers import TrimtabTrainer
 
 K = 2
 pytestmark = [
-    pytest.mark.usefixtures("short_blocks"),
+    pytest.mark.usefixtures("brief_trials"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -92,7 +92,7 @@ def of_the_host(recwarn):
 
 
 pytestmark = [
-    pytest.mark.usefixtures("short_blocks"),
+    pytest.mark.usefixtures("brief_trials"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -22,9 +22,8 @@ sys.addaudithook(block)
 """
 SHORT = """
 from trimtab.calibrate import trials
-from trimtab.experiments.racing import race
 
-trials.BLOCK_S, race._BLOCK_S = 0.003, 0.02
+trials.BLOCK_S = 0.003
 """
 COMMANDS = {
     "plan": ("plan", "tiny.py:task", "--json"),

@@ -20,6 +20,7 @@ from trimtab.core.errors import LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.runtime.compiled import CompiledCall
+from trimtab.tasks import load_task
 
 pytestmark = [
     pytest.mark.gpu,
@@ -455,3 +456,26 @@ def test_a_step_of_many_small_kernels_is_planned_as_graphs() -> None:
         for _ in range(4):
             run.train_step(run.window(batch), loss)
         assert recorder_of(model).launches == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("task", ["cifar10_resnet50", "wikitext2_gpt2"])
+def test_the_models_of_the_tasks_are_proved(task: str, precision: str, way: str) -> None:
+    """Of each parameter too: rounding refuses none."""
+    found = load_task(task)
+    torch.manual_seed(0)
+    model = found.make_model().cuda()
+    columns = torch.Generator().manual_seed(1)
+    is_text = task == "wikitext2_gpt2"
+    batch: Any = (torch.randint(0, 50_000, (4, 1025), generator=columns).cuda(),)
+    if not is_text:
+        images, labels = torch.randn(64, 3, 32, 32, generator=columns), torch.randint(0, 10, (64,), generator=columns)
+        batch = images.cuda(), labels.cuda()
+    rows = len(batch[0])
+    candidate = Candidate(precision, "keep" if is_text else "channels_last", False, rows, compiled=way)
+    subject = Subject(model, found.make_optimizer(model), found.loss_fn, batch)
+    with subject.start(candidate) as run:
+        for _ in range(4):
+            run.train_step(run.window(subject.batch), subject.loss_fn)
+        assert replay_refusal(subject, candidate) is None

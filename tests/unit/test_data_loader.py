@@ -12,7 +12,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trimtab.core.errors import TrimtabError
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
 NUM_ROWS, BATCH_ROWS = 60, 6
 loop = pytest.fixture(new_loop)
 

@@ -18,7 +18,6 @@ from trimtab.core.progress import silent
 from trimtab.experiments.train import Training, train_whole
 from trimtab.tasks import load_task
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
 ROOT = Path(__file__).parents[2]
 
 
@@ -144,6 +143,7 @@ def test_python_blocks_are_found() -> None:
     assert {"README.md", "docs/start.md", "docs/memory.md"} <= set(WITH_PYTHON)
 
 
+@pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks_run(page: str) -> None:
     for block in blocks(read(page)):

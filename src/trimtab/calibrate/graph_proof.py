@@ -13,7 +13,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +28,16 @@ from trimtab.runtime.cuda_graphs import Recorder
 # Of the gradient, relative, and of what other rows and weights moved it by, where that is less than all of it; below
 # the least such move nothing is told.
 LIMIT, _LEAST_MOVE = 0.3, 0.1
-# Of the root mean square of all: less in one parameter's may be rounding, as of a bias that batch statistics undo.
-_ROUNDED = 0.02
+# Of a parameter's gradient and of its module's, by the root mean square: less may be rounding, as of a bias that batch
+# statistics undo. And how many times what two passes without graphs are apart.
+_ROUNDED, _TIMES_NOISE = 0.02, 3.0
+_LEAST_SIZE = 1e-7  # of all gradients' root mean square: a module's that are smaller are taken to be of this size
 _DRAWS = (1, 2)
 Gradients = list[Tensor | None]
 
 
 def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
-    """Return why graphs are not taken, or None. Called while a run of the candidate is open; changes buffers."""
+    """Return why graphs are not taken, or None. Called while a run of the candidate is open."""
     call = subject.model._compiled_call_impl
     recorder = call.recorder if isinstance(call, CompiledCall) else None
     if recorder is None:
@@ -51,12 +53,12 @@ def replay_refusal(subject: Subject, candidate: Candidate) -> str | None:
             launched = gradients(other, draw, launched=True)
             if recorder.launches == launches:
                 return recorder.refusal or f"nothing of its forward was launched: {recorder.left or 'not one call'}"
-            own = gradients(other, draw, launched=False)
+            own, again = (gradients(other, draw, launched=False) for _ in range(2))
             if [each is None for each in own] != [each is None for each in launched]:
                 return "launched as graphs its gradient arrives at other parameters"
             apart.append(_relative(own, launched))
             moved.append(_relative(own, before))
-            differing = differing or _differing(subject, own, launched)
+            differing = differing or _differing(subject, _Held(before, own, again, launched))
     return _judged(apart, moved) or differing or None
 
 
@@ -70,27 +72,44 @@ def _judged(apart: Sequence[float | None], moved: Sequence[float | None]) -> str
     return None if worst <= limit else f"launched as graphs its gradient differs by {worst:.2g}, relative ({limit:.2g})"
 
 
-def _differing(subject: Subject, own: Gradients, launched: Gradients) -> str:
+class _Held(NamedTuple):
+    """Gradients that are held against one another: of the rows and weights of before, and three times of others."""
+
+    before: Gradients
+    own: Gradients
+    again: Gradients
+    launched: Gradients
+
+
+def _differing(subject: Subject, held: _Held) -> str:
     """Return of which parameter the gradient differs, of several the one that does most for its size; "": of none."""
     names = [name for name, p in subject.model.named_parameters() if p.requires_grad]
-    found = [
-        (name, ours.numel(), _norm(ours), _norm(theirs - ours))
-        for name, ours, theirs in zip(names, own, launched, strict=True)
-        if ours is not None and theirs is not None
-    ]
-    typical = math.sqrt(sum(norm**2 for _, _, norm, _ in found) / max(1, sum(number for _, number, _, _ in found)))
+    found = {
+        name: (own, _norm(own), *(_norm(own, other) for other in others))
+        for name, own, *others in zip(names, held.own, held.before, held.again, held.launched, strict=True)
+        if own is not None
+    }
+    count = sum(own.numel() for own, *_ in found.values())
+    least = _LEAST_SIZE * math.sqrt(sum(norm**2 for _, norm, *_ in found.values()) / max(1, count))
+    typical: dict[str, float] = {}  # root mean square of the parameter of a module that has the largest
+    for name, (own, norm, *_) in found.items():
+        module = name.rpartition(".")[0]
+        typical[module] = max(typical.get(module, least), norm / math.sqrt(own.numel()))
     worst, said = 1.0, ""
-    for name, number, norm, error in found:
-        limit = LIMIT * norm + _ROUNDED * typical * math.sqrt(number)
+    for name, (own, norm, moved, noise, error) in found.items():
+        rounded = _ROUNDED * (norm + typical[name.rpartition(".")[0]] * math.sqrt(own.numel()))
+        limit = LIMIT * min(norm, moved) + rounded + _TIMES_NOISE * noise
         if limit > 0 and error / limit > worst:
-            worst, far = error / limit, f"by {error / norm:.2g}, relative ({LIMIT})" if norm else "from zero"
+            worst, far = error / limit, f"by {error / norm:.2g}, relative" if norm else "from zero"
             said = f"launched as graphs the gradient of {name} differs {far}"
     return said
 
 
-def _norm(gradient: Tensor) -> float:
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return float(torch.linalg.vector_norm(dense.double()))
+def _norm(gradient: Tensor, other: Tensor | None = None) -> float:
+    """Return the norm of a gradient, or of what another is apart from it."""
+    found = gradient if other is None else other - gradient
+    dense = found.coalesce().values() if found.is_sparse else found
+    return float(torch.linalg.vector_norm(dense, dtype=torch.float64))
 
 
 def _relative(own: Gradients, other: Gradients) -> float | None:
@@ -121,8 +140,10 @@ def _devices(subject: Subject) -> list[torch.device]:
 def _gradients(
     subject: Subject, candidate: Candidate, recorder: Recorder, batch: Any, draw: int, *, launched: bool
 ) -> Gradients:
-    """Return a batch's gradients under random numbers that are a draw's; leaves none in the model."""
+    """Return a batch's gradients under random numbers that are a draw's; leaves none in the model, nor any buffer."""
     model, host = subject.model, random.getstate()
+    buffers = list(model.buffers())
+    kept = [each.clone() for each in buffers]
     model.zero_grad(set_to_none=True)
     recorder.is_on = launched
     try:
@@ -134,6 +155,10 @@ def _gradients(
     finally:
         recorder.is_on = True
         random.setstate(host)
+        with torch.no_grad():
+            for each, value in zip(buffers, kept, strict=True):
+                if not torch.equal(each, value):  # of one on another device each change counts as the model's
+                    each.copy_(value)
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad(set_to_none=True)
     return found

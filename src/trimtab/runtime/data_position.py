@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.core import checks
-from trimtab.core.errors import FormatError, ValueGivenError
+from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.state_parts import Load, Part, require_keys
 from trimtab.measure.loader_state import borrowed, generators_of, has_lasting_workers, is_stateful
 from trimtab.measure.random_state import generator_states, loading_generators, loading_random_state, random_state
@@ -38,7 +38,7 @@ class DataPosition(Part):
         self.accepted: Callable[[str], None] | None = None
         self._over = self._drawn = 0
         self._is_open = self._is_left = False  # a pass was drawn from and is not over; the loop will not go on with it
-        self._stays = False
+        self._stays = self._is_over = False  # the run is
         self._handled: BaseException | None = None  # as the pass began: an error that ends it is another
         self._is_drawn = False  # to the end, though the last window may not be over
         self._loader: Any = None
@@ -123,7 +123,8 @@ class DataPosition(Part):
 
     def let_go(self) -> None:
         """Hold nothing of a loader any more: found in a cycle with the run, its workers would be waited for."""
-        self._loader = self._first = None
+        self._is_over = True
+        self._loader = self._first = self._handled = None
 
     def _forget(self) -> None:
         self._drawn, self._begun, self._is_drawn = 0, None, False
@@ -182,8 +183,10 @@ class DataPosition(Part):
         """Return passes, batches of the one under way, random numbers as it began and as they are, and a loader's own.
 
         Raises:
-            ValueGivenError: the position is not kept.
+            ValueGivenError: the position is not kept. LoopError: the run is over.
         """
+        if self._is_over:
+            raise LoopError("run.position.state_dict", given="a run that is closed", expected="one that is not")
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
         # Who saves as an error is handled means to go on with the pass; a generator is closed by one.

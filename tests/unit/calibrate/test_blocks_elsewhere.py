@@ -32,7 +32,7 @@ from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
 L4 = absent_device("L4")
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 SHAPE = GPTShape(vocab_size=256, context=64, num_layers=5, num_heads=2, width=64)
 ROWS = 16
 SCHEDULES = [EVERY_BLOCK, "(0-1) (2-3) 4", "~0-4", "0 (1) ~2 (3 (4))", "0-4"]

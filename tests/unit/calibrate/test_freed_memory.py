@@ -9,7 +9,7 @@ from torch import nn
 import trimtab
 from trimtab.measure.memory import peak_bytes
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 ROWS = 1024
 
 

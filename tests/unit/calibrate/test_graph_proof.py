@@ -20,7 +20,9 @@ def squared(found):
     return (found - 1).square().mean()
 
 
-def refusal(launch, scale=1.0, refused="", at_first=lambda model: None, rows=None, loss=squared):
+def refusal(
+    launch, scale=1.0, refused="", at_first=lambda model: None, rows=None, loss=squared, of_model=lambda *given: 0.0
+):
     """Return what is said of a model whose graphs compute `launch(model, rows)`; None: nothing is launched."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 1))
@@ -38,16 +40,17 @@ def refusal(launch, scale=1.0, refused="", at_first=lambda model: None, rows=Non
     subject = Subject(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        lambda model, rows: scale * loss(model(rows)),
+        lambda model, rows: scale * loss(model(rows)) + of_model(model),
         torch.randn(8, 6) if rows is None else rows,
     )
     state, host = torch.get_rng_state(), random.getstate()
-    weights = [p.clone() for p in model.parameters()]
+    weights, buffers = ([each.clone() for each in every] for every in (model.parameters(), model.buffers()))
     try:
         return replay_refusal(subject, CANDIDATE)
     finally:
         assert torch.equal(torch.get_rng_state(), state)
         torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
+        torch.testing.assert_close(list(model.buffers()), buffers, rtol=0, atol=0)
         assert random.getstate() == host
         assert call.is_on
         assert call.recorder.is_on
@@ -108,8 +111,36 @@ def thin(model):
 
 def test_the_gradient_of_a_small_layer_alone_is_looked_at_too():
     said = refusal(with_bias(2.5), at_first=thin)
-    assert said == "launched as graphs the gradient of 0.bias differs by 1.5, relative (0.3)"
+    assert said == "launched as graphs the gradient of 0.bias differs by 1.5, relative"
     assert refusal(with_bias(1.2), at_first=thin) is None
+
+
+def test_a_module_whose_gradients_are_next_to_nothing_is_looked_at_too():
+    """As of a branch that begins at a millionth; and one that begins at zero has none."""
+
+    def scaled(by):
+        def at_first(model):
+            thin(model)
+            with torch.no_grad():
+                model[3].weight.mul_(by)
+
+        return at_first
+
+    for by in (1e-5, 0.0):
+        assert refusal(with_bias(1.0), at_first=scaled(by)) is None
+    assert "the gradient of 0.bias differs by" in refusal(with_bias(3.0), at_first=scaled(1e-5))
+    assert "the gradient of 0.bias differs from zero" in refusal(with_bias(1.0, beside=1e-3), at_first=scaled(0.0))
+
+
+def test_what_two_passes_are_apart_is_no_difference():
+    """As where kernels add in another order each time."""
+    drawn = random.Random(0)
+
+    def noise(model):
+        bias = model[0].bias
+        return 0.2 * drawn.uniform(-1, 1) * (bias - bias.detach()).sum()
+
+    assert refusal(lambda model, rows: model._call_impl(rows), at_first=thin, of_model=noise) is None
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_may_differ():

@@ -14,7 +14,7 @@ from trimtab.calibrate.child import can_fork
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 ROWS, CONTEXT, WORDS = 8, 32, 4096
 
 

@@ -24,7 +24,7 @@ from trimtab.decide.planner import choose
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 
 
 class Recurrent(nn.Module):

@@ -13,7 +13,7 @@ from trimtab.core.profile import Candidate
 from trimtab.decide.search import Stage
 from trimtab.measure.memory import peak_bytes
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
+pytestmark = pytest.mark.usefixtures("brief_trials")
 FLOAT = 4  # bytes
 
 

@@ -7,10 +7,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trimtab
+from trimtab.core.errors import LoopError
 
 NUM_ROWS, BATCH_ROWS = 22, 4  # six windows a pass
 WINDOWS = 15
@@ -113,11 +114,48 @@ def test_what_was_trained_on_is_not_loaded_again(tmp_path, make):
     assert len(loader.dataset.read) == NUM_ROWS - 4 * BATCH_ROWS
 
 
-@pytest.mark.parametrize("windows", [4, 12])
-def test_a_run_that_is_over_holds_no_loader(tmp_path, windows):
+LEFT = {
+    "within a pass": ("break", {}),
+    "at the end of a pass": ("end", {}),
+    "by an error": ("error", {}),
+    "by a stop condition": ("end", {"stop": trimtab.Stop(grad_norm=1e9)}),
+}
+
+
+@pytest.mark.parametrize("how", LEFT)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_run_that_is_over_holds_no_loader(tmp_path, kind, kept, how):
     """Without waiting for a collection of garbage, in which each of its workers is waited for, for five seconds."""
-    loader = shuffled(1)
+    leaves, more = LEFT[how]
+    keep = {"checkpoints": trimtab.Checkpoints(tmp_path / "run", every_steps=1)} if kept else {}
+
+    def run_over(loader):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with trimtab.start(model, optimizer, trimtab.Plan.fixed(BATCH_ROWS), **keep, **more) as run:
+            for window in run.windows(loader):
+                run.train_step(window, lambda model, rows: model(rows).square().mean())
+                if leaves == "error":
+                    raise ValueError("of the loop")
+                if leaves == "break":
+                    break
+        return run
+
+    def over(loader):
+        try:
+            raise KeyError("that is handled while the run goes on")
+        except KeyError:
+            try:
+                return run_over(loader)
+            except ValueError:
+                return None
+
+    loader = kind(Rows(), BATCH_ROWS, shuffle=True, num_workers=1)
     held = weakref.ref(loader)
-    train(tmp_path / "run", loader, windows, 4)
+    run = over(loader)
     del loader
     assert held() is None
+    if run is not None and kept:
+        with pytest.raises(LoopError, match="a run that is closed"):
+            run.position.state_dict()

@@ -17,8 +17,6 @@ from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.distributed import backends, planning, stage_choice
 
-pytestmark = pytest.mark.usefixtures("short_blocks")
-
 
 def test_a_link_that_cannot_be_timed_leaves_the_sending_as_it_is(monkeypatch):
     def fails(device):
