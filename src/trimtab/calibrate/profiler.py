@@ -25,7 +25,7 @@ from trimtab.core.energy import NO_METER
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first, spared_s
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.bystanders import unchanged_by
@@ -127,7 +127,7 @@ def _search(
             is_last = stage.name.startswith(FINAL)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
-            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s}
+            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s, "spared_s": spared_s(profile)}
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
         snapshot.restore()
