@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imports_are_not_searched():
-    """Leave what is imported by now out of garbage collection, which planning asks for often: 0.2 s each with torch."""
+    """Leave what is imported by now out of garbage collection, which planning asks for: 0.2 s each with torch."""
     gc.collect()
     gc.freeze()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -25,7 +26,7 @@ from trimtab.core.energy import NO_METER
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
 from trimtab.core.progress import silent
-from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first, spared_s
+from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
 from trimtab.measure.attention import SoftmaxesSeen
 from trimtab.measure.bystanders import unchanged_by
@@ -103,6 +104,7 @@ def _search(
     """Return the profile with every trace and trial that its search asks for."""
     objective, budget = profile.objective, profile.budget
     asked: set[Candidate] = set()
+    gc.collect()  # in a forked process what lies in cycles may take long to end, as a loader's workers
     guard = Guard(subject, profile.reference_candidate)
     while True:
         spent_s = time.perf_counter() - start
@@ -127,7 +129,7 @@ def _search(
             is_last = stage.name.startswith(FINAL)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
-            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s, "spared_s": spared_s(profile)}
+            how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s}
             found = run_stage(subject, stage, num_blocks, progress, profile.trials, **how)
             profile = profile.with_trials(found)
         snapshot.restore()

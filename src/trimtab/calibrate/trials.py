@@ -44,7 +44,6 @@ from trimtab.runtime.modes import retained_memory
 _OTHER_KERNELS = ("modes", "head")  # stages whose candidates run kernels that nobody has run yet
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
-_ORDERING = ("modes", "head", "sizes")  # stages that put candidates in order: another decides
 _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
@@ -73,7 +72,6 @@ class _Blocks:
         steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
         num_blocks: blocks asked for. patient: whether more may be run. start: the state that every block begins with.
         progress: called with a line of text. run_s: seconds of the run that is planned, as the loop is; 0: not known.
-        spared_s: seconds that the run spares for what decides nothing, beyond the blocks asked for.
     """
 
     subject: Subject
@@ -85,15 +83,12 @@ class _Blocks:
     start: Snapshot
     progress: Callable[[str], None]
     run_s: float = 0.0
-    spared_s: float = math.inf
 
     @property
     def enough(self) -> int:
         """Blocks to run, more of short ones: a single disturbed one then weighs less."""
-        block_s, each_s = self.steps * self.step_s, _STAGE_S
-        if self.stage.name in _ORDERING:
-            each_s = min(each_s, self.spared_s / len(self.stage.candidates))
-        affordable = 0 if block_s <= 0 else min(self.most, round(each_s / block_s))
+        block_s = self.steps * self.step_s
+        affordable = 0 if block_s <= 0 else min(self.most, round(_STAGE_S / block_s))
         return max(self.num_blocks, affordable)
 
     @property
@@ -124,7 +119,6 @@ def run_stage(
     guard: Guard | None = None,
     power: Power | None = None,
     run_s: float = 0.0,
-    spared_s: float = math.inf,
 ) -> tuple[Trial, ...]:
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
@@ -132,8 +126,7 @@ def run_stage(
         known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
             is in the noise. guard: what tells kernels that end a process; None: one of this stage's own.
         power: reads their watts; None: there is no meter. run_s: of a run that is long enough to pay for more blocks,
-            where it is known how long it is. spared_s: seconds that the run spares for more blocks of a stage that
-            decides nothing.
+            where it is known how long it is.
     """
     arms = [_Arm(candidate) for candidate in stage.candidates]
     if stage.control:
@@ -158,8 +151,7 @@ def run_stage(
         steps = max(1, round(BLOCK_S / max(step_s, 1e-6))) if math.isfinite(step_s) else 1
         start = _with_optimizer_state(subject, running, snapshot)
         wanted = num_blocks if stage.accepts else MIN_BLOCKS
-        blocks = _Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s, spared_s)
-        _run_blocks(blocks, arms, running)
+        _run_blocks(_Blocks(subject, stage, steps, step_s, wanted, patient, start, progress, run_s), arms, running)
         if power is not None and (windows := power.num_windows(stage, hurried=not patient)):
             progress(f"{stage.name}: watts")
             power.read(subject, [arm for arm in arms if arm.error is None and arm.block_s], start, windows)

@@ -17,8 +17,7 @@ some of them again is one more choice (`recomputing`).
 
 Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds. As soon as the final
 would go beyond that the search is hurried: sizes that nothing needs are left out, and the compiler where it promises
-too little for the time, and no doubted change is tried without the others. What merely puts candidates in order takes
-more than its few blocks only where a hundredth of the run pays for them, however short they are.
+too little for the time, and no doubted change is tried without the others.
 """
 
 from __future__ import annotations
@@ -78,11 +77,6 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
     return _next_final(profile, objective, budget)
 
 
-def spared_s(profile: Profile) -> float:
-    """Return the seconds that a run spares for measuring; all there are where it is not known how long it is."""
-    return math.inf if profile.run_s is None else compiling.MEASURING * profile.run_s
-
-
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
     """Return whether measuring that took so long has no time left beside its final, and what else is asked for.
 
@@ -94,7 +88,7 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
     step_s = profile.run_s / (profile.total_steps or 1)
     patience_s = _PATIENT_BLOCKS * max(BLOCK_S, step_s) if patient else 0.0
     final_s = max(_FINAL_S, _FINAL_STEPS * step_s) + steps * step_s + patience_s
-    return spent_s + final_s > max(MEASURING_S, spared_s(profile))
+    return spent_s + final_s > max(MEASURING_S, compiling.MEASURING * profile.run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:

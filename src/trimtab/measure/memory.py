@@ -74,10 +74,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def peak_growth(step: Callable[[], object]) -> int:
     """Return the most bytes of CPU memory that a call held at once, beyond what was held before it."""
-    with _no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _older_garbage_kept(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
+    allocations = sorted(_allocations(recorded), key=lambda event: event[0])
+    recorded.profiler = None  # all its events, which would stay: a profile refers to itself
     running = peak = 0
-    for _, size in sorted(_allocations(recorded), key=lambda event: event[0]):
+    for _, size in allocations:
         # The profiler may know a block's size from an earlier count, and tell that it is freed in this one.
         running = max(0, running + size)
         peak = max(peak, running)
@@ -85,18 +87,21 @@ def peak_growth(step: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage: what is freed so would be taken for memory that the call gave back.
+def _older_garbage_kept() -> Iterator[None]:
+    """Have no garbage of before collected: what is freed so would be taken for memory that the call gave back.
 
-    To collect it before instead takes a fifth of a second with torch's modules imported, of every count.
+    To collect all of it first takes a fifth of a second with torch's modules imported, of every count.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    if gc.get_freeze_count():  # by somebody else, to whom it is left
+        gc.collect()
+        yield
+        return
+    gc.collect(1)
+    gc.freeze()
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        gc.unfreeze()
 
 
 def _allocations(recorded: profile) -> list[tuple[int, int]]:

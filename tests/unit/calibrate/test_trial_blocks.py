@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -121,29 +120,6 @@ def test_with_no_time_left_a_second_look_is_taken_where_it_pays(subject, machine
     machine.blocks = {WHOLE: list(WILD), HALF: [rival_s] * 15}
     how = {"patient": False, "run_s": run_s}
     found = trials.run_stage(subject, final(WHOLE, HALF, control=True), 5, lambda text: None, **how)
-    assert {len(each.block_s) for each in found} == {blocks}
-
-
-@pytest.mark.parametrize(
-    ("stage", "spared_s", "blocks"),
-    [
-        ("modes", math.inf, 9),
-        ("modes", 20.0, 9),
-        ("modes", 12.0, 6),  # of two candidates, a second each
-        ("modes", 1.0, 3),
-        ("sizes", 0.0, 3),
-        ("compile", 0.0, 9),  # which decides
-        ("final", 0.0, 5),
-    ],
-)
-def test_what_decides_nothing_takes_more_blocks_only_where_the_run_spares_them(
-    subject, machine, monkeypatch, stage, spared_s, blocks
-):
-    monkeypatch.setattr(trials, "_STAGE_S", 10.0)
-    machine.blocks = {WHOLE: [0.5] * 20, HALF: [0.5] * 10}
-    is_final = stage == "final"
-    asked = Stage(stage, (WHOLE, HALF), control=is_final, accepts=is_final)
-    found = trials.run_stage(subject, asked, 5, lambda text: None, spared_s=spared_s, patient=not is_final)
     assert {len(each.block_s) for each in found} == {blocks}
 
 
