@@ -20,11 +20,11 @@ from trimtab.distributed.energy import RankMeter
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.energy_rows import (
     METER,
-    brief_trials,
     energy_row,
     energy_verdict,
     joules_to,
     meter_of,
+    short_blocks,
     watts,
 )
 from trimtab.experiments.comparison.ratio_rows import throughput_row
@@ -205,10 +205,10 @@ def test_blocks_of_a_metered_race_are_a_tenth_above_the_shortest_window(kind, bl
 
 def test_the_table_says_which_blocks_were_too_short_for_joules():
     run = metered(record(blocks=[(10, 0.9), (10, 1.1), (10, 0.5), (10, 1.2)]), 50.0, unknown=(0, 2, 3))
-    assert brief_trials(run) == (1, 3)  # of the first it is not asked, the last lost its meter
+    assert short_blocks(run) == (1, 3)  # of the first it is not asked, the last lost its meter
     bare = Arm("plan_S", "a plan", "S", "", (), ())
     for joules in ((5.0,), ()):
-        arms = (replace(bare, joules=joules, watts=joules, brief_trials=1, blocks=3), replace(bare, name="self"))
+        arms = (replace(bare, joules=joules, watts=joules, short_blocks=1, blocks=3), replace(bare, name="self"))
         table = arm_energy_table(SimpleNamespace(arms=arms))
         assert "too short for a meter, and have no joules: 1 of 3 of" in (table.note if joules else table.empty)
     assert "too short" not in arm_energy_table(SimpleNamespace(arms=(bare,))).note
