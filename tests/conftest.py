@@ -51,13 +51,12 @@ def _imports_are_not_searched():
 
 @pytest.fixture
 def brief_trials(monkeypatch):
-    """Time trials by a few milliseconds each, where what is faster decides nothing that a test looks at.
+    """Time trials briefly (`brief`)."""
+    import brief
 
-    Then a trial's steps are mostly one, and a plan may change less than it would.
-    """
     from trimtab.calibrate import trials
 
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    monkeypatch.setattr(trials, "BLOCK_S", brief.BLOCK_S)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import brief
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from trimtab.calibrate import trials
 from trimtab.core.codec import to_json
 from trimtab.core.errors import ValueGivenError
 
-trials.BLOCK_S = 0.003  # what is faster decides nothing here
+trials.BLOCK_S = brief.BLOCK_S
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17  # ROWS: of a step, on all ranks
 NOTHING = -100
 # Rows that end in a window of one batch on each rank, and in one of a batch on the first rank alone.

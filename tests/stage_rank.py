@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import brief
 import rank_cases
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from trimtab.distributed import rehearsed_run, stage_choice
 from trimtab.distributed.rank_memory import trace_rank
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
-trials.BLOCK_S = 0.003  # the limit decides here, and not what is faster
+trials.BLOCK_S = brief.BLOCK_S  # the limit decides here, and not what is faster
 if DEVICE == "cpu":  # where what is sent waits far longer than it takes (`settling`)
     rehearsed_run._BLOCK_S = 0.02
 # So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.

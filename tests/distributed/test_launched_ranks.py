@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import brief
 import pytest
 from wide_task import WIDE, least_of
 
@@ -36,16 +37,9 @@ task = replace(tiny.task, loss_fn=loss_fn)
 """
 
 
-SHORT = """
-from trimtab.calibrate import trials
-
-trials.BLOCK_S = 0.003  # what is faster decides nothing here
-"""
-
-
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + SHORT)
+    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + brief.CODE)
     return tmp_path
 
 
@@ -118,9 +112,6 @@ def test_a_plan_of_one_process_is_shared_by_replicas(folder):
 
 LOOP = """
     import json, sys, torch, trimtab
-    from trimtab.calibrate import trials
-
-    trials.BLOCK_S = 0.003
 
     with trimtab.joined() as here:
         torch.manual_seed(here.rank)
@@ -151,7 +142,7 @@ LOOP = """
 
 def test_a_loop_of_ones_own_plans_together_and_trains_on_its_rows(folder):
     """Under torchrun itself: rank 0 plans, and both have its plan, weights and rows, of a shuffled DataLoader."""
-    (folder / "loop.py").write_text(textwrap.dedent(LOOP))
+    (folder / "loop.py").write_text(brief.CODE + textwrap.dedent(LOOP))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

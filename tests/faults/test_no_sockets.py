@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import brief
 import pytest
 
 TESTS = Path(__file__).parents[1]
@@ -19,11 +20,6 @@ def block(event, given):
         raise RuntimeError(f"a socket was asked for: {event} {given}")
 
 sys.addaudithook(block)
-"""
-SHORT = """
-from trimtab.calibrate import trials
-
-trials.BLOCK_S = 0.003
 """
 COMMANDS = {
     "plan": ("plan", "tiny.py:task", "--json"),
@@ -52,7 +48,7 @@ def folder(tmp_path_factory):
     """Return one with a task, in which commands leave what later ones read."""
     made = tmp_path_factory.mktemp("offline")
     task = (TESTS / "unit" / "experiments" / "tiny_task.py").read_text()
-    (made / "tiny.py").write_text(task + SHORT)
+    (made / "tiny.py").write_text(task + brief.CODE)
     return made
 
 
@@ -64,10 +60,8 @@ def test_no_command_asks_for_a_socket(folder, arguments):
 
 
 def test_a_loop_of_ones_own_asks_for_none(tmp_path):
-    code = """
+    code = f"""{brief.CODE}
 import torch, trimtab
-from trimtab.calibrate import trials
-trials.BLOCK_S = 0.003
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 def loss_fn(model, batch): return (model(batch) - 1).square().mean()

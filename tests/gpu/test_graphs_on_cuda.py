@@ -466,11 +466,14 @@ def test_the_models_of_the_tasks_are_proved(task: str, precision: str, way: str)
     found = load_task(task)
     torch.manual_seed(0)
     model = found.make_model().cuda()
-    columns = torch.Generator().manual_seed(1)
+    drawn = torch.Generator().manual_seed(1)
     is_text = task == "wikitext2_gpt2"
-    batch: Any = (torch.randint(0, 50_000, (4, 1025), generator=columns).cuda(),)
+    batch: Any = (torch.randint(0, 50_000, (4, 1025), generator=drawn).cuda(),)
     if not is_text:
-        images, labels = torch.randn(64, 3, 32, 32, generator=columns), torch.randint(0, 10, (64,), generator=columns)
+        images, labels = (
+            torch.randn(64, 3, 32, 32, generator=drawn),
+            torch.randint(0, 10, (64,), generator=drawn),
+        )
         batch = images.cuda(), labels.cuda()
     rows = len(batch[0])
     candidate = Candidate(precision, "keep" if is_text else "channels_last", False, rows, compiled=way)
