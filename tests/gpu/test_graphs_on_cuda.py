@@ -470,10 +470,8 @@ def test_the_models_of_the_tasks_are_proved(task: str, precision: str, way: str)
     is_text = task == "wikitext2_gpt2"
     batch: Any = (torch.randint(0, 50_000, (4, 1025), generator=drawn).cuda(),)
     if not is_text:
-        images, labels = (
-            torch.randn(64, 3, 32, 32, generator=drawn),
-            torch.randint(0, 10, (64,), generator=drawn),
-        )
+        images = torch.randn(64, 3, 32, 32, generator=drawn)
+        labels = torch.randint(0, 10, (64,), generator=drawn)
         batch = images.cuda(), labels.cuda()
     rows = len(batch[0])
     candidate = Candidate(precision, "keep" if is_text else "channels_last", False, rows, compiled=way)
