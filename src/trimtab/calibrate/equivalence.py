@@ -3,7 +3,8 @@
 In fp32, on the user's own model and batch: the gradient of the whole batch against that of an unequal split weighted
 as the run weighs it. In training mode, because that is what trains: a balancing loss or a centring may exist in no
 other. Only dropout is off (a split draws other masks from the same distribution). A model whose gradient is random
-even so, or that does not run so, is proved in evaluation mode, its batch statistics kept on, and the verdict says it.
+even so, or that does not run so, is proved in evaluation mode, and the verdict says it. One whose modules keep state of
+the batch, as batch statistics are, needs no proof to be refused.
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ def _check(subject: Subject, precision: str) -> Check:
     stateful = _modules_with_batch_state(subject, precision)
     if subject.rows < 2:
         return Check(False, "the batch has one row")
+    if stateful:
+        return Check(False, _state_reason(stateful))
     try:
         pieces = list(_unequal_split(subject.batch, subject.rows))
     except BatchError as error:
         return Check(False, f"the batch cannot be split: {error.given}")
-    proof = _proof(subject, pieces, stateful)
-    if stateful:
-        return Check(False, _state_reason(stateful), proof.difference)
+    proof = _proof(subject, pieces)
     if proof.failure is not None:
         return Check(False, proof.failure + proof.mode)
     if proof.difference is None:
@@ -133,7 +134,7 @@ class _Proof:
     mode: str = ""
 
 
-def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequence[nn.Module]) -> _Proof:
+def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
     trains = [module for module in subject.model.modules() if not _drops_out(module)]
     try:
         with _without_dropout(subject.model, keep=trains):
@@ -147,7 +148,7 @@ def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]], stateful: Sequen
         why = f"in training mode without dropout it fails ({describe(error)})"
     mode = f"; proved in evaluation mode: {why}"
     try:
-        with _without_dropout(subject.model, keep=stateful):
+        with _without_dropout(subject.model):
             return replace(_compared(subject, _gradient(subject, [(subject.batch, subject.rows)]), pieces), mode=mode)
     except Exception as error:  # such as a model that returns predictions, and no loss, in evaluation mode
         _pass_on_memory(error)
@@ -196,7 +197,7 @@ def _drops_out(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module, keep: Sequence[nn.Module]) -> Iterator[None]:
+def _without_dropout(model: nn.Module, keep: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Run the model in evaluation mode, but for the modules to keep in the mode they are in."""
     modes = [(module, module.training) for module in model.modules()]
     training = {id(module) for module in keep if module.training}

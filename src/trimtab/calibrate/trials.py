@@ -5,8 +5,9 @@ that a machine whose speed drifts moves all candidates alike, and every block be
 optimizer has its moments. Where a step takes a large part of a second planning must not take minutes: what is known
 from an earlier stage is not measured again, and a candidate that lost every one of its first blocks is not run further.
 
-The number of blocks does not depend on who is winning, or an equal candidate would win by patience: the first blocks
-may only drop losers, and a likely gain inside the noise is looked at once more, at a number fixed in advance.
+Where something is accepted the number of blocks does not depend on who is winning, or an equal candidate would win by
+patience: the first blocks may only drop losers, and a likely gain inside the noise is looked at once more, at a number
+fixed in advance. A stage that only puts candidates in order ends as soon as that is known (`decide.laps`).
 Where there is no time left for that, a final still takes it if a tenth of what the gain would save in the run pays it.
 """
 
@@ -29,7 +30,8 @@ from trimtab.calibrate.subject import Subject
 from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import ALONE, Candidate, Trial
 from trimtab.core.units import format_seconds
-from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
+from trimtab.decide.laps import still_open
+from trimtab.decide.readings import MIN_BLOCKS
 from trimtab.decide.search import BLOCK_S, Stage
 from trimtab.decide.statistics import is_gain, paired_ratios, ratio_interval
 from trimtab.decide.turns import drawn_turns
@@ -47,7 +49,7 @@ _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fi
 _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
-_SLOW_S = 0.3  # on CPU a first step this long is repeated only if it would drop its candidate: little else starts up
+_SLOW_S = 0.3  # on CPU little else than a step this long starts up in a first one
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
 
 
@@ -144,7 +146,8 @@ def run_stage(
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
-                    _warm_up(subject, arm, measure_memory=stage.name != ALONE, slowest=slowest)
+                    how = {"measure_memory": stage.name != ALONE, "paces": arm is arms[0]}
+                    _warm_up(subject, arm, slowest=slowest, **how)
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]
@@ -180,7 +183,10 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
 
 
 def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) -> None:
-    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise."""
+    """Fill the arms' blocks: as many as asked for, fewer of a sure loser, most where a likely gain is in the noise.
+
+    A stage that only orders ends once its order is known.
+    """
     stage = blocks.stage
     done, last = 0, blocks.enough
     draw, before = random.Random(0), None
@@ -192,9 +198,9 @@ def _run_blocks(blocks: _Blocks, arms: Sequence[_Arm], running: Sequence[_Arm]) 
             before = arm
         running = [arm for arm in running if arm.error is None]
         done += 1
-        if done == MIN_BLOCKS and stage.drops:
-            running = [arm for arm in running if arm.control or not _may_be_dropped(arm, arms[0])]
-            if blocks.slow and _has_lost_its_rivals(arms, running):
+        if stage.drops and (done == MIN_BLOCKS or (stage.orders and done > MIN_BLOCKS)):
+            running = still_open(running, arms[0], orders=stage.orders)
+            if (stage.orders or blocks.slow) and _is_over(stage, arms, running):
                 break
         if done == blocks.enough and stage.control and (gain := _promised(arms, running)) is not None:
             last = blocks.most_for(gain, len(running))
@@ -210,19 +216,12 @@ def _recall(arm: _Arm, stage: Stage, known: Sequence[Trial]) -> bool:
     return True
 
 
-def _may_be_dropped(arm: _Arm, incumbent: _Arm) -> bool:
-    """Return whether a rival has lost: not one with a fused step alone, whose gain drowns in that of a whole one."""
-    if arm is incumbent or not incumbent.block_s or arm.candidate.alike(incumbent.candidate, "fused_optimizer"):
-        return False
-    is_lighter = (arm.peak_bytes or math.inf) <= (1 - WORTH_SAVING) * (incumbent.peak_bytes or 0)
-    return is_behind(arm.block_s, incumbent.block_s, is_lighter=is_lighter)
-
-
-def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float) -> None:
+def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: float, paces: bool) -> None:
     """Run a step, one more unless it says enough, then one under the memory count; a failure becomes the arm's error.
 
     A first step may hold what happens once: kernels compiled, or chosen by trying them. So a figure that would drop the
-    candidate (above `slowest`) is not believed before a second one, and on CUDA none is.
+    candidate (above `slowest`) is not believed before a second one, nor a short one that says how long blocks are
+    (`paces`), and on CUDA none is.
     """
     try:
         with subject.start(arm.candidate) as run:
@@ -230,7 +229,8 @@ def _warm_up(subject: Subject, arm: _Arm, *, measure_memory: bool, slowest: floa
             step_until_applied(run, subject)
             compiled, once_s = arm.candidate.compiled, arm.first_s
             first = [once_s, *_steps_until_launched(run, subject, arm.candidate)]
-            if subject.device.type == "cuda" or once_s < _SLOW_S or once_s > slowest or compiled:
+            is_rough = once_s > slowest or (paces and once_s < _SLOW_S)
+            if is_rough or compiled or subject.device.type == "cuda":
                 arm.first_s = timer(arm.candidate)(lambda: _step(run, subject), subject.device)
             arm.compile_s = max(0.0, sum(first) - len(first) * arm.first_s) if compiled else None
             _require_finite(run)
@@ -288,11 +288,11 @@ def _require_finite(run: Run) -> None:
         raise _Unusable("its loss is not finite")
 
 
-def _has_lost_its_rivals(arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
-    """Return whether there were rivals and none is left, so that more blocks could change nothing."""
-    if not arms[0].block_s or all(arm.control for arm in arms[1:]):
-        return False
-    return all(arm is arms[0] or arm.control for arm in running)
+def _is_over(stage: Stage, arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
+    """Return whether there were rivals, and of all that are left nothing is open that more blocks could change."""
+    left = [arm for arm in running if not arm.control]
+    had_rivals = any(not arm.control for arm in arms[1:])
+    return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
 
 
 def _promised(arms: Sequence[_Arm], running: Sequence[_Arm]) -> float | None:

@@ -53,7 +53,8 @@ class Check:
     Args:
         splittable: whether a micro-batch smaller than the batch keeps the maths.
         reason: why, or why not.
-        relative_difference: ||g_split - g_whole|| / ||g_whole||, or None when it could not be computed.
+        relative_difference: ||g_split - g_whole|| / ||g_whole||, or None when it could not be computed, or needed not
+            be: what computes over the batch is refused for that.
         tolerance: the limit it was held against.
     """
 

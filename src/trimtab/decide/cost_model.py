@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.profile import Candidate, Profile, Traced, Trial
 from trimtab.decide import recomputing
-from trimtab.decide.readings import typical_ratio
+from trimtab.decide.readings import ratio_by_longest
 from trimtab.decide.roofline import step_seconds
 
 # A traced peak is held against a limit with this much on top, or with what the worst trial took beyond its trace.
@@ -69,7 +69,7 @@ class CostModel:
         sliced = [trial for trial in profile.stage("sizes") if trial.block_s and not trial.control]
         self._unit = next(iter([*modes, *sliced]), None)
         like = modes or sliced[:1]
-        self._modes = {t.candidate: 1 / typical_ratio(t, self._unit) for t in like if self._unit}
+        self._modes = {t.candidate: 1 / ratio_by_longest(t, self._unit, like) for t in like if self._unit}
         self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
         self._saved |= self._against("graphs", "compiled") | self._against("compile", "compiled")
         self._extra: dict[int, float] = {}
@@ -217,7 +217,7 @@ class CostModel:
             bare = replace(trial.candidate, **{name: getattr(first.candidate, name)})
             return self._modes.get(bare, own) if first.is_whole else own
 
-        return {(name, getattr(t.candidate, name)): without(t) - own / typical_ratio(t, first) for t in others}
+        return {(name, getattr(t.candidate, name)): without(t) - own / ratio_by_longest(t, first, trials) for t in others}
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
@@ -227,7 +227,7 @@ class CostModel:
         first, relative = trials[0], self._relative(trials[0].candidate)
         if relative is None:
             return {}
-        return {self._count(t.candidate): relative * (1 / typical_ratio(t, first) - 1) for t in trials}
+        return {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
 
     def _extra_of(self, candidate: Candidate) -> float:
         """Return what a number of micro-batches adds, on straight lines through those that were tried."""

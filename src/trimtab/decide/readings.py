@@ -31,6 +31,16 @@ def typical_ratio(ours: Trial, theirs: Trial) -> float:
     return math.exp(statistics.median(math.log(b / a) for a, b in zip(ours.block_s, theirs.block_s, strict=False)))
 
 
+def ratio_by_longest(ours: Trial, theirs: Trial, trials: Sequence[Trial]) -> float:
+    """Return `typical_ratio` of two of a stage's trials, by way of who ran longest: either may have been dropped.
+
+    Two that went on after a third was dropped are held against it by the blocks that it ran, and against each other by
+    all of theirs.
+    """
+    longest = max([theirs, *trials], key=lambda trial: len(trial.block_s))
+    return typical_ratio(ours, longest) * typical_ratio(longest, theirs)
+
+
 def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -> Interval:
     """Return C(theirs) / C(ours), paired by block, in units of a trial's cost; speed alone where only that counts.
 
@@ -83,13 +93,14 @@ def figures(speed: Interval) -> str:
 
 
 def is_behind(ours: Sequence[float], theirs: Sequence[float], *, is_lighter: bool) -> bool:
-    """Return whether blocks of a rival are all slower than the incumbent's, as an equal one's are in 1 of 8 stages.
+    """Return whether blocks are all slower than another's, as an equal one's three are in 1 of 8 stages, or clearly so.
 
     One that needs less memory may still be as fast as makes no difference: it is behind where it is clearly slower.
     """
-    if not all(a > b for a, b in zip(ours, theirs, strict=True)):
+    speed = ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)])
+    if speed.high >= 1 and not all(a > b for a, b in zip(ours, theirs, strict=True)):
         return False
-    return not is_lighter or ratio_interval([b / a for a, b in zip(ours, theirs, strict=True)]).mean < CLEARLY_SLOWER
+    return not is_lighter or speed.mean < CLEARLY_SLOWER
 
 
 def unfit(profile: Profile, trial: Trial, budget: Budget) -> str | None:

@@ -65,6 +65,11 @@ class Stage:
     accepts: bool = False
     drops: bool = True
 
+    @property
+    def orders(self) -> bool:
+        """Whether it only puts its candidates in order: what comes first is proved elsewhere."""
+        return not self.accepts
+
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
     """Return the next stage to measure, or None when the search is over."""

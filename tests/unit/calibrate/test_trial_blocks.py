@@ -45,7 +45,7 @@ def machine(monkeypatch):
         def time_block(self, subject, stage, candidate, steps):
             return self.blocks[candidate].pop(0)
 
-        def warm_up(self, subject, arm, *, measure_memory, slowest):
+        def warm_up(self, subject, arm, *, measure_memory, slowest, paces):
             self.warmed[arm.candidate] += 1
             arm.first_s, arm.peak_bytes = 1.0, 100 if measure_memory else None
 
@@ -140,7 +140,7 @@ def test_without_a_control_that_runs_there_is_no_second_look(subject, machine, m
 
 @pytest.mark.parametrize("step_s", [1.0, 0.2])
 def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
-    def warm_up(subject, arm, *, measure_memory, slowest):
+    def warm_up(subject, arm, **how):
         arm.first_s = step_s
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -150,7 +150,7 @@ def test_there_is_an_end_to_more_blocks(subject, machine, monkeypatch, step_s):
 
 
 def test_short_steps_run_all_their_blocks(subject, machine, monkeypatch):
-    def warm_up(subject, arm, *, measure_memory, slowest):
+    def warm_up(subject, arm, **how):
         arm.first_s = 0.1
 
     monkeypatch.setattr(trials, "_warm_up", warm_up)
@@ -183,8 +183,55 @@ def test_a_stage_that_accepts_nothing_runs_few_blocks(subject, machine):
     assert len(incumbent.block_s) == len(rival.block_s) == MIN_BLOCKS
 
 
+THIRD, FOURTH = replace(WHOLE, precision="bf16"), replace(WHOLE, memory_layout="channels_last")
+
+
+@pytest.fixture
+def short_steps(machine, monkeypatch):
+    """Have blocks be short enough that a stage of a few seconds has up to fifteen of them."""
+
+    def warm_up(subject, arm, **how):
+        arm.first_s = 0.15
+
+    monkeypatch.setattr(trials, "_warm_up", warm_up)
+    return machine
+
+
+def blocks_of(*found):
+    return [len(trial.block_s) for trial in found]
+
+
+def test_a_stage_that_orders_ends_once_its_order_is_known(subject, short_steps):
+    short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15] * 9, FOURTH: [0.2] * 9}
+    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS] * 3
+
+
+def test_two_whose_order_is_open_go_on_without_the_others(subject, short_steps):
+    short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15, 0.16] * 5, FOURTH: [0.16, 0.15] * 5}
+    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD)))) == [MIN_BLOCKS, 9, 9]
+
+
+def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, short_steps):
+    """It lost one of four, and is clear of the noise by the fifth."""
+    short_steps.blocks = {WHOLE: [0.15] * 9, THIRD: [0.12, 0.16, 0.12, 0.12, 0.12, 0.12, 0.12, 0.12, 0.12]}
+    incumbent, rival = run(subject, Stage("modes", (WHOLE, THIRD)))
+    assert MIN_BLOCKS < len(incumbent.block_s) == len(rival.block_s) < 9
+
+
+def test_an_incumbent_alone_has_no_order_to_be_known(subject, short_steps):
+    short_steps.blocks = {WHOLE: [0.15] * 9}
+    assert blocks_of(*run(subject, Stage("modes", (WHOLE,)))) == [9]
+
+
+def test_where_something_is_accepted_the_incumbent_runs_to_the_end(subject, short_steps):
+    short_steps.blocks = {WHOLE: [0.3] * 30, HALF: [0.15] * 15}
+    found = run(subject, final(WHOLE, HALF, control=True))
+    assert len(set(blocks_of(*found))) == 1
+    assert len(found[0].block_s) > MIN_BLOCKS
+
+
 def test_without_an_incumbent_that_runs_no_rival_is_behind(subject, machine, monkeypatch):
-    def fail(subject, arm, *, measure_memory, slowest):
+    def fail(subject, arm, **how):
         arm.first_s, arm.error = 1.0, None if arm.candidate == HALF else "out of memory"
 
     monkeypatch.setattr(trials, "_warm_up", fail)
@@ -387,6 +434,6 @@ def test_what_recording_and_compiling_take_is_of_all_steps_before_it_is_launched
     monkeypatch.setattr(trials, "timer", lambda candidate: lambda step, device: 0.5)
     monkeypatch.setattr(trials, "replay_refusal", lambda *_: None)
     arm = trials._Arm(replace(WHOLE, compiled=way))
-    trials._warm_up(subject, arm, measure_memory=False, slowest=100.0)
+    trials._warm_up(subject, arm, measure_memory=False, slowest=100.0, paces=False)
     assert arm.error is None
     assert arm.compile_s == took
