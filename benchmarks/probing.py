@@ -2,7 +2,7 @@
 
 `python benchmarks/probing.py [--quick] [--json] [--tasks NAME ...]` prints `probing_s` rows: seconds of measuring for
 runs of so many steps, in a fresh process each; of them those of the final, which is never left out (`final_s`); and
-what is allowed, a hundredth of the run or 20 seconds (`allowed_s`).
+what is allowed (`allowed_s`): a hundredth of the run, or 20 seconds, of runs of minutes a twentieth.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import command
 
 import trimtab
 from trimtab.core.profile import FINAL
-from trimtab.decide.compiling import MEASURING
-from trimtab.decide.search import MEASURING_S
+from trimtab.decide.search import allowed_s
 from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt", "wikitext2_gpt", "cifar10_resnet")
@@ -43,7 +42,7 @@ def once(name: str, steps: int) -> dict[str, Any]:
     final_s = time.perf_counter() - begun[0] if begun else 0.0
     run_s = found.run_s or 0.0
     row = {"metric": "probing_s", "task": name, "steps": steps, "run_s": run_s, "seconds": found.profiling_s}
-    return row | {"final_s": final_s, "allowed_s": max(MEASURING_S, MEASURING * run_s), "hurried": found.hurried}
+    return row | {"final_s": final_s, "allowed_s": allowed_s(run_s), "hurried": found.hurried}
 
 
 def main() -> None:

@@ -72,7 +72,8 @@ class _Blocks:
 
     Args:
         steps: timed steps per block. step_s: seconds of the incumbent's step, as its warm-up found it.
-        num_blocks: blocks asked for. patient: whether more may be run. start: the state that every block begins with.
+        num_blocks: blocks asked for. patient: whether more may be run of what is accepted. start: the state that every
+            block begins with.
         progress: called with a line of text. run_s: seconds of the run that is planned, as the loop is; 0: not known.
     """
 
@@ -95,8 +96,8 @@ class _Blocks:
 
     @property
     def most(self) -> int:
-        """Blocks to run while a likely gain is in the noise."""
-        return _MOST * self.num_blocks if self.patient else self.num_blocks
+        """Blocks to run while a likely gain is in the noise, or an order is open: it ends once it is known."""
+        return _MOST * self.num_blocks if self.patient or self.stage.orders else self.num_blocks
 
     def most_for(self, gain: float, num_arms: int) -> int:
         """Return blocks to run for a gain so likely: the most, where there is time or what it may save is worth it."""
@@ -125,8 +126,9 @@ def run_stage(
     """Return the trials of a stage; what cannot run is a trial with its error. Leaves no trace.
 
     Args:
-        known: trials of earlier stages. patient: whether more blocks may be run, where they are short or a likely gain
-            is in the noise. guard: what tells kernels that end a process; None: one of this stage's own.
+        known: trials of earlier stages. patient: whether more blocks may be run of what is accepted, where they are
+            short or a likely gain is in the noise. guard: what tells kernels that end a process; None: one of this
+            stage's own.
         power: reads their watts; None: there is no meter. run_s: of a run that is long enough to pay for more blocks,
             where it is known how long it is.
     """
@@ -291,7 +293,7 @@ def _require_finite(run: Run) -> None:
 def _is_over(stage: Stage, arms: Sequence[_Arm], running: Sequence[_Arm]) -> bool:
     """Return whether there were rivals, and of all that are left nothing is open that more blocks could change."""
     left = [arm for arm in running if not arm.control]
-    had_rivals = any(not arm.control for arm in arms[1:])
+    had_rivals = any(not arm.control and (arm.block_s or stage.accepts) for arm in arms[1:])
     return had_rivals and (len(left) < 2 if stage.orders else left == [arms[0]])
 
 

@@ -226,7 +226,7 @@ class Profile:
     Args:
         objective, budget, total_steps: what the trials were chosen for; steps of the whole run, None where not known.
         frees_batch: whether windows may span several batches; peaks are then of those that do, the reference's too.
-        hurried: whether measuring had taken what it may before the search was over, which was then cut short.
+        hurried: whether measuring had no time left beside its final, and the search was cut short.
         traces: of this device's operators. elsewhere_traces and elsewhere_blocks: of CUDA's, for devices not here.
         recomputables: blocks that were measured, where memory asks for less of it.
         meter: what counted joules, or why nothing did.

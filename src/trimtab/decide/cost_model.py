@@ -217,7 +217,9 @@ class CostModel:
             bare = replace(trial.candidate, **{name: getattr(first.candidate, name)})
             return self._modes.get(bare, own) if first.is_whole else own
 
-        return {(name, getattr(t.candidate, name)): without(t) - own / ratio_by_longest(t, first, trials) for t in others}
+        return {
+            (name, getattr(t.candidate, name)): without(t) - own / ratio_by_longest(t, first, trials) for t in others
+        }
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""

@@ -36,7 +36,7 @@ def still_open(running: Sequence[Arm], incumbent: Arm, *, orders: bool) -> list[
     """Return who of those that ran every lap until now is run for another.
 
     Args:
-        incumbent: the stage's first, which may have failed. orders: whether the stage puts in order and accepts nothing.
+        incumbent: the stage's first, which may have failed. orders: whether the stage only puts in order.
     """
     rival = _leader(running, incumbent) if orders else incumbent
     return [arm for arm in running if arm.control or not has_lost(arm, rival)]

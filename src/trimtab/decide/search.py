@@ -15,9 +15,9 @@ is another final. Replaying a recorded profile gives the same stages.
 Before the final the blocks of the fastest are measured where it breaks a limit on memory, or memory counts: computing
 some of them again is one more choice (`recomputing`).
 
-Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds. As soon as the final
-would go beyond that the search is hurried: sizes that nothing needs are left out, and the compiler where it promises
-too little for the time, and no doubted change is tried without the others.
+Where the length of the run is known, measuring may take a hundredth of it, or twenty seconds, of runs of minutes a
+twentieth. As soon as the final would go beyond that the search is hurried: sizes that nothing needs are left out, and
+the compiler where it promises too little for the time, and no doubted change is tried without the others.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WORTH_RETAINING = 0.02
 SCREEN = 1.2
 STAGES = ("modes", "optimizer", "head", "sizes", "graphs", "compile", FINAL)
 MOST_FINALS = 3
-# Seconds that measuring always may take.
-MEASURING_S = 20.0
+# Seconds that measuring may take of a run of which they are no more than this share.
+MEASURING_S, MOST_OF_A_RUN = 20.0, 0.05
 # Steps of the loop that a final takes, in time, and seconds where they are short; how many more blocks a patient one
 # may run, and what one takes at the least (benchmarks/probing.py).
 _FINAL_STEPS, _FINAL_S = 20, 10.0
@@ -67,8 +67,11 @@ class Stage:
 
     @property
     def orders(self) -> bool:
-        """Whether it only puts its candidates in order: what comes first is proved elsewhere."""
-        return not self.accepts
+        """Whether it only puts its candidates in order, and what comes first is proved elsewhere.
+
+        What is recorded or compiled is not even put into the final where it was not clearly faster (`compiling`).
+        """
+        return not self.accepts and self.name not in ("graphs", "compile")
 
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
@@ -92,12 +95,20 @@ def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: boo
         return False
     step_s = profile.run_s / (profile.total_steps or 1)
     patience_s = _PATIENT_BLOCKS * max(BLOCK_S, step_s) if patient else 0.0
-    final_s = max(_FINAL_S, _FINAL_STEPS * step_s) + steps * step_s + patience_s
-    return spent_s + final_s > max(MEASURING_S, compiling.MEASURING * profile.run_s)
+    allowed = allowed_s(profile.run_s)
+    final_s = max(min(_FINAL_S, allowed / 2), _FINAL_STEPS * step_s)
+    return spent_s + final_s + steps * step_s + patience_s > allowed
+
+
+def allowed_s(run_s: float) -> float:
+    """Return the seconds that measuring aims to stay within, of a run of so many."""
+    return max(min(MEASURING_S, MOST_OF_A_RUN * run_s), compiling.MEASURING * run_s)
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    return profile.hurried and name == "sizes" and _is_told(profile, budget)
+    """Return whether a stage can be done without: sizes where they are told, and a smaller one would not be better."""
+    weighs_memory = profile.objective.memory > 0
+    return profile.hurried and name == "sizes" and _is_told(profile, budget) and not weighs_memory
 
 
 def next_traces(

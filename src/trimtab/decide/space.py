@@ -145,7 +145,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     best = simplest(fitting, scores, profile.reference_candidate)
     stays = reference is not None and reference.refusal is None
     chosen = [] if stays and reference and not is_worth_a_change(best, reference, objective) else [best]
-    lightest = _lightest(fitting, best)
+    lightest = _lightest(_of_told_sizes(fitting, best, profile), best)
     chosen += [lightest] if lightest is not None else []
     chosen += _without_recomputing(fitting, scores, chosen)
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.hurried else []
@@ -269,6 +269,12 @@ def _lightest(fitting: Sequence[Point], best: Point) -> Point | None:
     as_fast = [p for p in fitting if (p.cost.step_s or 0.0) <= limit_s and p.cost.peak_bytes is not None]
     light = [point for point in as_fast if (point.cost.peak_bytes or 0) <= limit]
     return min(light, key=lambda point: (point.cost.peak_bytes or 0, point.cost.step_s), default=None)
+
+
+def _of_told_sizes(fitting: Sequence[Point], best: Point, profile: Profile) -> list[Point]:
+    """Return who is of the best's size at least, where no smaller one was tried: what it takes was not told."""
+    is_told = not profile.trials or bool(profile.stage("sizes"))
+    return [point for point in fitting if is_told or point.candidate.micro_batch >= best.candidate.micro_batch]
 
 
 def _doubted(fitting: Sequence[Point], best: Point, scores: dict[Candidate, float], profile: Profile) -> list[Point]:

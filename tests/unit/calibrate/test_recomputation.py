@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Candidate
 from trimtab.core.recompute import Kept, written
+from trimtab.decide import search
 from trimtab.decide.checkpoint_schedule import keep_all, predict
 from trimtab.decide.optimal_schedule import optimal
 from trimtab.decide.planner import choose
@@ -241,6 +243,7 @@ def test_where_there_is_no_time_left_blocks_are_not_measured(monkeypatch):
     """And nothing else is hurried."""
     monkeypatch.setattr(profiler, "num_steps", lambda step_s: 10**12)
     monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # however busy this machine is
+    monkeypatch.setattr(search, "MOST_OF_A_RUN", math.inf)  # however short its steps
     found = profile_of((), total_steps=1000)
     assert not found.hurried
     assert {each.refusal for each in found.recomputables} == {"there was no time left to measure its blocks"}

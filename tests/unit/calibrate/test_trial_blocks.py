@@ -12,7 +12,7 @@ from torch import nn
 from trimtab.calibrate import trials
 from trimtab.calibrate.subject import Subject
 from trimtab.core.profile import Candidate, Trial
-from trimtab.decide.readings import MIN_BLOCKS
+from trimtab.decide.readings import MIN_BLOCKS, speed_ratio
 from trimtab.decide.search import Stage
 from trimtab.measure import allocator
 
@@ -184,6 +184,7 @@ def test_a_stage_that_accepts_nothing_runs_few_blocks(subject, machine):
 
 
 THIRD, FOURTH = replace(WHOLE, precision="bf16"), replace(WHOLE, memory_layout="channels_last")
+GRAPHS = replace(WHOLE, compiled="cuda_graphs")
 
 
 @pytest.fixture
@@ -221,6 +222,24 @@ def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, short_step
 def test_an_incumbent_alone_has_no_order_to_be_known(subject, short_steps):
     short_steps.blocks = {WHOLE: [0.15] * 9}
     assert blocks_of(*run(subject, Stage("modes", (WHOLE,)))) == [9]
+
+
+@pytest.mark.parametrize("stage", ["graphs", "compile"])
+def test_what_has_to_be_clearly_faster_to_be_put_first_takes_all_its_blocks(subject, short_steps, stage):
+    """By three blocks, of which one of the loop's own was disturbed, its gain would not be clear of the noise."""
+    short_steps.blocks = {WHOLE: [0.13, 0.13, 0.2] + [0.13] * 6, GRAPHS: [0.1] * 9}
+    incumbent, rival = run(subject, Stage(stage, (WHOLE, GRAPHS)))
+    assert speed_ratio(Trial(stage, GRAPHS, rival.block_s[:3]), incumbent).low < 1
+    assert speed_ratio(rival, incumbent).low > 1
+
+
+def test_a_stage_whose_rivals_were_all_refused_has_no_order_either(subject, machine, monkeypatch):
+    def warm_up(subject, arm, **how):
+        arm.first_s, arm.error = 0.15, None if arm.candidate == WHOLE else "out of memory"
+
+    monkeypatch.setattr(trials, "_warm_up", warm_up)
+    machine.blocks = {WHOLE: [0.15] * 9}
+    assert blocks_of(*run(subject, Stage("modes", (WHOLE, THIRD)))) == [9, 0]
 
 
 def test_where_something_is_accepted_the_incumbent_runs_to_the_end(subject, short_steps):
@@ -407,9 +426,6 @@ def test_one_that_fails_after_its_warm_up_is_a_trial_with_its_error(subject, mac
     incumbent, rival = run(subject, final(WHOLE, HALF))  # whole, half, half, whole: the fourth
     assert (incumbent.error, incumbent.block_s) == ("out of memory", ())
     assert (rival.error, len(rival.block_s)) == (None, 5)
-
-
-GRAPHS = replace(WHOLE, compiled="cuda_graphs")
 
 
 @pytest.mark.parametrize(("candidates", "lead"), [((WHOLE, HALF), 0), ((WHOLE, GRAPHS), 3)])

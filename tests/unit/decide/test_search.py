@@ -115,9 +115,27 @@ def test_a_hurried_search_still_finds_a_size_that_fits():
     assert "sizes" in names(machine)
 
 
+def test_a_hurried_search_tries_sizes_where_memory_is_weighed():
+    """Untried, the smallest would look as fast as any, and be put first."""
+    machine = Machine()
+    measured(machine, objective=Objective(time=0.5, memory=0.5), total_steps=10_000, hurried=True)
+    assert "sizes" in names(machine)
+
+
+def test_a_hurried_search_takes_no_smaller_size_for_as_fast_that_was_not_tried():
+    machine = Machine(speed={"bf16": 1.5})
+    measured(machine, budget=Budget(memory=2**40), total_steps=10_000, hurried=True)
+    assert "sizes" not in names(machine)
+    assert {c.micro_batch for c in stage_of(machine, "final").candidates} == {machine.rows}
+
+
 @pytest.mark.parametrize(
     ("total_steps", "spent_s", "hurries"),
-    [(None, 1e6, False), (2_500, 4.9, False), (2_500, 5.1, True), (10_000, 79.9, False), (10_000, 80.1, True)],
+    [
+        (None, 1e6, False),
+        *((500, -0.1, False), (500, 0.1, True)),  # a twentieth is more than twenty seconds
+        *((2_500, 4.9, False), (2_500, 5.1, True), (10_000, 79.9, False), (10_000, 80.1, True)),
+    ],
 )
 def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, spent_s, hurries):
     """A step takes a second, and a final twenty of them."""
@@ -127,8 +145,13 @@ def test_measuring_takes_twenty_seconds_or_a_hundredth_of_the_run(total_steps, s
     assert is_hurried(profile, spent_s - 30, patient=True) is hurries
 
 
+@pytest.mark.parametrize(("run_s", "allowed"), [(100, 5), (399, 19.95), (400, 20), (2_000, 20), (3_000, 30)])
+def test_of_a_run_of_minutes_measuring_takes_a_twentieth(run_s, allowed):
+    assert search.allowed_s(run_s) == pytest.approx(allowed)
+
+
 def test_a_final_takes_seconds_however_short_the_steps_are(monkeypatch):
-    profile = replace(measured(Machine()), total_steps=1)  # a second, of which measuring may take twenty
+    profile = replace(measured(Machine()), total_steps=400)  # of a second each: measuring may take twenty
     monkeypatch.setattr(search, "_FINAL_STEPS", 0)
     assert not is_hurried(profile, 9.9)
     assert is_hurried(profile, 10.1)
@@ -136,7 +159,7 @@ def test_a_final_takes_seconds_however_short_the_steps_are(monkeypatch):
 
 def test_what_is_asked_for_beside_a_final_takes_its_time_however_short_the_steps_are():
     """Thirty blocks of 0.15 s, or a hundred steps, beside the final's ten seconds."""
-    profile = replace(measured(Machine()), total_steps=100, phases_s={"forward": 0.01})
+    profile = replace(measured(Machine()), total_steps=40_000, phases_s={"forward": 0.01})
     for spent_s, hurries in ((5.4, False), (5.6, True)):
         assert is_hurried(profile, spent_s, patient=True) is hurries
     for spent_s, hurries in ((8.9, False), (9.1, True)):
