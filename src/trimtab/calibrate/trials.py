@@ -49,7 +49,7 @@ _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fi
 _MOST = 3  # times the asked number of blocks, at the most
 _WORTH_A_LOOK = 1.05
 _PRICE = 0.1  # of what a likely gain would save in the run, that a hurried look once more may take
-_SLOW_S = 0.3  # on CPU little else than a step this long starts up in a first one
+_SLOW_S = 0.3  # on CPU a first step this long holds little that happens once
 _MOST_SCALES = 20  # fp16 halves its loss scale after each overflow: from 65536 to 0.125
 
 
@@ -148,8 +148,8 @@ def run_stage(
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
                     slowest = _slowest(stage, arms[0].first_s)
-                    how = {"measure_memory": stage.name != ALONE, "paces": arm is arms[0]}
-                    _warm_up(subject, arm, slowest=slowest, **how)
+                    measure_memory, paces = stage.name != ALONE, arm is arms[0]
+                    _warm_up(subject, arm, measure_memory=measure_memory, slowest=slowest, paces=paces)
                 snapshot.restore()
         step_s = arms[0].first_s
         running = [arm for arm in arms if arm.error is None and arm.first_s <= _slowest(stage, step_s)]

@@ -16,9 +16,10 @@ from trimtab.core.plan import Check, Plan
 from trimtab.core.profile import ALONE, Candidate, LoopFacts, Profile, Recomputable, Traced, Trial
 from trimtab.core.recompute import Kept, Schedule, schedule_of
 from trimtab.decide.checkpoint_schedule import predict
+from trimtab.decide.laps import has_lost
 from trimtab.decide.optimal_schedule import by_shares
 from trimtab.decide.planner import choose
-from trimtab.decide.readings import MIN_BLOCKS, WORTH_SAVING, is_behind
+from trimtab.decide.readings import MIN_BLOCKS
 from trimtab.decide.search import Stage as Trials
 from trimtab.decide.search import next_recomputables, next_stage, next_traces
 
@@ -165,9 +166,8 @@ class Machine:
     def _dropped(stage: Trials, first: Trial, trial: Trial) -> Trial:
         """Return a trial with as many blocks as it gets to run."""
         ours, theirs = trial.block_s[:MIN_BLOCKS], first.block_s[:MIN_BLOCKS]
-        lighter = (trial.peak_bytes or 2**60) <= (1 - WORTH_SAVING) * (first.peak_bytes or 0)
-        kept = trial.control or trial.candidate.alike(first.candidate, "fused_optimizer") or not (ours and theirs)
-        lost = stage.drops and not kept and is_behind(ours, theirs, is_lighter=lighter)
+        can_lose = stage.drops and ours and not trial.control
+        lost = can_lose and has_lost(replace(trial, block_s=ours), replace(first, block_s=theirs))
         return replace(trial, block_s=ours) if lost else trial
 
     def _trial(self, stage: Trials, candidate: Candidate, control: bool, drifts: list[float]) -> Trial:
