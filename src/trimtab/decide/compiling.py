@@ -15,7 +15,7 @@ from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, is_by_
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
-from trimtab.decide.readings import figures, speed_ratio
+from trimtab.decide.readings import figures, over_budget, speed_ratio
 
 # Of a run, the share that measuring may take; and seconds that compiling takes, at the least, for what is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
@@ -36,14 +36,14 @@ def graph_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, .
     """Return the fastest mode, and what is recorded on trial beside it, if anything is."""
     if profile.loop.is_compiled or not _may_wait(profile, fastest):
         return (fastest,)
-    return fastest, replace(_to_compile(profile, fastest), compiled=CUDA_GRAPHS)
+    return fastest, replace(to_compile(profile, fastest), compiled=CUDA_GRAPHS)
 
 
 def compile_candidates(profile: Profile, fastest: Candidate) -> tuple[Candidate, ...]:
     """Return the fastest mode, and what is compiled on trial beside it, if anything is: recorded, where that pays."""
     if compiling_refusal(profile, fastest):
         return (fastest,)
-    mode, recorded = _to_compile(profile, fastest), unpaid(profile, CUDA_GRAPHS) is None
+    mode, recorded = to_compile(profile, fastest), unpaid(profile, CUDA_GRAPHS) is None
     ways: tuple[Compiled, ...] = (CUDA_GRAPHS, COMPILED_GRAPHS) if recorded else (True,)
     return fastest, *(replace(mode, compiled=way) for way in ways)
 
@@ -54,14 +54,16 @@ def _may_wait(profile: Profile, fastest: Candidate) -> bool:
     return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
 
 
-def _to_compile(profile: Profile, fastest: Candidate) -> Candidate:
+def to_compile(profile: Profile, fastest: Candidate) -> Candidate:
     """Return the fastest mode; on a GPU the one with the fastest products of those that are about as fast.
 
-    Where they wait for their launches, in channels_last, in which its units convolve: which is faster does not show.
+    Where they wait for their launches, which of these is faster does not show: then in channels_last, in which its
+    units convolve, and in bf16, whose gradients need no loss scale.
     """
     found = _with_fastest_products(profile, fastest)
-    units = [mode for mode in found if mode.memory_layout == "channels_last"]
-    return units[0] if units and _may_wait(profile, fastest) else found[0]
+    if not _may_wait(profile, fastest):
+        return found[0]
+    return min(found, key=lambda mode: (mode.memory_layout != "channels_last", mode.precision != "bf16"))
 
 
 def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candidate]:
@@ -103,8 +105,9 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
         return False
     step_s, least_s = _seconds(profile, fastest)
     if unpaid(profile, CUDA_GRAPHS) is None:
-        recorded = replace(_to_compile(profile, fastest), compiled=CUDA_GRAPHS)
-        step_s = CostModel(profile).predict(recorded).step_s or step_s
+        recorded = CostModel(profile).predict(profile.stage("graphs")[1].candidate)
+        if over_budget(None, recorded.peak_bytes, profile.budget) is None:  # else no plan has it
+            step_s = recorded.step_s or step_s
     least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
     return _PRICE * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
 

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from trimtab.core.compiled import is_recorded
 from trimtab.core.profile import Candidate, Profile, Traced, Trial
 from trimtab.decide import recomputing
 from trimtab.decide.readings import ratio_by_longest
@@ -30,6 +31,8 @@ MARGIN = 0.02
 CONVOLUTIONS, ALLOCATOR, ROOFLINE = 0.15, 0.05, 1 / 3
 # Of a candidate, all but its precision and layout.
 BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compiled", "recompute")
+# And but the way in which its model runs.
+BUT_WAY = tuple(name for name in BUT_MODE if name != "compiled")
 # Stages of whole steps, each of which begins with a mode.
 _STAGES = ("modes", "head", "sizes", "graphs", "compile")
 # Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
@@ -72,6 +75,7 @@ class CostModel:
         self._modes = {t.candidate: 1 / ratio_by_longest(t, self._unit, like) for t in like if self._unit}
         self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
         self._saved |= self._against("graphs", "compiled") | self._against("compile", "compiled")
+        self._recorded = self._of_recorded()
         self._extra: dict[int, float] = {}
         self._extra = self._of_sizes()
 
@@ -89,7 +93,7 @@ class CostModel:
         if not self._profile.trials:
             step_s = self._by_roofline(candidate)
         counted = self._counted(candidate)
-        peak = counted or self._traced(candidate)
+        peak = counted or self._traced(candidate) or self._beside_counted(candidate)
         power_w = self._power_w(candidate)
         energy_j = None if step_s is None or power_w is None else power_w * step_s
         return Predicted(step_s, peak, counted is not None, self.seconds_margin, energy_j)
@@ -168,13 +172,20 @@ class CostModel:
         """Return a candidate's seconds in units of the first trial's."""
         if candidate.recompute is not None:
             return self._recomputing(candidate)
+        for tried, relative in self._recorded.items():
+            if tried.alike(candidate, *BUT_WAY):
+                return max(0.0, relative + self._parts_of(tried, "compiled") - self._parts_of(candidate, "compiled"))
         for tried, relative in self._modes.items():
             if tried.alike(candidate, *BUT_MODE):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
-                ours = sum(self._saved.get(key, 0.0) for key in _parts(candidate))
-                theirs = sum(self._saved.get(key, 0.0) for key in _parts(tried))
-                return max(0.0, relative + sizes - ours + theirs) * self._of_faults(candidate, tried)
+                saved = self._parts_of(candidate) - self._parts_of(tried)
+                return max(0.0, relative + sizes - saved) * self._of_faults(candidate, tried)
         return None
+
+    def _parts_of(self, candidate: Candidate, *but: str) -> float:
+        """Return what its parts save, in units of the first trial's."""
+        names = (name for name in ("fused_optimizer", "loss_chunk", "compiled") if name not in but)
+        return sum(self._saved.get((name, getattr(candidate, name)), 0.0) for name in names)
 
     def _recomputing(self, candidate: Candidate) -> float | None:
         found, longer = self._profile.recomputable_of(candidate), recomputing.longer(self._profile, candidate)
@@ -209,8 +220,7 @@ class CostModel:
         if len(trials) < 2 or not unit_s:
             return {}
         first, *others = trials
-        in_units = (first.step_s or 0.0) / unit_s
-        own = self._modes.get(first.candidate, in_units) if first.is_whole else in_units
+        own = self._own(first, unit_s)
 
         def without(trial: Trial) -> float:
             """Return what is to be saved of: a model may be compiled in another mode than the first's."""
@@ -220,6 +230,22 @@ class CostModel:
         return {
             (name, getattr(t.candidate, name)): without(t) - own / ratio_by_longest(t, first, trials) for t in others
         }
+
+    def _own(self, first: Trial, unit_s: float) -> float:
+        """Return what the first of a stage takes, in units of the first trial's."""
+        in_units = (first.step_s or 0.0) / unit_s
+        return self._modes.get(first.candidate, in_units) if first.is_whole else in_units
+
+    def _of_recorded(self) -> dict[Candidate, float]:
+        """Return what recorded steps took, in units of the first trial's: a launch hardly costs one of any size."""
+        found: dict[Candidate, float] = {}
+        for name in ("graphs", "compile") if self._unit_s else ():
+            trials = [trial for trial in self._profile.stage(name) if not trial.control and trial.block_s]
+            for trial in trials[1:]:
+                if is_recorded(trial.candidate.compiled):
+                    own = self._own(trials[0], self._unit_s or 1.0)
+                    found[trial.candidate] = own / ratio_by_longest(trial, trials[0], trials)
+        return found
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
@@ -256,6 +282,22 @@ class CostModel:
 
     def _weighed(self) -> list[Trial]:
         return [trial for trial in self._profile.trials if not trial.control and trial.peak_bytes is not None]
+
+    def _beside_counted(self, candidate: Candidate) -> int | None:
+        """Return a peak told by one counted of a step that ran in the same way, compiled or recorded: none is traced.
+
+        Raised or lowered by what the model as it is takes more or less of the other size, or in chunks.
+        """
+
+        def as_it_is(each: Candidate) -> int | None:
+            return self.traced_bytes(replace(each, compiled=False))
+
+        bare = as_it_is(candidate) if candidate.compiled and candidate.recompute is None else None
+        for trial in reversed(self._weighed()) if bare else ():
+            tried = as_it_is(trial.candidate) if trial.candidate.alike(candidate, *BUT_WAY) else None
+            if tried and trial.candidate.recompute is None:
+                return math.ceil((1 + MARGIN) * ((trial.peak_bytes or 0) + (bare or 0) - tried))
+        return None
 
     def _traced(self, candidate: Candidate) -> int | None:
         bare = self.traced_bytes(candidate)
@@ -308,7 +350,3 @@ class CostModel:
             bare = None if trial.candidate.recompute else self.traced_bytes(trial.candidate)
             if bare:
                 yield (trial.peak_bytes or 0) / bare - 1
-
-
-def _parts(candidate: Candidate) -> tuple[tuple[str, object], ...]:
-    return tuple((name, getattr(candidate, name)) for name in ("fused_optimizer", "loss_chunk", "compiled"))

@@ -217,10 +217,11 @@ def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the fastest mode, then in chunks; of the largest micro-batch where that of its own has no more than one.
 
-    With chunks the whole batch may fit a limit that makes micro-batches of it small without. What the device itself has
-    no memory for is not run to find out.
+    Of what would be recorded, where that is another mode. With chunks the whole batch may fit a limit that makes
+    micro-batches of it small without. What the device itself has no memory for is not run to find out.
     """
-    first, memory, model = _fastest(profile), profile.device.memory_bytes, CostModel(profile)
+    first, memory = compiling.to_compile(profile, _fastest(profile)), profile.device.memory_bytes
+    model = CostModel(profile)
     larger = (replace(first, micro_batch=rows) for rows in halvings(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):

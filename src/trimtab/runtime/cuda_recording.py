@@ -62,8 +62,8 @@ class Recording:
     ) -> None:
         self.parameters = tuple(p for p in model.parameters() if p.requires_grad)
         leaves, spec = tree_flatten((args, kwargs))
-        copies = [each.detach().clone() if isinstance(each, Tensor) else each for each in leaves]
-        self._inputs = [each for each in copies if isinstance(each, Tensor)]
+        copies = [copy_in_place(each) if isinstance(each, Tensor) else each for each in leaves]
+        self._inputs = [written(each) for each in copies if isinstance(each, Tensor)]
         self._device = self._inputs[0].device
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside.pool
@@ -99,7 +99,7 @@ class Recording:
     def launch(self, tensors: Sequence[Tensor], token: Token) -> Any:
         """Return what the model computes of the tensors among such inputs."""
         for ours, theirs in zip(self._inputs, tensors, strict=True):
-            ours.copy_(theirs, non_blocking=True)
+            ours.copy_(written(theirs), non_blocking=True)
         found = iter(_Launch.apply(self, token, *self.parameters))
         return tree_unflatten([None if is_none else next(found) for is_none in self._is_none], self._spec)
 
@@ -140,6 +140,24 @@ class Recording:
         self._forward.reset()
         self._backward.reset()
         self._inputs, self._given, self._outputs, self._gradients = [], [], [], []
+
+
+def copy_in_place(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides that a tensor has: of others, a compiled model would be compiled anew.
+
+    As `clone` has where its memory has gaps, as rows of tokens less their last do.
+    """
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    written(found).copy_(written(tensor.detach()))
+    return found
+
+
+def written(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is written to: of a dimension that lies on one place, as of an expanded one."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 class _Launch(torch.autograd.Function):
