@@ -259,11 +259,14 @@ def test_a_compiled_model_learns_what_it_does_as_it_was(precision: str) -> None:
 
 
 def test_a_plan_of_a_long_run_is_compiled_on_trial() -> None:
-    """Of large tensors that are moved again and again, what is fused is worth much of a step."""
+    """Of large tensors that are moved again and again, what is fused is worth much of a step.
+
+    The batch lies on the device: from the host it takes longer than all that is computed of it.
+    """
     torch.manual_seed(0)
     layers = [part for _ in range(12) for part in (nn.LayerNorm(2048), nn.GELU(), nn.Tanh())]
     model = Compilable(*layers, nn.Linear(2048, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = (torch.randn(16_384, 2048), torch.randint(0, 10, (16_384,)))
+    batch = (torch.randn(16_384, 2048).cuda(), torch.randint(0, 10, (16_384,)).cuda())
     plan = trimtab.plan(model, optimizer, loss_fn, batch, total_steps=50_000)
     assert plan.compiled.value, plan.compiled

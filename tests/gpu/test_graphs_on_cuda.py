@@ -113,6 +113,21 @@ def test_micro_batches_of_two_sizes_are_launched() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), **CLOSE)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_inputs_whose_memory_has_gaps_are_launched(way: str) -> None:
+    """As a text's tokens less the last of each row: copied without gaps, a model would be compiled while recorded."""
+
+    def loss(model: nn.Module, rows: Any) -> Any:
+        return loss_fn(model, rows[:, :-1])
+
+    model, optimizer = make()
+    with trimtab.start(model, optimizer, Plan.fixed(32, compiled=way)) as run:
+        for rows in batches(6):
+            run.train_step(run.window(torch.cat([rows, rows[:, :1]], 1)), loss)
+        recorder = recorder_of(model)
+        assert (recorder.refusal, recorder.launches) == ("", 4)
+
+
 def without_statistics(self: Any, dropout: float = 0.0) -> None:
     nn.Module.__init__(self)
     self.body, self.dropout = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), nn.Dropout(dropout)

@@ -174,7 +174,8 @@ class CostModel:
             return self._recomputing(candidate)
         for tried, relative in self._recorded.items():
             if tried.alike(candidate, *BUT_WAY):
-                return max(0.0, relative + self._parts_of(tried, "compiled") - self._parts_of(candidate, "compiled"))
+                saved = self._parts_of(candidate, "compiled") - self._parts_of(tried, "compiled")
+                return max(0.0, relative * self._longer(candidate, tried) - saved)
         for tried, relative in self._modes.items():
             if tried.alike(candidate, *BUT_MODE):
                 sizes = self._extra_of(candidate) - self._extra_of(tried)
@@ -237,7 +238,7 @@ class CostModel:
         return self._modes.get(first.candidate, in_units) if first.is_whole else in_units
 
     def _of_recorded(self) -> dict[Candidate, float]:
-        """Return what recorded steps took, in units of the first trial's: a launch hardly costs one of any size."""
+        """Return what recorded steps took, in units of the first trial's, each in the size it was tried at."""
         found: dict[Candidate, float] = {}
         for name in ("graphs", "compile") if self._unit_s else ():
             trials = [trial for trial in self._profile.stage(name) if not trial.control and trial.block_s]
@@ -250,12 +251,28 @@ class CostModel:
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
         trials = [trial for trial in self._profile.stage("sizes") if not trial.control and trial.block_s]
-        if not trials:
+        first, relative = (trials[0], self._relative(trials[0].candidate)) if trials else (None, None)
+        found = self._of_head(None if first is None else first.candidate)
+        if first is None or relative is None:
+            return found
+        count = {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
+        return found | count
+
+    def _of_head(self, sized: Candidate | None) -> dict[int, float]:
+        """Return what the larger micro-batch that its head was tried with adds: less than nothing, where it is faster.
+
+        Args:
+            sized: whose sizes were tried: it has to be what this is beside.
+        """
+        first = next((t for t in self._profile.stage("head")[:1] if t.block_s and t.is_whole), None)
+        alike = (mode for mode in self._modes if first is not None and mode.alike(first.candidate, *BUT_MODE))
+        mode = next(alike, None)
+        if first is None or mode is None or not self._unit_s:
             return {}
-        first, relative = trials[0], self._relative(trials[0].candidate)
-        if relative is None:
+        count, tried = self._count(first.candidate), self._count(mode)
+        if count == tried or (sized is not None and self._count(sized) != tried):
             return {}
-        return {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
+        return {tried: 0.0, count: (first.step_s or 0.0) / self._unit_s - self._modes[mode]}
 
     def _extra_of(self, candidate: Candidate) -> float:
         """Return what a number of micro-batches adds, on straight lines through those that were tried."""
@@ -270,6 +287,12 @@ class CostModel:
         if count > m:  # what more of them save by fitting a cache they do not save without end
             return high + max(0.0, slope) * (count - m)
         return low + (slope if count >= k else max(0.0, slope)) * (count - k)
+
+    def _longer(self, candidate: Candidate, tried: Candidate) -> float:
+        """Return how many times as long a step takes in another size, as of the model as it is."""
+        bare = next((relative for mode, relative in self._modes.items() if mode.alike(tried, *BUT_MODE)), 1.0)
+        ours, theirs = (max(0.0, bare + self._extra_of(each)) for each in (candidate, tried))
+        return ours / theirs if ours and theirs else 1.0
 
     def _count(self, candidate: Candidate) -> int:
         return math.ceil(self._profile.loop.batch_rows / candidate.micro_batch)

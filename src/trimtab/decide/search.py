@@ -23,7 +23,7 @@ the compiler where it promises too little for the time, and no doubted change is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
@@ -106,9 +106,14 @@ def allowed_s(run_s: float) -> float:
 
 
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
-    """Return whether a stage can be done without: sizes where they are told, and a smaller one would not be better."""
-    weighs_memory = profile.objective.memory > 0
-    return profile.hurried and name == "sizes" and _is_told(profile, budget) and not weighs_memory
+    """Return whether a stage can be done without: sizes where they are told, and a smaller one would not be better.
+
+    Where a limit has split the batch what that costs is asked: chunks of a larger micro-batch may cost less.
+    """
+    if not profile.hurried or name != "sizes" or profile.objective.memory > 0:
+        return False
+    is_split = budget.memory_bytes is not None and _fastest(profile).micro_batch < profile.loop.batch_rows
+    return _is_told(profile, budget) and not is_split
 
 
 def next_traces(
@@ -225,8 +230,19 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     larger = (replace(first, micro_batch=rows) for rows in halvings(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
         if chunks := chunk_candidates(profile, candidate):
-            return candidate, *chunks
+            return candidate, *chunks, *_small_chunk(profile, first, chunks)
     return (first,)
+
+
+def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return a candidate in chunks of a fourth of the tokens that fit without, where those beside it are larger.
+
+    What is recorded or compiled may need its memory at that size.
+    """
+    chunk = 2 ** (head_tokens(profile, first) // _CHUNK_SHARES[0]).bit_length() // 2
+    may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
+    smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
+    return (replace(smallest, loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
 
 
 def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...]:

@@ -17,7 +17,7 @@ from trimtab.measure.watching import Watching
 from trimtab.runtime import cuda_recording
 from trimtab.runtime.compiled import is_compiled
 from trimtab.runtime.cuda_graphs import LAUNCHES_FROM, MOST_KINDS, Recorder
-from trimtab.runtime.cuda_recording import Unrecordable
+from trimtab.runtime.cuda_recording import Unrecordable, copy_in_place, written
 
 
 class Arrives(torch.autograd.Function):
@@ -480,3 +480,47 @@ def test_others_stand_for_parameters_and_give_their_place_back():
     assert len(seen) == 1
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is each for name, each in before.items())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(15).view(3, 5)[:, :-1],  # tokens less the last of each row: gaps, which a clone closes
+        torch.arange(15).view(3, 5)[:, 1:],
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(3.0)[:, None].expand(3, 4),
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.arange(6.0)[::2],
+    ],
+    ids=["whole", "turned", "last", "first", "channels_last", "expanded", "number", "empty", "every_second"],
+)
+def test_copies_of_inputs_keep_their_strides_and_are_written_to(tensor):
+    """By other strides a compiled model would be compiled anew, in the middle of being recorded."""
+    found = copy_in_place(tensor)
+    assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert torch.equal(found, tensor)
+    assert found.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    other = torch.zeros_like(tensor)
+    written(found).copy_(written(other))
+    assert not found.any()
+
+
+def test_a_copy_with_the_strides_of_tokens_is_not_compiled_anew():
+    """What torch guards: the strides of what it was compiled for. Held by counting what was compiled."""
+    counted = []
+
+    def backend(graph, inputs):
+        counted.append(1)
+        return graph
+
+    torch._dynamo.reset()
+    called = torch.compile(lambda tokens: tokens * 2 + 1, backend=backend)
+    for tokens in (torch.arange(15).view(3, 5)[:, :-1], torch.arange(20).view(4, 5)[1:, :-1]):
+        called(tokens)
+        called(copy_in_place(tokens))
+    assert len(counted) == 1
+    called(torch.arange(15).view(3, 5)[:, :-1].clone())
+    assert len(counted) == 2
