@@ -1,7 +1,7 @@
 """Compiling the model: whether it is tried, in which precision and layout, and whether it pays.
 
 On a processor it is tried where the run spares its seconds, as any other trial. On a GPU a step that is not compiled
-may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever a tenth of
+may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever a fifth of
 what it could save pays for that, and also in a mode that looks no faster yet, as the host is what bounds them all.
 Where a step takes many times what its products do, recording its kernels and launching them whole is tried too, of the
 model as it is and of the compiled one: what is recorded once costs next to nothing.
@@ -21,9 +21,11 @@ from trimtab.decide.readings import figures, over_budget, speed_ratio
 MEASURING, COMPILING_S = 0.01, 20.0
 # Compiling has to save this many times the seconds it takes.
 WORTH_COMPILING = 2.0
-# Of what compiling could save, the share that trying it may take; and of a step whose least time is not known, what
-# could be saved.
-_PRICE, _UNKNOWN = 0.1, 0.5
+# Of what compiling could save, the share that trying it may take; and the share of what it could save of a step that is
+# recorded already, where less is left to be saved: of GPT-2's steps on an H200 it saved 0.73 and 0.52 of that, of
+# ResNet-50's, recorded, 0.3 (docs/LOG.md, 2026-11-26 and 27).
+_PRICE, _PRICE_RECORDED = 0.2, 0.1
+_UNKNOWN = 0.5  # of a step whose least time is not known, what could be saved
 # Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
 # H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
 _HELD_UP = 1.3
@@ -96,20 +98,20 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
 
 
 def is_promising(profile: Profile, fastest: Candidate) -> bool:
-    """Return whether, on a GPU, a tenth of what compiling could save of the run pays for trying it.
+    """Return whether, on a GPU, a fifth of what compiling could save of the run pays for trying it.
 
     It could save what a step takes beyond its products at the device's peak: kernels that are fused move less, and are
-    fewer to launch; of a step that is recorded already, what that takes.
+    fewer to launch; of a step that is recorded already, what that takes, of which a tenth has to pay.
     """
     if profile.device.kind != "cuda":
         return False
-    step_s, least_s = _seconds(profile, fastest)
+    (step_s, least_s), price = _seconds(profile, fastest), _PRICE
     if unpaid(profile, CUDA_GRAPHS) is None:
         recorded = CostModel(profile).predict(profile.stage("graphs")[1].candidate)
         if over_budget(None, recorded.peak_bytes, profile.budget) is None:  # else no plan has it
-            step_s = recorded.step_s or step_s
+            step_s, price = recorded.step_s or step_s, _PRICE_RECORDED
     least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
-    return _PRICE * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
+    return price * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
 
 
 def _seconds(profile: Profile, fastest: Candidate) -> tuple[float, float | None]:
