@@ -9,13 +9,15 @@ model as it is and of the compiled one: what is recorded once costs next to noth
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from trimtab.core.compiled import COMPILED_GRAPHS, CUDA_GRAPHS, Compiled, is_by_compiler, is_recorded
 from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
-from trimtab.decide.readings import figures, over_budget, speed_ratio
+from trimtab.decide.readings import figures, speed_ratio
+from trimtab.decide.sizes import halvings, head_tokens
 
 # Of a run, the share that measuring may take; and seconds that compiling takes, at the least, for what is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
@@ -24,7 +26,7 @@ WORTH_COMPILING = 2.0
 # Of what compiling could save, the share that trying it may take; and the share of what it could save of a step that is
 # recorded already, where less is left to be saved: of GPT-2's steps on an H200 it saved 0.73 and 0.52 of that, of
 # ResNet-50's, recorded, 0.3 (docs/LOG.md, 2026-11-26 and 27).
-_PRICE, _PRICE_RECORDED = 0.2, 0.1
+_PRICE, _PRICE_RECORDED = 0.2, 0.15
 _UNKNOWN = 0.5  # of a step whose least time is not known, what could be saved
 # Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
 # H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
@@ -56,16 +58,28 @@ def _may_wait(profile: Profile, fastest: Candidate) -> bool:
     return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
 
 
+def to_record(profile: Profile, fastest: Candidate) -> Candidate:
+    """Return the mode that is recorded on trial, where that is; else the fastest."""
+    waits = not profile.loop.is_compiled and _may_wait(profile, fastest)
+    return to_compile(profile, fastest) if waits else fastest
+
+
 def to_compile(profile: Profile, fastest: Candidate) -> Candidate:
     """Return the fastest mode; on a GPU the one with the fastest products of those that are about as fast.
 
     Where they wait for their launches, which of these is faster does not show: then in channels_last, in which its
-    units convolve, and in bf16, whose gradients need no loss scale.
+    units convolve, and in bf16, whose gradients need no loss scale, unless the loop has one.
     """
     found = _with_fastest_products(profile, fastest)
     if not _may_wait(profile, fastest):
         return found[0]
-    return min(found, key=lambda mode: (mode.memory_layout != "channels_last", mode.precision != "bf16"))
+    half = "fp16" if profile.reference.precision == "fp16" else "bf16"
+    is_known = bool(profile.device.peak(half))
+
+    def rank(mode: Candidate) -> tuple[bool, bool]:
+        return mode.memory_layout != "channels_last", is_known and mode.precision != half
+
+    return min(found, key=rank)
 
 
 def _with_fastest_products(profile: Profile, fastest: Candidate) -> list[Candidate]:
@@ -101,17 +115,28 @@ def is_promising(profile: Profile, fastest: Candidate) -> bool:
     """Return whether, on a GPU, a fifth of what compiling could save of the run pays for trying it.
 
     It could save what a step takes beyond its products at the device's peak: kernels that are fused move less, and are
-    fewer to launch; of a step that is recorded already, what that takes, of which a tenth has to pay.
+    fewer to launch; of a step that is recorded already, what that takes, of which less has to pay.
     """
     if profile.device.kind != "cuda":
         return False
     (step_s, least_s), price = _seconds(profile, fastest), _PRICE
-    if unpaid(profile, CUDA_GRAPHS) is None:
-        recorded = CostModel(profile).predict(profile.stage("graphs")[1].candidate)
-        if over_budget(None, recorded.peak_bytes, profile.budget) is None:  # else no plan has it
-            step_s, price = recorded.step_s or step_s, _PRICE_RECORDED
+    if (recorded_s := _recorded_s(profile)) is not None:
+        step_s, price = recorded_s, _PRICE_RECORDED
     least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
     return price * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
+
+
+def _recorded_s(profile: Profile) -> float | None:
+    """Return the seconds of a recorded step that is not compiled, in the best size within the limit; None: none is."""
+    if unpaid(profile, CUDA_GRAPHS) is not None:
+        return None
+    model, limit = CostModel(profile), profile.budget.memory_bytes
+    tried = next(trial.candidate for trial in profile.stage("graphs") if trial.candidate.compiled == CUDA_GRAPHS)
+    chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s)}
+    sizes = [replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in halvings(profile) for chunk in chunks]
+    sizes = [each for each in sizes if (each.loss_chunk or 0) < head_tokens(profile, each) or each.loss_chunk is None]
+    found = [each for each in sizes if limit is None or model.is_within(each, limit)]
+    return min((model.predict(each).step_s or math.inf for each in found), default=None)
 
 
 def _seconds(profile: Profile, fastest: Candidate) -> tuple[float, float | None]:

@@ -4,7 +4,8 @@ A step of k micro-batches takes `k * alpha + work + optimizer + head`. Work of e
 of whole steps took; `alpha`, what one more micro-batch costs, is read off trials of several sizes; what a loss head in
 chunks and compiling save are a trial's; the optimizer's step is timed alone. All is in units of one trial's step: a
 machine whose speed drifts between stages moves no whole step against another, though the optimizer's share of one.
-Bytes are those counted of a trial, else traced ones with a margin. What recomputing blocks takes and saves is told from
+Bytes are those counted of a trial, else traced ones with a margin; of what is compiled or recorded, which is not
+traced, those of its trial and what the model as it is takes more or less. What recomputing blocks takes and saves is told from
 their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
 """
 
@@ -17,7 +18,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trimtab.core.compiled import is_recorded
+from trimtab.core.compiled import is_by_compiler, is_recorded
 from trimtab.core.profile import Candidate, Profile, Traced, Trial
 from trimtab.decide import recomputing
 from trimtab.decide.readings import ratio_by_longest
@@ -38,6 +39,9 @@ _STAGES = ("modes", "head", "sizes", "graphs", "compile")
 # Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
 # or too short, at the most (docs/memory.md has of how many it holds).
 _OUTSIDE, _MISSED = 0.05, 0.15
+# Of what fewer rows take less of the model as it is, the share that a compiled one takes less: 0.29 of GPT-2 on an
+# H200, from two rows to one (docs/LOG.md, 2026-11-27).
+_LEFT_OUT = 1 / 3
 _UNKNOWN_FAULTS = 0.04  # share of a step: enough to have memory retained on trial
 
 
@@ -46,7 +50,7 @@ class Predicted:
     """What a candidate's step is expected to take.
 
     Args:
-        step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor traced. counted:
+        step_s: seconds; None: nothing like it was tried. peak_bytes: None: neither counted nor told. counted:
             whether the bytes are a trial's. margin: by what seconds are raised before they are held against a limit.
         energy_j: joules; None: no meter, or no trial that it was read in.
     """
@@ -251,28 +255,12 @@ class CostModel:
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
         trials = [trial for trial in self._profile.stage("sizes") if not trial.control and trial.block_s]
-        first, relative = (trials[0], self._relative(trials[0].candidate)) if trials else (None, None)
-        found = self._of_head(None if first is None else first.candidate)
-        if first is None or relative is None:
-            return found
-        count = {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
-        return found | count
-
-    def _of_head(self, sized: Candidate | None) -> dict[int, float]:
-        """Return what the larger micro-batch that its head was tried with adds: less than nothing, where it is faster.
-
-        Args:
-            sized: whose sizes were tried: it has to be what this is beside.
-        """
-        first = next((t for t in self._profile.stage("head")[:1] if t.block_s and t.is_whole), None)
-        alike = (mode for mode in self._modes if first is not None and mode.alike(first.candidate, *BUT_MODE))
-        mode = next(alike, None)
-        if first is None or mode is None or not self._unit_s:
+        if not trials:
             return {}
-        count, tried = self._count(first.candidate), self._count(mode)
-        if count == tried or (sized is not None and self._count(sized) != tried):
+        first, relative = trials[0], self._relative(trials[0].candidate)
+        if relative is None:
             return {}
-        return {tried: 0.0, count: (first.step_s or 0.0) / self._unit_s - self._modes[mode]}
+        return {self._count(t.candidate): relative * (1 / ratio_by_longest(t, first, trials) - 1) for t in trials}
 
     def _extra_of(self, candidate: Candidate) -> float:
         """Return what a number of micro-batches adds, on straight lines through those that were tried."""
@@ -289,10 +277,14 @@ class CostModel:
         return low + (slope if count >= k else max(0.0, slope)) * (count - k)
 
     def _longer(self, candidate: Candidate, tried: Candidate) -> float:
-        """Return how many times as long a step takes in another size, as of the model as it is."""
-        bare = next((relative for mode, relative in self._modes.items() if mode.alike(tried, *BUT_MODE)), 1.0)
-        ours, theirs = (max(0.0, bare + self._extra_of(each)) for each in (candidate, tried))
-        return ours / theirs if ours and theirs else 1.0
+        """Return how many times as long a recorded step takes in another size: as the model as it is, if that is more.
+
+        Of larger ones nothing is told: what the model as it is waits for its host less there, it does not wait at all.
+        """
+        mode = next((mode for mode in self._modes if mode.alike(tried, *BUT_MODE)), None)
+        bare = 0.0 if mode is None else self._modes[mode] - self._extra_of(mode)
+        ours, theirs = (bare + self._extra_of(each) for each in (candidate, tried))
+        return max(1.0, ours / theirs) if theirs > 0 and self._count(candidate) > self._count(tried) else 1.0
 
     def _count(self, candidate: Candidate) -> int:
         return math.ceil(self._profile.loop.batch_rows / candidate.micro_batch)
@@ -309,18 +301,21 @@ class CostModel:
     def _beside_counted(self, candidate: Candidate) -> int | None:
         """Return a peak told by one counted of a step that ran in the same way, compiled or recorded: none is traced.
 
-        Raised or lowered by what the model as it is takes more or less of the other size, or in chunks.
+        Raised by what the model as it is takes more of the other size, with a margin, or lowered by what it takes less:
+        of what is compiled, which keeps less of each row, by a third of that.
         """
-
-        def as_it_is(each: Candidate) -> int | None:
-            return self.traced_bytes(replace(each, compiled=False))
-
-        bare = as_it_is(candidate) if candidate.compiled and candidate.recompute is None else None
-        for trial in reversed(self._weighed()) if bare else ():
-            tried = as_it_is(trial.candidate) if trial.candidate.alike(candidate, *BUT_WAY) else None
-            if tried and trial.candidate.recompute is None:
-                return math.ceil((1 + MARGIN) * ((trial.peak_bytes or 0) + (bare or 0) - tried))
-        return None
+        if not candidate.compiled or candidate.recompute is not None:
+            return None
+        bare = self.traced_bytes(replace(candidate, compiled=False))
+        alike = [t for t in self._weighed() if t.candidate.alike(candidate, *BUT_WAY) and not t.candidate.recompute]
+        if bare is None or not alike:
+            return None
+        near = min(reversed(alike), key=lambda trial: abs(self._count(trial.candidate) - self._count(candidate)))
+        tried = self.traced_bytes(replace(near.candidate, compiled=False))
+        if tried is None:
+            return None
+        share = 1 + self.margin if bare > tried else _LEFT_OUT if is_by_compiler(candidate.compiled) else 1.0
+        return math.ceil((near.peak_bytes or 0) + share * (bare - tried))
 
     def _traced(self, candidate: Candidate) -> int | None:
         bare = self.traced_bytes(candidate)

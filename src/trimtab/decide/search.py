@@ -32,7 +32,8 @@ from trimtab.core.profile import ALONE, FINAL, Candidate, Profile
 from trimtab.decide import compiling
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
-from trimtab.decide.space import WORTH_A_RUN, halvings, head_tokens, lightest, points, put_first
+from trimtab.decide.sizes import halvings, head_tokens
+from trimtab.decide.space import WORTH_A_RUN, lightest, points, put_first
 
 # Where page faults promise less than this, they are left alone.
 WORTH_RETAINING = 0.02
@@ -108,12 +109,14 @@ def allowed_s(run_s: float) -> float:
 def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
     """Return whether a stage can be done without: sizes where they are told, and a smaller one would not be better.
 
-    Where a limit has split the batch what that costs is asked: chunks of a larger micro-batch may cost less.
+    Where a limit has split the batch what that costs is asked, if chunks of a larger micro-batch may cost less, or
+    launches of many.
     """
     if not profile.hurried or name != "sizes" or profile.objective.memory > 0:
         return False
     is_split = budget.memory_bytes is not None and _fastest(profile).micro_batch < profile.loop.batch_rows
-    return _is_told(profile, budget) and not is_split
+    has_rivals = profile.device.kind == "cuda" or any(trial.block_s for trial in profile.stage("head"))
+    return _is_told(profile, budget) and not (is_split and has_rivals)
 
 
 def next_traces(
@@ -127,6 +130,9 @@ def next_traces(
     if budget.memory_bytes is None and objective.memory == 0 and not always:
         return ()
     chunks = [trial.candidate for trial in profile.stage("head") if not trial.control]
+    if chunks:  # of the fastest mode too, where what would be recorded is another
+        fastest = _fastest(profile)
+        chunks += [replace(fastest, micro_batch=c.micro_batch, loss_chunk=c.loss_chunk) for c in chunks[1:]]
     wanted = dict.fromkeys((*mode_candidates(profile), *chunks))
     ignored = ("micro_batch", "allocator", "fused_optimizer")
     return tuple(c for c in wanted if not any(traced.candidate.alike(c, *ignored) for traced in profile.traces))
@@ -225,7 +231,7 @@ def _head(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     Of what would be recorded, where that is another mode. With chunks the whole batch may fit a limit that makes
     micro-batches of it small without. What the device itself has no memory for is not run to find out.
     """
-    first, memory = compiling.to_compile(profile, _fastest(profile)), profile.device.memory_bytes
+    first, memory = compiling.to_record(profile, _fastest(profile)), profile.device.memory_bytes
     model = CostModel(profile)
     larger = (replace(first, micro_batch=rows) for rows in halvings(profile))
     for candidate in (first, *(each for each in larger if memory is None or model.may_fit(each, memory))):
@@ -255,12 +261,18 @@ def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...
 
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
-    """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells."""
+    """Return the fastest mode in a quarter of its size; in all sizes where it has to shrink by what no trace tells.
+
+    And in the larger one that its head was tried with: its chunks are of that.
+    """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
     ran = any(trial.block_s for trial in profile.stage("modes"))
     few = ran and _is_told(profile, budget)
-    return (first, *(replace(first, micro_batch=rows) for rows in (sizes[:2][-1:] if few else sizes)))
+    head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
+    larger = [rows for rows in head if rows > first.micro_batch]
+    sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
+    return (first, *(replace(first, micro_batch=rows) for rows in sizes))
 
 
 def _is_told(profile: Profile, budget: Budget) -> bool:

@@ -21,6 +21,7 @@ from trimtab.decide.readings import (
     unfit,
     unknown_energy,
 )
+from trimtab.decide.sizes import halvings, head_tokens
 from trimtab.decide.statistics import is_gain
 
 # The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
@@ -41,19 +42,6 @@ class Point:
     cost: Predicted
     refusal: str | None = None
     has_failed: bool = False
-
-
-def halvings(profile: Profile) -> tuple[int, ...]:
-    """Return the sizes of a micro-batch that are considered, the whole batch first; it alone where splitting is not."""
-    rows = profile.loop.batch_rows
-    if not profile.check.splittable:
-        return (rows,)
-    return tuple(dict.fromkeys(-(-rows // 2**i) for i in range(rows.bit_length() + 1)))
-
-
-def head_tokens(profile: Profile, candidate: Candidate) -> int:
-    """Return the tokens of a micro-batch that its loss head sees."""
-    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
 
 
 def points(profile: Profile, budget: Budget) -> tuple[Point, ...]:

@@ -6,7 +6,6 @@ not copied: what a trial changes inside them stays.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -90,16 +89,9 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's values; a CUDA tensor's lies on the host, and adds nothing to the device's peak.
-
-    In pinned memory where there is some, from which it is put back several times as fast.
-    """
+    """Return a copy of a tensor's values; a CUDA tensor's lies on the host, and adds nothing to the device's peak."""
     data = tensor.data
-    if not data.is_cuda:
-        return data.clone()
-    with contextlib.suppress(RuntimeError):
-        return torch.empty_like(data, device="cpu", pin_memory=True).copy_(data)
-    return data.to("cpu", copy=True)
+    return data.to("cpu", copy=True) if data.is_cuda else data.clone()
 
 
 def can_write(tensor: Tensor) -> bool:

@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimtab.core.errors import LoopError
 
+_MOST_GAPS = 2  # times what a tensor's values take that a copy of its strides may take
+
 
 class Unrecordable(Exception):
     """What a model does cannot be recorded, and why."""
@@ -145,8 +147,12 @@ class Recording:
 def copy_in_place(tensor: Tensor) -> Tensor:
     """Return a copy with the strides that a tensor has: of others, a compiled model would be compiled anew.
 
-    As `clone` has where its memory has gaps, as rows of tokens less their last do.
+    As `clone` has where its memory has gaps, as rows of tokens less their last do. Where most of it would be gaps it is
+    a clone: a column of all that is held is not worth as much memory again.
     """
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if found.untyped_storage().nbytes() > _MOST_GAPS * tensor.nbytes:
+        return tensor.detach().clone()
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     written(found).copy_(written(tensor.detach()))
     return found

@@ -1,0 +1,18 @@
+"""The sizes of a micro-batch that a search considers, and the tokens of one."""
+
+from __future__ import annotations
+
+from trimtab.core.profile import Candidate, Profile
+
+
+def halvings(profile: Profile) -> tuple[int, ...]:
+    """Return the sizes of a micro-batch that are considered, the whole batch first; it alone where splitting is not."""
+    rows = profile.loop.batch_rows
+    if not profile.check.splittable:
+        return (rows,)
+    return tuple(dict.fromkeys(-(-rows // 2**i) for i in range(rows.bit_length() + 1)))
+
+
+def head_tokens(profile: Profile, candidate: Candidate) -> int:
+    """Return the tokens of a micro-batch that its loss head sees."""
+    return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
