@@ -5,8 +5,8 @@ of whole steps took; `alpha`, what one more micro-batch costs, is read off trial
 chunks and compiling save are a trial's; the optimizer's step is timed alone. All is in units of one trial's step: a
 machine whose speed drifts between stages moves no whole step against another, though the optimizer's share of one.
 Bytes are those counted of a trial, else traced ones with a margin; of what is compiled or recorded, which is not
-traced, those of its trial and what the model as it is takes more or less. What recomputing blocks takes and saves is told from
-their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
+traced, those of its trial and what the model as it is takes more or less. What recomputing blocks takes and saves is
+told from their chain. Where nothing was tried, on a device that is not here, seconds are those of its roofline.
 """
 
 from __future__ import annotations

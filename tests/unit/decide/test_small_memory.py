@@ -103,10 +103,11 @@ def test_sizes_that_nothing_needs_are_still_left_out_in_a_hurry():
     assert "sizes" not in [stage.name for stage in machine.stages]
 
 
-@pytest.mark.parametrize("way", [CUDA_GRAPHS, COMPILED_GRAPHS])
-@pytest.mark.parametrize("limit", [4.5, 100])
-def test_a_recorded_peak_is_told_at_other_sizes_and_never_too_low(way, limit):
-    """From two rows, where the limit has split the batch, and from all of it."""
+@pytest.mark.parametrize(
+    ("way", "limit"), [(CUDA_GRAPHS, 4.5), (COMPILED_GRAPHS, 4.5), (CUDA_GRAPHS, 100), (True, 100)]
+)
+def test_a_peak_that_no_trace_tells_is_told_at_other_sizes_and_never_too_low(way, limit):
+    """From two rows, where the limit has split the batch, and from all of it, which is compiled and not recorded."""
     machine = Host()
     profile, _ = planned(machine, limit, total_steps=5_000)
     tried = {trial.candidate.micro_batch for trial in profile.trials if trial.candidate.compiled == way}
