@@ -119,7 +119,7 @@ def test_a_peak_that_no_trace_tells_is_told_at_other_sizes_and_never_too_low(way
             continue
         told, true = model.predict(each).peak_bytes, machine.peak_bytes(each)
         assert told is not None
-        assert 0.97 * true <= told <= (1.05 if way == CUDA_GRAPHS else 3) * true
+        assert 0.97 * true <= told <= (1.05 if way == CUDA_GRAPHS else 5) * true
 
 
 @pytest.mark.parametrize("way", [CUDA_GRAPHS, COMPILED_GRAPHS])
