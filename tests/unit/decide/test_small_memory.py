@@ -157,6 +157,8 @@ def test_of_modes_that_wait_alike_bf16_is_recorded():
     assert to_compile(profile, CostModel(profile).modes[0]).precision == "bf16"
     recorded = [each for stage in machine.stages if stage.name == "graphs" for each in stage.candidates[1:]]
     assert {each.precision for each in recorded} == {"bf16"}
+    chunked = {traced.candidate.precision for traced in profile.traces if traced.candidate.loss_chunk}
+    assert chunked == {"bf16", "fp16"}  # the fastest may still be what is left
     scaled = replace(profile, reference=Reference("fp16"))  # a loop that has one already keeps it
     assert to_compile(scaled, CostModel(profile).modes[0]).precision == "fp16"
     unknown = replace(profile, device=replace(profile.device, peak_flops={}))

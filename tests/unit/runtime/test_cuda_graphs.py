@@ -509,6 +509,13 @@ def test_copies_of_inputs_keep_their_strides_and_are_written_to(tensor):
     assert not found.any()
 
 
+def test_of_a_column_of_much_more_no_gaps_are_copied():
+    column = torch.arange(300.0).view(3, 100)[:, 7]
+    found = copy_in_place(column)
+    assert torch.equal(found, column)
+    assert found.untyped_storage().nbytes() == column.nbytes
+
+
 def test_a_copy_with_the_strides_of_tokens_is_not_compiled_anew():
     """What torch guards: the strides of what it was compiled for. Held by counting what was compiled."""
     counted = []
