@@ -17,7 +17,7 @@ from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import figures, speed_ratio
-from trimtab.decide.sizes import halvings, head_tokens
+from trimtab.decide.sizes import halvings, is_in_chunks
 
 # Of a run, the share that measuring may take; and seconds that compiling takes, at the least, for what is not tiny.
 MEASURING, COMPILING_S = 0.01, 20.0
@@ -134,8 +134,7 @@ def _recorded_s(profile: Profile) -> float | None:
     tried = next(trial.candidate for trial in profile.stage("graphs") if trial.candidate.compiled == CUDA_GRAPHS)
     chunks = {None, *(trial.candidate.loss_chunk for trial in profile.stage("head") if trial.block_s)}
     sizes = [replace(tried, micro_batch=rows, loss_chunk=chunk) for rows in halvings(profile) for chunk in chunks]
-    sizes = [each for each in sizes if (each.loss_chunk or 0) < head_tokens(profile, each) or each.loss_chunk is None]
-    found = [each for each in sizes if limit is None or model.is_within(each, limit)]
+    found = [each for each in sizes if is_in_chunks(profile, each) and (limit is None or model.is_within(each, limit))]
     return min((model.predict(each).step_s or math.inf for each in found), default=None)
 
 

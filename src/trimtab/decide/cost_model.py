@@ -244,11 +244,13 @@ class CostModel:
     def _of_recorded(self) -> dict[Candidate, float]:
         """Return what recorded steps took, in units of the first trial's, each in the size it was tried at."""
         found: dict[Candidate, float] = {}
-        for name in ("graphs", "compile") if self._unit_s else ():
+        if not (unit_s := self._unit_s):
+            return found
+        for name in ("graphs", "compile"):
             trials = [trial for trial in self._profile.stage(name) if not trial.control and trial.block_s]
             for trial in trials[1:]:
                 if is_recorded(trial.candidate.compiled):
-                    own = self._own(trials[0], self._unit_s or 1.0)
+                    own = self._own(trials[0], unit_s)
                     found[trial.candidate] = own / ratio_by_longest(trial, trials[0], trials)
         return found
 

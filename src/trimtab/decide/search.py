@@ -245,7 +245,7 @@ def _small_chunk(profile: Profile, first: Candidate, beside: Sequence[Candidate]
 
     What is recorded or compiled may need its memory at that size.
     """
-    chunk = 2 ** (head_tokens(profile, first) // _CHUNK_SHARES[0]).bit_length() // 2
+    chunk = _chunk(head_tokens(profile, first), _CHUNK_SHARES[0])
     may_be_recorded = profile.device.kind == "cuda" and chunk >= _SMALLEST_CHUNK
     smallest = min(beside, key=lambda each: each.loss_chunk or math.inf)
     return (replace(smallest, loss_chunk=chunk),) if may_be_recorded and chunk < (smallest.loss_chunk or 0) else ()
@@ -255,9 +255,14 @@ def chunk_candidates(profile: Profile, first: Candidate) -> tuple[Candidate, ...
     """Return a candidate with its loss head in chunks: powers of two, to a fourth and an eighth of a step's tokens."""
     if chunking_refusal(profile):
         return ()
-    chunks = {2 ** ((profile.loop.head_tokens or 0) // share).bit_length() // 2 for share in _CHUNK_SHARES}
+    chunks = {_chunk(profile.loop.head_tokens or 0, share) for share in _CHUNK_SHARES}
     fitting = [chunk for chunk in chunks if _SMALLEST_CHUNK <= chunk < head_tokens(profile, first)]
     return tuple(replace(first, loss_chunk=chunk) for chunk in sorted(fitting, reverse=True))
+
+
+def _chunk(tokens: int, share: int) -> int:
+    """Return the power of two that is no more than a share of some tokens."""
+    return (1 << (tokens // share).bit_length()) >> 1
 
 
 def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:

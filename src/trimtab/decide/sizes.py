@@ -16,3 +16,8 @@ def halvings(profile: Profile) -> tuple[int, ...]:
 def head_tokens(profile: Profile, candidate: Candidate) -> int:
     """Return the tokens of a micro-batch that its loss head sees."""
     return (profile.loop.head_tokens or 0) * candidate.micro_batch // profile.loop.batch_rows
+
+
+def is_in_chunks(profile: Profile, candidate: Candidate) -> bool:
+    """Return whether a candidate's chunks are smaller than its micro-batch, or it has none: else it is all at once."""
+    return candidate.loss_chunk is None or candidate.loss_chunk < head_tokens(profile, candidate)

@@ -21,7 +21,7 @@ from trimtab.decide.readings import (
     unfit,
     unknown_energy,
 )
-from trimtab.decide.sizes import halvings, head_tokens
+from trimtab.decide.sizes import halvings, is_in_chunks
 from trimtab.decide.statistics import is_gain
 
 # The optimizer's step is timed alone, where a gain is clear that a whole step would not show: what it saves of one has
@@ -77,7 +77,7 @@ def _combined(profile: Profile, model: CostModel, budget: Budget) -> Iterator[Ca
                 for rows, is_fused, compiled in itertools.product(halvings(profile), fused, compiles):
                     part = replace(mode, micro_batch=rows, fused_optimizer=is_fused)
                     part = replace(part, allocator=allocator, loss_chunk=chunk, compiled=compiled)
-                    if chunk is not None and chunk >= head_tokens(profile, part):
+                    if not is_in_chunks(profile, part):
                         continue  # all at once, of which no trace of chunks tells
                     yield part
                     for schedule in recomputing.schedules(profile, part, budget, model.chain_margin):
