@@ -22,7 +22,7 @@ from trimtab.core.profile import Candidate, Profile, Trial
 from trimtab.decide.planner import choose
 from trimtab.decide.readings import speed_ratio
 from trimtab.decide.search import Stage, mode_candidates
-from trimtab.decide.space import halvings
+from trimtab.decide.sizes import halvings
 from trimtab.tasks import load_task
 
 TASKS = ("digits_resnet", "source_gpt")

@@ -30,7 +30,7 @@ from trimtab.core.profile import FINAL, Candidate, Profile
 from trimtab.core.recompute import EVERY_BLOCK
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.roofline import step_seconds
-from trimtab.decide.space import head_tokens
+from trimtab.decide.sizes import head_tokens
 from trimtab.measure.memory import peak_bytes
 from trimtab.measure.page_faults import time_settled
 from trimtab.measure.step_trace import trace_peaks
