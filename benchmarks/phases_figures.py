@@ -65,14 +65,13 @@ def _ratio(row: Row) -> str:
 
 def _doubling(row: Row) -> str:
     """Return months with the interval that the speed-up's own gives: the least are of its upper end."""
-    takes = _months(row["mean"])
+    cycle = f"{row['cycle_months']:g} months"
+    if row["high"] is None:
+        return f"{cycle} | nothing is projected: {row.get('reason', 'no gain is clear')}"
+    takes = f"{row['mean']:.1f} months"
     if row.get("n", 0) >= FEW:
-        takes += f" (95% {_months(row['low'])} to {_months(row['high'])}, n = {row['n']})"
-    return f"{row['cycle_months']:g} months | {takes}, if every cycle brought as much"
-
-
-def _months(months: float | None) -> str:
-    return "never" if months is None else f"{months:.1f} months"
+        takes += f" (95% {row['low']:.1f} to {row['high']:.1f} months, n = {row['n']})"
+    return f"{cycle} | {takes}, if every cycle brought as much"
 
 
 def _bounded(row: Row, words: Any) -> str:

@@ -68,12 +68,14 @@ def test_months_to_double_have_the_interval_of_the_speed_up():
         "cycle_months": 5.0,
         "mean": 33.4,
         "low": 14.0,
-        "high": None,
+        "high": 52.0,
         "n": 8,
     }
-    assert "33.4 months (95% 14.0 months to never, n = 8), if every cycle" in "\n".join(phases([row]))
+    assert "33.4 months (95% 14.0 to 52.0 months, n = 8), if every cycle" in "\n".join(phases([row]))
     assert "| 33.4 months, if every cycle" in "\n".join(phases([row | {"n": 4}]))
-    assert "| never (95% 14.0 months to never, n = 8), if" in "\n".join(phases([row | {"mean": None}]))
+    unclear = row | {"mean": 703.2, "high": None}  # as records were written before they said why
+    assert "| nothing is projected: no gain is clear |" in "\n".join(phases([unclear]))
+    assert "projected: its steps take longer |" in "\n".join(phases([unclear | {"reason": "its steps take longer"}]))
 
 
 def test_a_page_without_its_marks_is_refused():

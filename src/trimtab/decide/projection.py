@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from trimtab.core.checks import number
+from trimtab.decide.statistics import Interval
 
 CYCLE_MONTHS = 5.0  # the paper's
 
@@ -88,3 +89,17 @@ def doubling_months(speedup: float, cycle_months: float = CYCLE_MONTHS) -> float
     speedup = number("speedup", speedup, low=0, open_low=True)
     cycle_months = number("cycle_months", cycle_months, low=0, open_low=True)
     return cycle_months * math.log(2) / math.log(speedup) if speedup > 1 else math.inf
+
+
+def unprojected(speedup: Interval, changes: bool) -> str:
+    """Return why nothing is projected by a measured speed-up, or "" where it is one.
+
+    Args:
+        changes: whether the plan that it is of changes anything.
+    """
+    if not changes:
+        return "the plan changes nothing: there is no gain that could go on"
+    if speedup.low <= 1:
+        slower = speedup.high < 1
+        return "its steps take longer" if slower else "the steps of both cannot be told apart"
+    return ""

@@ -22,7 +22,7 @@ def step_seconds(work: StepWork, device: DeviceSpec, precision: str, rows: int, 
     """Return seconds of an optimizer step, or None where a peak of the device is not known.
 
     Args:
-        precision: of matrix products; operators say their own, but for tf32, which is fp32 to them.
+        precision: of matrix products; operators say their own, but for tf32 by a plan, which is fp32 to them.
         rows: of a micro-batch.
     """
     micro_batch = seconds_of(work.micro_batch, device, precision, rows)
@@ -67,8 +67,14 @@ def roof_of(seen: Iterable[Seen], device: DeviceSpec, precision: str) -> Roof | 
 
 
 def _computing_s(flops: float, kind: str, device: DeviceSpec, precision: str) -> float | None:
-    """Return seconds of an operator's FLOP at the whole peak of its kind, or None where there are some and no peak."""
+    """Return seconds of an operator's FLOP at the whole peak of its kind, or None where there are some and no peak.
+
+    A convolution of kind "tf32" is one that torch lets run so in a step of fp32; a device that has no TF32 computes it
+    in fp32.
+    """
     peak = device.peak("tf32" if (precision, kind) == ("tf32", "fp32") else kind)
+    if not peak and kind == "tf32":
+        peak = device.peak("fp32")
     if not peak:
         return None if flops > 0 else 0.0
     return flops / peak

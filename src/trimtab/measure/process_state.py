@@ -56,6 +56,11 @@ class ProcessState:
         allocator.set_mode(self.allocator)
 
 
+def convolves_in_tf32() -> bool:
+    """Return whether fp32 convolutions on CUDA round their operands to TF32, as they do unless torch is told not to."""
+    return bool(torch.backends.cudnn.conv.fp32_precision != "ieee")
+
+
 def fp32_places() -> tuple[Any, ...]:
     """Return every place where torch keeps how it computes in fp32: CUDA's, and a processor's."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn

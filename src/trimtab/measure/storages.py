@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 from trimtab.core.work import Seen
 from trimtab.measure.chunked_loss import python_of
 from trimtab.measure.flops import flops_of
+from trimtab.measure.process_state import convolves_in_tf32
 from trimtab.measure.scratch import PREPARED, Call, call_of, name_of
 from trimtab.measure.watching import Watching
 
@@ -82,9 +83,10 @@ class Storages(Watching):
         tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
         if not tensors:
             return
-        kind = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        kind = _PRECISIONS.get(dtype) or ("tf32" if "convolution" in name_of(func) and convolves_in_tf32() else "fp32")
         moved = float(sum(t.numel() * t.element_size() for t in tensors))
-        self._now.work.append((_PRECISIONS.get(kind, "fp32"), flops_of(func, args, kwargs, result), moved))
+        self._now.work.append((kind, flops_of(func, args, kwargs, result), moved))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         name = name_of(func)

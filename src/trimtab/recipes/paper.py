@@ -1,11 +1,13 @@
 """P1, the paper's optimised recipe, taken literally (section IV.B, equations 4-7, 10, 11, 15-20).
 
-Micro-batches of the task's batch; k in {4, 8} by equation 6, from the variance of equation 7 measured on gradient
-copies; learning rate scaled linearly by k; 5% warm-up and cosine to a tenth; half precision with loss scaling;
-checkpoints every ceil(sqrt(L)) blocks. The paper gives no sigma_target: here it is the variance of the first window
-over 4, so that training starts at k = 4 and takes 8 while the variance is above its first value. ZeRO-2 has nothing to
-shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without. Gradients are not clipped:
-equation 12 is in section III.C, its threshold "typically" 1.0, and not in section IV.B, which lists what was run.
+Micro-batches of the task's batch; k in {4, 8} by equation 6, from the variance of equation 7, gathered as gradients
+come: the window's mean is held beside one of them. Learning rate scaled linearly by k; 5% warm-up and cosine to a
+tenth; half precision with loss scaling; checkpoints every ceil(sqrt(L)) blocks, whose batch statistics are updated
+again as they are run again, as torch's checkpointing has it. The paper gives no sigma_target: here it is the variance
+of the first window over 4, so that training starts at k = 4 and takes 8 while the variance is above its first value.
+ZeRO-2 has nothing to shard on one device. fp16 becomes bf16 on a CPU with hardware for it and fp32 on one without.
+Gradients are not clipped: equation 12 is in section III.C, its threshold "typically" 1.0, and not in section IV.B,
+which lists what was run.
 Run it: `python -m trimtab.recipes.paper source_gpt --steps 20`
 """
 
@@ -44,27 +46,36 @@ class PaperLoop:
     def step(self, batches: Iterator[Any]) -> int:
         """Train on k batches as one (equations 4 and 5)."""
         k, rows = self.k, self.k * self._task.batch_rows
-        gradients = [self._gradient(move(next(batches), self._device)) for _ in range(k)]
-        mean = torch.stack(gradients).mean(0)
-        self._choose_k(gradients, mean)
+        means = self._gradients(next(batches))
+        squares = torch.zeros((), device=self._device)
+        for j in range(2, k + 1):  # running mean and sum of squared deviations: of k gradients two are held
+            deviations = self._gradients(next(batches))
+            torch._foreach_sub_(deviations, means)
+            torch._foreach_add_(means, deviations, alpha=1 / j)
+            squares += (1 - 1 / j) * torch.stack(torch._foreach_norm(deviations)).square().sum()
+            del deviations
+        self._choose_k(float(squares) / (k - 1))
         self._rows += rows
         factor = k * warmup_cosine(self._rows / self._task.budget_rows)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        self._write_gradient(mean)
+        for parameter, mean in zip(self._parameters(), means, strict=True):
+            parameter.grad = mean
         self._scaler.step(self.optimizer)
         self._scaler.update()
         return rows
 
-    def _gradient(self, batch: Any) -> Tensor:
+    def _gradients(self, batch: Any) -> list[Tensor]:
+        """Return the gradients of a batch; they are nobody else's."""
         self.optimizer.zero_grad()
         with autocast(self.precision, self._device):
-            loss = mean_loss(self._task.loss_fn(self.model, batch))
+            loss = mean_loss(self._task.loss_fn(self.model, move(batch, self._device)))
         self._scaler.scale(loss).backward()
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self._parameters()])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters()]
+        self.optimizer.zero_grad()
+        return gradients
 
-    def _choose_k(self, gradients: list[Tensor], mean: Tensor) -> None:
-        sigma2 = float(sum((g - mean).square().sum() for g in gradients)) / (len(gradients) - 1)
+    def _choose_k(self, sigma2: float) -> None:
         sigma2 /= self._scaler.get_scale() ** 2
         if not math.isfinite(sigma2):  # an overflow under the loss scale, or a diverged model: k stays
             return
@@ -72,14 +83,6 @@ class PaperLoop:
             self._sigma2_target = sigma2 / ALLOWED_K[0]
         wanted = min(ALLOWED_K[-1], math.ceil(sigma2 / (self._sigma2_target + 1e-12)))
         self.k = next(k for k in ALLOWED_K if k >= wanted)
-
-    def _write_gradient(self, flat: Tensor) -> None:
-        offset = 0
-        for parameter in self._parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -35,6 +35,14 @@ def test_tf32_is_a_mode_of_fp32_operators():
     assert seconds(half, precision="tf32") == seconds(half, precision="bf16") == pytest.approx(4e9 / (COMPUTE * 8e12))
 
 
+def test_convolutions_that_torch_runs_in_tf32_take_its_peak_where_there_is_one():
+    convolution = replace(PRODUCT, precision="tf32")
+    assert seconds(convolution) == seconds(PRODUCT, precision="tf32")
+    older = replace(DEVICE, peak_flops={"fp32": 1e12, "fp16": 8e12})
+    found = step_seconds(StepWork((convolution,), ()), older, "fp32", 4, 1)
+    assert found == step_seconds(StepWork((PRODUCT,), ()), older, "fp32", 4, 1) == seconds(PRODUCT)
+
+
 def test_micro_batches_are_paid_each_and_the_step_once():
     assert seconds(PRODUCT, count=3, step=(COPY,)) == pytest.approx(3 * seconds(PRODUCT) + seconds(COPY))
 

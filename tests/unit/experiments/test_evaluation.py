@@ -125,15 +125,17 @@ def test_arithmetic_is_of_the_papers_own_figures():
     ],
 )
 def test_a_bar_is_met_by_the_whole_interval(sense, bar, figure, expected):
-    assert met(sense, bar, Finding("throughput", "paper", figure=figure)) == expected
-    assert met(sense, bar, Finding("throughput", "paper", figure=figure, has_verdict=False)) == NO_VERDICT
+    assert met(sense, bar, Finding("throughput", "plan_S", tier="S", figure=figure)) == expected
+    assert met(sense, bar, Finding("throughput", "plan_S", tier="S", figure=figure, has_verdict=False)) == NO_VERDICT
 
 
-def test_what_is_better_with_the_training_freed_is_no_miss():
+def test_what_is_better_by_another_training_is_no_miss():
     better, worse = Ratio(5.0, 4.0, 6.0, 5, ()), Ratio(-5.0, -6.0, -4.0, 5, ())
     assert met(ABOUT, 0.35, Finding("gain_share", "plan_F", tier="F", figure=Ratio(0.9, 0.8, 1.0, 5, ()))) == FAIL
     for figure, tier, expected in ((better, "F", PASS), (better, "S", FAIL), (better, "", FAIL), (worse, "F", FAIL)):
         assert met(WITHIN, 0.5, Finding("final_metric", "plan", tier=tier, figure=figure)) == expected
+    for figure, expected in ((better, PASS), (worse, FAIL)):
+        assert met(WITHIN, 0.5, Finding("final_metric", "paper", figure=figure)) == expected
 
 
 def test_a_claim_passes_at_its_size_on_a_gpu_and_nowhere_else():

@@ -12,8 +12,9 @@ import pytest
 
 @pytest.mark.parametrize(
     ("task", "precision"),
-    # Behind a 7x7 stem a step is 2 ms: launching bf16's casts is told to take longer than its products save.
-    [("cifar10_resnet50", "bf16"), ("cifar10_resnet50_7x7", "tf32"), ("wikitext2_gpt2", "bf16")],
+    # Behind a 7x7 stem a step is 2 ms: launching bf16's casts is told to take longer than its products save, and the
+    # loop's convolutions are in TF32 as it is.
+    [("cifar10_resnet50", "bf16"), ("cifar10_resnet50_7x7", "fp32"), ("wikitext2_gpt2", "bf16")],
 )
 def test_a_plan_for_an_absent_gpu_needs_no_data(tmp_path, task, precision):
     """Its home is empty, nothing may be fetched, and no GPU is to be seen."""
@@ -25,5 +26,6 @@ def test_a_plan_for_an_absent_gpu_needs_no_data(tmp_path, task, precision):
     plan = json.loads(done.stdout)
     assert plan["elsewhere"].startswith("H100")
     assert plan["precision"]["value"] == precision
-    assert plan["predicted"]["step_s"] < plan["baseline"]["step_s"]
+    is_sooner = plan["predicted"]["step_s"] < plan["baseline"]["step_s"]
+    assert is_sooner == (precision != "fp32")
     assert 0 < plan["predicted"]["peak_bytes"] < 80e9

@@ -12,9 +12,10 @@ from torch import nn
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ModelError
 from trimtab.core.step_memory import PARTS, StepMemory
+from trimtab.measure import storages
 from trimtab.measure.fakes import Fakes
 from trimtab.measure.memory import peak_bytes, storage_bytes
-from trimtab.measure.step_trace import trace_peaks, trace_step
+from trimtab.measure.step_trace import trace_peaks, trace_step, trace_work
 from trimtab.tasks.language_modelling import next_token_loss
 from trimtab.tasks.models.gpt import GPT, GPTShape
 
@@ -170,6 +171,20 @@ def convolutions():
         torch.optim.SGD(model.parameters(), lr=0.1),
         (torch.randn(4, 3, 24, 24), torch.randint(0, 32, (4, 144))),
     )
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("tf32", "tf32"), ("ieee", "fp32")])
+def test_convolutions_say_what_torch_would_run_them_in(monkeypatch, mode, kind):
+    """Torch's default rounds them to TF32 on CUDA, in a step whose products are in fp32."""
+    monkeypatch.setattr(storages, "convolves_in_tf32", lambda: mode == "tf32")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+    batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    work = trace_work(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch)
+    of_conv = 2 * 2 * 8 * 36 * 3 * 9  # two FLOP a product, and two rows
+    assert [flops for found, flops, _ in work["forward"] if found == kind and flops == of_conv] == [of_conv]
+    assert {found for found, flops, _ in work["forward"] if flops} == {kind, "fp32"}
+    assert {found for found, flops, _ in work["backward"] if flops} == {kind, "fp32"}
 
 
 def over_pixels(model, batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -109,6 +110,34 @@ def test_a_gradient_that_is_not_finite_keeps_k(value):
     loop.step(spread(1.0, 4))
     loop.step(spread(2.0, 4))
     assert loop.k == 8  # the first variance that was one set the target
+
+
+def test_the_variance_is_that_of_the_gradients(monkeypatch):
+    """Equation 7, against all k of them held at once."""
+    task = make_task("gpt", make_optimizer=sgd(0.0))
+    loop, found = paper_loop(task), []
+    drawn = [next(batches(task, seed=i)) for i in range(4)]
+    each = torch.stack([gradient(task, loop.model, batch) for batch in drawn]).double()
+    monkeypatch.setattr(loop, "_choose_k", found.append)
+    loop.step(iter(drawn))
+    assert found == [pytest.approx(float(each.var(0, unbiased=True).sum()), rel=1e-5)]
+
+
+def test_of_k_gradients_the_mean_and_one_are_held(monkeypatch):
+    """Eight of GPT-2 would be 4 GB, and none of the paper's method."""
+    loop, held, own = paper_loop(make_task("gpt")), [], PaperLoop._gradients
+
+    def counted(self, batch):
+        gradients = own(self, batch)
+        alive = sum(each() is not None for each in held)
+        held.extend(weakref.ref(gradient) for gradient in gradients)
+        assert alive <= len(gradients)
+        return gradients
+
+    monkeypatch.setattr(PaperLoop, "_gradients", counted)
+    loop.k = 8
+    loop.step(batches(make_task("gpt")))
+    assert len(held) == 8 * len(list(loop.model.parameters()))
 
 
 # Equations 10 and 11: the rate.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from trimtab.core.phases import Gain
 from trimtab.decide.attribution import Saved, attribute, bound_seconds, speedup
-from trimtab.decide.projection import CYCLE_MONTHS, doubling_months
+from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, unprojected
 from trimtab.decide.statistics import Interval
 from trimtab.experiments.comparison.result import ThirdRow
 
 ROWS_SCHEMA = 1
-_NEVER = Interval(math.inf, math.inf, math.inf, 0)
 
 
 def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
@@ -41,15 +39,15 @@ def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
         yield {"metric": "clock_ratio", **head, "arm": arm} | _interval(clock)
     gained = speedup(gain)
     yield {"metric": "step_speedup", **head} | _interval(gained)
-    months = _doubling(gained) if gain.changes else _NEVER  # what changes nothing brings nothing in a cycle
-    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _interval(replace(months, n=gained.n))
+    yield {"metric": "doubling_months", **head, "cycle_months": CYCLE_MONTHS} | _doubling(gained, bool(gain.changes))
 
 
-def _doubling(gained: Interval) -> Interval:
-    """Return months, infinite where nothing is gained; the fewest are those of the largest speed-up."""
-    is_bounded = gained.low > 0 and gained.high < math.inf
-    low, high = (doubling_months(gained.high), doubling_months(gained.low)) if is_bounded else (math.inf, math.inf)
-    return Interval(doubling_months(gained.mean), low, high, gained.n)
+def _doubling(gained: Interval, changes: bool) -> dict[str, Any]:
+    """Return months, the fewest by the largest speed-up; without a clear one none, and why."""
+    if reason := unprojected(gained, changes):
+        return {"mean": None, "low": None, "high": None, "n": gained.n, "reason": reason}
+    mean, low, high = (doubling_months(speedup) for speedup in (gained.mean, gained.high, gained.low))
+    return _interval(Interval(mean, low, high, gained.n))
 
 
 def third_rows_flat(task: str, thirds: Sequence[ThirdRow]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.comparison.result import Arm, ArmCurve, Comparison, Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import FAILED, as_ratio, crossing
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
@@ -20,6 +20,8 @@ from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
 
 NO_VERDICT = "no verdict"
 _ALIKE = 0.02  # of the rows that two arms trained on, where their ends are compared
+
+_Point = tuple[int, float, float]  # of a curve: rows, seconds, metric
 
 
 def of_comparison(name: str, found: Comparison) -> Run:
@@ -66,9 +68,11 @@ def _trained(found: Comparison) -> str:
 
 
 def _ratios(found: Comparison) -> Iterator[Finding]:
-    names = {"final_metric_difference": "final_metric"}
     for row in found.ratios:
-        measure = names.get(row.metric, row.metric)
+        if row.metric == "final_metric_difference":
+            yield _quality(found, row)
+            continue
+        measure = row.metric
         values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
         has_verdict = _has_verdict(row)
         said = "" if has_verdict else row.verdict.sentence
@@ -85,6 +89,29 @@ def _has_verdict(row: RatioRow) -> bool:
     if row.metric == "do_no_harm" and FAILED not in row.verdict.sentence:
         return row.ratio.n >= MIN_PAIRS_FOR_VERDICT
     return row.verdict.kind != NO_VERDICT
+
+
+def _quality(found: Comparison, row: RatioRow) -> Finding:
+    """Return what a plan's quality is beside the reference's: of tier S after the same rows, of tier F at both ends.
+
+    Both metrics are of where they are compared. Rows that end before the reference's budget are no statement of what
+    training ends with: no verdict then, but for tier F, which may train on fewer.
+    """
+    ours, theirs = found.arm(row.arm), found.arm(row.against)
+    ends = [] if ours is None or theirs is None else _ends(ours, theirs, after_equal_rows=row.tier != "F")
+    after, is_whole = _after(ends, _budget_rows(found))
+    values = [statistics.median(metric) for metric in zip(*((o[2], t[2]) for o, t in ends), strict=True)]
+    has_verdict = _has_verdict(row)
+    said = "; ".join(filter(None, ("" if has_verdict else row.verdict.sentence, after)))
+    kind = {"has_verdict": has_verdict and (is_whole or row.tier == "F")}
+    return Finding("final_metric", row.arm, row.against, row.tier, *(values or (None, None)), row.ratio, said, **kind)
+
+
+def _budget_rows(found: Comparison) -> int:
+    """Return the rows that the reference was to train on; from reports that do not say so, those it trained on."""
+    given = [row.against_rows for row in found.target_rows if row.against == REFERENCE]
+    reference = found.arm(REFERENCE)
+    return max(given, default=0) or (0 if reference is None else reference.final_rows)
 
 
 def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
@@ -158,9 +185,35 @@ def _peers(found: Comparison) -> Iterator[Finding]:
             yield Finding("final_metric", arm.name, REFERENCE, "", *values, figure, said, has_verdict=is_alike)
 
 
-def _paired(arm: Arm, reference: Arm) -> list[tuple[ArmCurve, ArmCurve]]:
-    theirs = {curve.seed: curve for curve in reference.curves}
-    return [(curve, theirs[curve.seed]) for curve in arm.curves if curve.seed in theirs]
+def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Point, _Point]]:
+    """Return where a pair's metrics are compared, theirs beside ours: at the last rows that both were judged after, or
+    where each ended. Empty where a pair lacks that.
+    """
+    theirs, ends = {curve.seed: curve for curve in reference.curves}, []
+    for curve in arm.curves:
+        if (beside := theirs.get(curve.seed)) is None:
+            continue
+        mine, yours = curve.points, beside.points
+        if after_equal_rows:
+            common = {rows for rows, *_ in mine} & {rows for rows, *_ in yours}
+            mine, yours = (tuple(point for point in points if point[0] in common) for points in (mine, yours))
+        if not mine or not yours:
+            return []
+        ends.append((mine[-1], yours[-1]))
+    return ends
+
+
+def _after(ends: Sequence[tuple[_Point, _Point]], rows: int) -> tuple[str, bool]:
+    """Return how much of the reference's rows ours had trained on, or "" of all, and whether it is all of them, nearly.
+
+    Args:
+        rows: of the reference's training.
+    """
+    shares = [ours[0] / rows for ours, _ in ends if rows]
+    least, most = (f"{100 * end(shares, default=1.0):.0f}" for end in (min, max))
+    between = least if least == most else f"{least} to {most}"
+    said = "" if between == "100" else f"after {between}% of the reference's rows"
+    return said, all(abs(share - 1) <= _ALIKE for share in shares)
 
 
 def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str, bool] | None:
@@ -169,17 +222,11 @@ def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str
 
     A recipe ends where its own budget does: windows of several batches go a little beyond, a short schedule ends early.
     """
-    paired = _paired(arm, reference)
-    ends = [(ours.points[-1], theirs.points[-1]) for ours, theirs in paired if ours.points and theirs.points]
-    if not ends or len(ends) < len(paired):
+    ends = _ends(arm, reference, after_equal_rows=False)
+    if not ends:
         return None
     pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
-    shares = [ours[0] / theirs[0] for ours, theirs in ends if theirs[0]]
-    least, most = (f"{100 * end(shares, default=1.0):.0f}" for end in (min, max))
-    between = least if least == most else f"{least} to {most}"
-    said = "" if between == "100" else f"after {between}% of the reference's rows"
-    is_alike = all(abs(share - 1) <= _ALIKE for share in shares)
-    return as_ratio(mean_interval(pairs), pairs), said, is_alike
+    return as_ratio(mean_interval(pairs), pairs), *_after(ends, _budget_rows(found))
 
 
 def _mfu(found: Comparison) -> Iterator[Finding]:
@@ -242,9 +289,10 @@ def of_record(name: str, found: RunRecord) -> Run:
         metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
         findings.append(Finding("final_metric", "run", value=value, said=metric))
     ending = {} if found.end is None else found.end.detail
-    joules = ending.get("energy_j")
-    if isinstance(joules, int | float) and rows:
-        findings.append(Finding("energy", "run", value=joules / rows))
+    joules, counted_from = ending.get("energy_j"), ending.get("energy_from_step", 0)
+    counted = sum(step.rows for step in steps if step.index >= counted_from)  # a run gone on with: since it went on
+    if isinstance(joules, int | float) and counted:
+        findings.append(Finding("energy", "run", value=joules / counted))
     data = header.detail.get("data", {})
     return Run(
         name,

@@ -193,8 +193,8 @@ def met(sense: str, bar: float, finding: Finding) -> str:
 
     A count has no interval: it is the figure itself that is beyond or short. A time that is bounded lies beyond its
     bound, which passes where it is clear of chance too. What is reached on an easier target is not, where the arm was
-    left behind on a harder one. Of a difference of the final metric in tier F, whose training is another one, only what
-    is worse counts (math: section 8).
+    left behind on a harder one. Of a difference of the final metric where training is another one, tier F's or P1's, only
+    what is worse counts (math: section 8).
     """
     bounds = _bounds(finding.figure) if finding.has_verdict else None
     bounds = _bound(finding) if finding.figure is None else bounds
@@ -213,7 +213,8 @@ def _beyond(sense: str, bar: float, bounds: tuple[float, float], finding: Findin
         return PASS if low >= bar else FAIL if high < bar else NO_VERDICT
     if sense == ABOUT:
         low, high, bar = low - bar, high - bar, NEAR
-    beyond = math.inf if finding.tier == "F" and sense != ABOUT else bar
+    is_another_training = finding.tier == "F" or finding.arm == LITERAL
+    beyond = math.inf if is_another_training and sense != ABOUT else bar
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 
 

@@ -17,6 +17,7 @@ from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.racing.watch import Watch, by_phase
 from trimtab.measure.flops import count_flops
 from trimtab.measure.memory import alive_between_steps, peak_bytes, storage_bytes
+from trimtab.measure.process_state import convolves_in_tf32
 from trimtab.measure.sharded_norms import is_sharded, local
 from trimtab.recipes.loop import Loop, MakeLoop, autocast, move
 from trimtab.tasks.placement import ahead
@@ -73,8 +74,8 @@ def measure_arm(
 def _peak(loop: Loop, device: torch.device) -> str:
     """Return what a loop in fp32 computes its convolutions in, where torch rounds their operands to fewer bits."""
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in loop.model.modules())
-    in_tf32 = device.type == "cuda" and torch.backends.cudnn.conv.fp32_precision != "ieee"
-    return "tf32" if loop.precision == "fp32" and convolves and in_tf32 else ""
+    in_tf32 = device.type == "cuda" and convolves and convolves_in_tf32()
+    return "tf32" if loop.precision == "fp32" and in_tf32 else ""
 
 
 def held_at_most(loop: Loop, batches: Iterator[Any], device: torch.device, num_ranks: int) -> int | None:

@@ -168,12 +168,12 @@ class Racer:
             self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
 
     def _finish_if_due(self, cap_s: float) -> None:
-        if self.rows >= self.entry.budget_rows:
+        if self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
+            self.end = "diverged"  # also where it was to end: what it computed in that time is no gain
+        elif self.rows >= self.entry.budget_rows:
             self.end = "budget"
         elif self.train_s >= cap_s:
             self.end = "cap"
-        elif self.evaluations and not math.isfinite(next(iter(self.evaluations[-1].metrics.values()))):
-            self.end = "diverged"
 
     def record(self, seed: int, environment: dict[str, str]) -> RunRecord:
         """Return what happened."""

@@ -18,7 +18,7 @@ from trimtab.decide.attribution import (
     of_the_roof,
 )
 from trimtab.decide.attribution import speedup as speedup_of
-from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of
+from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of, unprojected
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.report import wording as say
@@ -185,10 +185,9 @@ def _net(gain: Gain, speedup: Interval) -> str:
 
 
 def _doubling(gain: Gain, speedup: Interval) -> str:
-    if not gain.changes:
-        return "the plan changes nothing: there is no gain that could go on."
-    if speedup.low <= 1 <= speedup.high:
-        return f"the steps of both cannot be told apart ({say.ratio(speedup.mean)}): nothing is projected by that."
+    if reason := unprojected(speedup, bool(gain.changes)):
+        measured = f" ({say.ratio(speedup.mean)})" if gain.changes else ""
+        return f"{reason}{measured}: nothing is projected by that."
     return (
         f"by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
         f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much as "
@@ -197,14 +196,13 @@ def _doubling(gain: Gain, speedup: Interval) -> str:
 
 
 def _by_its_interval(speedup: Interval) -> str:
-    if speedup.n < MIN_PAIRS_FOR_VERDICT or not (speedup.low > 0 and speedup.high < math.inf):
+    if speedup.n < MIN_PAIRS_FOR_VERDICT or speedup.high == math.inf:
         return ""
     return f" (by its 95% interval {_months(speedup.high)} to {_months(speedup.low)})"
 
 
 def _months(speedup: float) -> str:
-    months = doubling_months(speedup)
-    return f"after {months:.1f} months" if math.isfinite(months) else say.NEVER
+    return f"after {doubling_months(speedup):.1f} months"
 
 
 def side_by_side(gains: Sequence[Gain]) -> Table:
