@@ -18,7 +18,6 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, mean_interval
 from trimtab.experiments.comparison.result import Ratio
 from trimtab.experiments.comparison.stats import FAILED
 from trimtab.experiments.evaluation.files import KINDS, RECORD, read_runs
-from trimtab.experiments.evaluation.findings import inverse
 from trimtab.experiments.evaluation.paper_claims import FAIL, PASS, met, nearest
 from trimtab.experiments.evaluation.paper_figures import LEAST, MOST, WITHIN
 from trimtab.experiments.evaluation.result import Finding, Run
@@ -156,6 +155,9 @@ class Reached:
         return self.goal.says, self.status, self.figure
 
 
+_SEE_KNOWN = "what was found of its races afterwards stands below, with the runs"
+
+
 def reached(goals: Sequence[Goal], folder: Path, runs: Mapping[str, Run]) -> tuple[Reached, ...]:
     """Return how each goal stands.
 
@@ -176,7 +178,8 @@ def _reached(goal: Goal, folder: Path, runs: Mapping[str, Run]) -> Reached:
     found = None if run is None else _finding(goal, run)
     if run is None or found is None:
         return Reached(goal, NOT_MEASURED, "")
-    return _of_value(goal, found) if goal.of_value else _of_figure(goal, found, run)
+    stands = _of_value(goal, found) if goal.of_value else _of_figure(goal, found, run)
+    return replace(stands, figure=f"{stands.figure}; {_SEE_KNOWN}") if run.known and stands.figure else stands
 
 
 def _finding(goal: Goal, run: Run) -> Finding | None:
@@ -228,7 +231,7 @@ def _of_figure(goal: Goal, found: Finding, run: Run) -> Reached:
     if figure is None:
         return _bounded(goal, found)
     status = {PASS: MET, FAIL: MISSED}.get(met(goal.sense, goal.bar, found), NOT_SHOWN)
-    shown = inverse(figure) if is_time else figure
+    shown = figure.inverse if is_time else figure
     rung = "" if found.target is None else f" to {found.target:g}"
     went = f"after {run.trained}" if goal.measure == "final_metric" and run.trained else ""
     beside = "".join(f"; {each}" for each in (found.said, went) if each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.calibrate.adapting import RACED, TRAINED, RunLength, adaptations, adapted
+from trimtab.calibrate.adapting import RACED, TRAINED, RunLength, adaptations, adapted, require_adaptable
 from trimtab.calibrate.elsewhere import profile_elsewhere
 from trimtab.calibrate.profiler import NUM_BLOCKS, profile_loop
 from trimtab.calibrate.step_shape import step_shape
@@ -29,22 +30,25 @@ from trimtab.core.record import RecordWriter
 from trimtab.core.stop import Stop
 from trimtab.decide.planner import choose_there
 from trimtab.decide.rank_profile import of_any_rank
-from trimtab.distributed.backends import backend_of, is_to_share
+from trimtab.distributed.backends import backend_of, is_to_share, require_plannable
 from trimtab.distributed.exchange import has_peers
 from trimtab.distributed.planning import Made, plan_together
 from trimtab.distributed.rehearsal import of_live
 from trimtab.distributed.stage_choice import Share, of_replicas, share_of
 from trimtab.measure.energy import EnergyClock
 from trimtab.measure.meters import Metering, elsewhere_meter, find_meter, measurable
-from trimtab.runtime.batches import count_rows
+from trimtab.runtime.batches import as_many_rows
 from trimtab.runtime.engine import LossFn, Run
-from trimtab.runtime.muon import hidden_matrices
 from trimtab.runtime.recorder import Recorder
 
 MOST_BATCHES = 16
 FREED = (
     "the batch was freed: it follows gradient noise and the times of a window; "
     "peaks are of windows of two batches, the loop's too"
+)
+_APART = (
+    "This plan shares nothing between the ranks there are: each trains a model of its own, unless the loop reduces "
+    "gradients itself. Plan on all of them, or wrap the model in DistributedDataParallel."
 )
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 
@@ -93,14 +97,15 @@ def profile(
         progress: called with a line of text as work goes on.
 
     Raises:
-        UsageError: model, optimizer, loss or batch do not fit together, or the device is neither CPU nor CUDA; nothing
-            was changed.
+        UsageError: model, optimizer, loss or batch do not fit together, the device is neither CPU nor CUDA, or on
+            several ranks the loop has wrapped the model; nothing was changed.
     """
+    require_plannable(model)
     reference = _typed("reference", reference, Reference, ASSUMED_REFERENCE)
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
     metering = _typed("metering", metering, Metering, Metering())
-    batch = example_batch if longest_batch is None else _as_many_rows(longest_batch, example_batch)
+    batch = example_batch if longest_batch is None else as_many_rows(longest_batch, example_batch)
     named = checks.names("blocks", blocks)
     subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named)
     metered = find_meter(subject.device, metering)
@@ -224,6 +229,7 @@ def plan(
         UsageError: as in `profile`. InfeasibleError: no settings meet the budget. RankError: another rank ended or is
             silent, or ranks failed, as where memory runs out, after they had sent unlike much in such windows.
     """
+    require_plannable(model)
     freed = adaptations(adapt, data)
     trains = bool(freed & TRAINED)
     _require_races(freed, model, optimizer)
@@ -330,6 +336,7 @@ def start(
     )
     exchange = backend.exchange
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
+        warnings.warn(_APART, stacklevel=2)
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:
             raise ValueGivenError(
@@ -361,16 +368,15 @@ def _batch_rule(is_freed: bool, rule: BatchRule | None) -> BatchRule | None:
 
 
 def _require_races(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where what is freed cannot be raced: before anything is measured."""
+    """Raise where what is freed cannot be tried: before anything is measured."""
     if (raced := sorted(freed & RACED)) and has_peers():
         raise ValueGivenError(
             "adapt",
             given=f"{raced[0]}, on one of several ranks",
             expected="one process: its race trains alone",
-            way_out="Plan in one process, and hand the plan's JSON to the ranks.",
+            way_out="Plan in one process; the ranks start that plan on a model in DistributedDataParallel.",
         )
-    if "optimizer" in freed:
-        hidden_matrices(model, optimizer)
+    require_adaptable(freed, model, optimizer)
 
 
 def _typed(field: str, value: Any, cls: type, default: Any) -> Any:
@@ -380,15 +386,3 @@ def _typed(field: str, value: Any, cls: type, default: Any) -> Any:
         fields = ", ".join(f.name for f in dataclasses.fields(cls))
         raise ValueGivenError(field, given=repr(value), expected=f"a trimtab.{cls.__name__}({fields})")
     return value
-
-
-def _as_many_rows(longest: Any, example: Any) -> Any:
-    rows, expected = count_rows(longest), count_rows(example)
-    if rows != expected:
-        raise ValueGivenError(
-            "longest_batch",
-            given=f"{rows} rows",
-            expected=f"the {expected} of example_batch, for which the plan is made",
-            way_out="Where the loader's rows vary too, give the example_batch that asks for most, alone.",
-        )
-    return longest

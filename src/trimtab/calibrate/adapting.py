@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import NUM_STEPS, short_race
@@ -69,6 +70,19 @@ def require_rate(freed: Collection[str]) -> None:
     if "schedule" in freed and "learning_rate" not in freed:
         given, expected = "schedule without learning_rate", "both: the user's own schedule is not the plan's to shape"
         raise ValueGivenError("adapt", given=given, expected=expected)
+
+
+def require_adaptable(freed: Collection[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UsageError` where what is freed cannot be tried on this model and optimizer."""
+    if "optimizer" in freed:
+        hidden_matrices(model, optimizer)
+    if "learning_rate" in freed and not any(float(group["lr"]) for group in optimizer.param_groups):
+        raise ValueGivenError(
+            "optimizer",
+            given="a learning rate of 0, as a schedule that warms up sets it",
+            expected="the rate of the loop without its schedule, which the range test rises from",
+            way_out="Plan before the scheduler is made.",
+        )
 
 
 def adapted(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.calibrate.failures import describe
+from trimtab.calibrate.own_forward import require_own_forward
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
@@ -28,6 +29,8 @@ from trimtab.runtime.batches import slices
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 TOLERANCE = 1e-4
+_LIKE_A_SUM = 0.1  # a sum over rows differs by about a half; what rounds otherwise, or reads a whole batch, by less
+_SUMMED = ". That of a sum over rows does: its mean, or (loss_sum, count), can be split"
 
 
 def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
@@ -87,7 +90,7 @@ def _check(subject: Subject, precision: str) -> Check:
         return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved" + proof.mode)
     if proof.difference > TOLERANCE:
         reason = f"the gradient of an unequal split differs by {proof.difference:.2g}, relative"
-        return Check(False, reason + proof.mode, proof.difference)
+        return Check(False, reason + proof.mode + (_SUMMED if proof.difference > _LIKE_A_SUM else ""), proof.difference)
     reason = f"an unequal split changes the gradient by {proof.difference:.1e}, relative (limit {TOLERANCE:g})"
     return Check(True, reason + proof.mode, proof.difference)
 
@@ -107,7 +110,7 @@ def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Modu
     """
     model = subject.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    subject.loss(precision=precision)
+    require_own_forward(subject, precision)
     changed = {name for name, buffer in model.named_buffers() if not _same(buffer, before.get(name))}
     owners = {name.rpartition(".")[0] for name in changed}
     return tuple(module for name, module in model.named_modules() if name in owners)

@@ -50,7 +50,8 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             "plan.num_ranks",
             given=f"{plan.num_ranks}, in {_processes(ranks)}",
             expected=f"{ranks}, or as many processes as ranks",
-            way_out="Start them with torchrun, and train inside `with trimtab.joined():`.",
+            way_out="Start as many with torchrun, and train inside `with trimtab.joined():`. Or plan anew for these; "
+            'a run that was saved on others goes on by it with Checkpoints(accepts=("ranks", "plan")).',
         )
     if ranks == 1:
         return Given(Alone())
@@ -81,6 +82,29 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
 def is_to_share(model: nn.Module) -> bool:
     """Return whether this is one of several ranks, of a model that the loop has not wrapped for them."""
     return has_peers() and data_parallel(model) is None and not is_sharded(model) and not is_flat_sharded(model)
+
+
+def require_plannable(model: nn.Module) -> None:
+    """Raise `ValueGivenError` where planning on several ranks would wait for ranks that do not come.
+
+    What is measured is measured on one of them, or on each for as many steps as its own clock says.
+    """
+    if not has_peers():
+        return
+    if not is_to_share(model):
+        raise ValueGivenError(
+            "model",
+            given="one that DistributedDataParallel or FSDP wraps, on one of several ranks",
+            expected="the model itself: its plan says how the ranks share it",
+            way_out="Plan and start it without the wrap. To keep the wrap, start it with trimtab.Plan.fixed(rows).",
+        )
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueGivenError(
+            "model",
+            given="SyncBatchNorm, on several ranks of which one measures by itself",
+            expected="modules that send nothing in their forward",
+            way_out="Plan with BatchNorm, and convert it before trimtab.start.",
+        )
 
 
 def require_one_plan(plan: Plan, options: Mapping[str, Any], exchange: Exchange) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
@@ -85,6 +85,13 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
         raise ValueGivenError("rank", given=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
     if ranks == 1:
         return loader
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        raise ValueGivenError(
+            "loader",
+            given="one whose DistributedSampler deals rows out to the ranks already",
+            expected="the loader that one process would have",
+            way_out="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
+        )
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not isinstance(loader, DataLoader) or not has_indices or loader.batch_sampler is None:
         return Dealt(loader, own, ranks)

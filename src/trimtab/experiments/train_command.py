@@ -59,6 +59,8 @@ def plan_of_run(
 ) -> Plan:
     """Return the plan of a run of so many steps: as a file has it, as the run was saved with, or made now.
 
+    On other ranks than it was saved with it is made now, where these and another plan are accepted.
+
     Args:
         file: of a plan; None: it is not given. kept: where the run is. The rest as in `plan_on_ranks`.
 
@@ -69,12 +71,27 @@ def plan_of_run(
     if file is not None:
         return replicated(read_json(Plan, file), place().num_ranks)
     saved = None if kept is None else kept.saved_plan()
-    if saved is not None:
+    if kept is not None and saved is not None and not _is_of_other_ranks(saved, kept):
         _refuse_planning(budget, adapt)
         return saved
     asked = replace(task, planned_rows=steps * task.batch_rows)
     with ProgressBar() as progress:
         return plan_on_ranks(asked, budget, adapt, progress, rehearse=rehearse)
+
+
+def _is_of_other_ranks(saved: Plan, kept: Checkpoints) -> bool:
+    """Return whether a run is gone on with on other ranks than its plan is of; raise where that was not accepted."""
+    here = place().num_ranks
+    if saved.num_ranks == here:
+        return False
+    if not {"ranks", "plan"} <= set(kept.accepts):
+        raise ValueGivenError(
+            "--ranks",
+            given=f"{here}, for a run whose plan is of {saved.num_ranks}",
+            expected=f"{saved.num_ranks}",
+            way_out="--accept ranks,plan goes on by a plan that is made anew for these.",
+        )
+    return True
 
 
 def _refuse_planning(budget: Budget, adapt: Collection[str]) -> None:

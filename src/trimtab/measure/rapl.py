@@ -137,13 +137,20 @@ class Rapl:
 
 def _limits(found: tuple[Zone, ...]) -> Iterator[PowerLimit]:
     for zone in found:
-        try:
-            watts = _microjoules(zone.name, zone.folder / "constraint_0_power_limit_uw") / 1e6
-            highest = _microjoules(zone.name, zone.folder / "constraint_0_max_power_uw") / 1e6
-        except MeterLost:
-            continue
-        if watts > 0 and not zone.name.endswith("dram"):
-            yield PowerLimit(zone.name, watts, None, highest if highest > 0 else None)
+        watts, highest = (
+            _watts_or_none(zone, name) for name in ("constraint_0_power_limit_uw", "constraint_0_max_power_uw")
+        )
+        if watts is not None and not zone.name.endswith("dram"):
+            yield PowerLimit(zone.name, watts, None, highest)
+
+
+def _watts_or_none(zone: Zone, name: str) -> float | None:
+    """Return the watts that a file of a zone tells; None where it cannot be read, or tells none."""
+    try:
+        watts = _microjoules(zone.name, zone.folder / name) / 1e6
+    except MeterLost:
+        return None
+    return watts if watts > 0 else None
 
 
 def rapl(root: Path = ROOT) -> Rapl | NoMeter:

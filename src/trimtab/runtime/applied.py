@@ -66,7 +66,7 @@ def apply_plan(
     Raises:
         ValueGivenError: the device does not know what the plan has it do.
     """
-    compiled.check_available(plan.compiled.value, next(model.parameters()).device)
+    compiled.check_available(plan.compiled.value, called)
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
@@ -80,7 +80,7 @@ def apply_plan(
             undo.callback(precision.tf32.hold())
         if plan.allocator.value == "retain":
             undo.callback(retained_memory.hold())
-        if plan.compiled.value and not compiled.is_compiled(called):
+        if plan.compiled.value:
             call = compiled.CompiledCall(called, forward.note, plan.compiled.value)
             undo.callback(call.undo)
             if note is not None and call.recorder is not None:  # unchecked: both ways would be held beside one another

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.core.errors import BatchError
+from trimtab.core.errors import BatchError, ValueGivenError
 
 Batch = Any
 _CONSTANTS = (str, bytes, bool, int, float, complex, type(None))
@@ -185,3 +185,16 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return type(original)(items)  # type: ignore[call-arg]
     except TypeError:
         return items
+
+
+def as_many_rows(longest: Any, example: Any) -> Any:
+    """Return the longest batch; raise `ValueGivenError` where it has other rows than the example has."""
+    rows, expected = count_rows(longest), count_rows(example)
+    if rows != expected:
+        raise ValueGivenError(
+            "longest_batch",
+            given=f"{rows} rows",
+            expected=f"the {expected} of example_batch, for which the plan is made",
+            way_out="Where the loader's rows vary too, give the example_batch that asks for most, alone.",
+        )
+    return longest

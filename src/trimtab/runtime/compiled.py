@@ -20,8 +20,15 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
 
 
-def check_available(compiled: Compiled, device: torch.device) -> None:
-    """Raise `ValueGivenError` where a plan launches graphs and the device knows none."""
+def check_available(compiled: Compiled, model: nn.Module) -> None:
+    """Raise `ValueGivenError` where a plan launches graphs and the device knows none, or the model is compiled."""
+    device = next(model.parameters()).device
+    if compiled and is_compiled(model):
+        raise ValueGivenError(
+            "plan.compiled",
+            given=f"{compiled!r}, for a model of which the loop has compiled all or a part",
+            expected="False for it, or a model that is as it was written",
+        )
     if is_recorded(compiled) and device.type != "cuda":
         raise ValueGivenError(
             "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"

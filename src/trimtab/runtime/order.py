@@ -75,7 +75,7 @@ class LoopOrder:
                 "run.backward",
                 given="a loss without a forward of run.model for this micro-batch",
                 expected="loss_fn(run.model, micro)",
-                way_out="Call run.model(...) itself, not a copy or a submodule of it.",
+                way_out="Call run.model(...) itself, not a copy, a submodule or another method of it.",
             )
 
     def backward_done(self) -> None:

@@ -29,6 +29,11 @@ def check_available(precision: str, device: torch.device) -> None:
         )
 
 
+def dtype_of(precision: str) -> torch.dtype | None:
+    """Return what a precision's autocast casts to; None where there is none."""
+    return _DTYPES.get(precision)
+
+
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return the context for the forward pass; one that does nothing for fp32 and tf32."""
     dtype = _DTYPES.get(precision)

@@ -13,7 +13,7 @@ from trimtab.core import checks
 from trimtab.core.errors import MemoryLimitError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.runtime.out_of_memory import MicroBatchLimit, free_memory, is_out_of_memory, out_of_memory_in_step
-from trimtab.runtime.splitting import keeps_maths
+from trimtab.runtime.splitting import has_batch_statistics, keeps_maths
 from trimtab.runtime.window import Window
 from trimtab.runtime.window_start import WindowStart
 
@@ -23,6 +23,8 @@ _HINT = (
     "In one process, or with zero_stage=0, trimtab.start(..., out_of_memory='split') runs the window again in smaller "
     "micro-batches, as long as the other ranks do not count on this one."
 )
+_STATISTICS = " Batch statistics are then those of micro-batches, and training another one."
+_UNPROVED = "; that keeps the gradient of a mean over rows, or of (loss_sum, count): a plan would have proved it"
 
 
 def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:
@@ -51,9 +53,17 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
 
 
 class Recovery:
-    """What a run keeps to begin a window anew. `limit`: the micro-batch that fits."""
+    """What a run keeps to begin a window anew. `limit`: the micro-batch that fits.
 
-    def __init__(self, model: nn.Module, note: Callable[[str, Mapping[str, Any]], None], *, is_on: bool) -> None:
+    Args:
+        is_proved: whether splitting was seen to keep the gradient.
+    """
+
+    def __init__(
+        self, model: nn.Module, note: Callable[[str, Mapping[str, Any]], None], *, is_on: bool, is_proved: bool
+    ) -> None:
+        self._assumed = "" if is_proved else _UNPROVED
+        self._has_statistics = has_batch_statistics(model)
         self.is_on, self.limit = is_on, MicroBatchLimit()
         self._start, self._note = WindowStart(model), note
         self._device = next(model.parameters()).device
@@ -101,7 +111,7 @@ class Recovery:
         if in_optimizer:
             raise out_of_memory_in_step(failure) from error
         if not self.is_on or not may_retry:
-            error.add_note(_HINT)
+            error.add_note(_HINT + (_STATISTICS if self._has_statistics else ""))
             return None
         return failure if self._is_noted else None
 
@@ -126,7 +136,11 @@ class Recovery:
         window.split(after)
         self._saved += 1
         self._note("out_of_memory", {"from": before, "to": after, "error": failure})
-        warnings.warn(f"out of memory: micro-batch {before} becomes {after} ({failure})", RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            f"out of memory: micro-batch {before} becomes {after} ({failure}){self._assumed}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def account(self) -> dict[str, Any] | None:
         """Return what it cost, as a share of the run's seconds (the host's), and windows it saved; None if unused."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import trimtab
+from trimtab.calibrate.own_forward import require_own_forward
 from trimtab.calibrate.subject import Subject
-from trimtab.core.errors import LoopError, ModelError
+from trimtab.core.errors import LoopError, LossError, ModelError, ValueGivenError
 from trimtab.core.plan import Plan
+from trimtab.distributed import backends
 from trimtab.measure.snapshot import fingerprint
 
 BATCH = (torch.randn(4, 3),)
@@ -86,3 +89,112 @@ def test_a_model_with_an_active_run_is_refused_as_by_start(window, door):
             run.backward(mean_square(model, micro))
         assert run.step()
     Subject(model, optimizer, mean_square, BATCH)  # free again
+
+
+# What a loss does with the model.
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def encode(self, x):
+        return self.layer(x)
+
+
+def its_method(model, batch):
+    return model.encode(batch[0]).square().mean()
+
+
+def its_submodule(model, batch):
+    return model.layer(batch[0]).square().mean()
+
+
+def cast_by_the_loop(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch[0]).float().square().mean()
+
+
+def cast_inside(model, batch):
+    """The model's own matter: its modules may cast as they like."""
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [its_method, its_submodule])
+def test_a_loss_that_does_not_call_the_model_is_refused_before_anything_is_measured(loss_fn):
+    model = Tower()
+    with pytest.raises(LossError, match=r"without a forward of the model.*another method.*Wrap what it calls"):
+        trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, BATCH, progress=fails_to_measure)
+
+
+def fails_to_measure(line):
+    assert "splitting" in line, line
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_that_casts_by_itself_is_refused_unless_it_is_said(precision):
+    model, optimizer = loop("cpu")
+    subject = Subject(model, optimizer, cast_by_the_loop, BATCH)
+    if precision == "bf16":
+        require_own_forward(subject, precision)
+        return
+    with pytest.raises(LossError, match=r"enters autocast \(bfloat16\) itself.*Take autocast and GradScaler out"):
+        require_own_forward(subject, precision)
+
+
+def test_what_a_model_casts_inside_is_its_own():
+    class Casts(Tower):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x).float()
+
+    model = Casts()
+    require_own_forward(Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), cast_inside, BATCH), "fp32")
+    assert not model._forward_pre_hooks
+
+
+def test_a_rate_of_zero_is_no_rate_to_rise_from():
+    model, optimizer = loop("cpu")
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ValueGivenError, match=r"a learning rate of 0, .* Plan before the scheduler is made"):
+        trimtab.plan(model, optimizer, never, BATCH, adapt="learning_rate", data=[BATCH])
+
+
+# On ranks.
+
+
+@pytest.fixture
+def one_of_several(monkeypatch):
+    """A process that has others beside it, as far as can be seen."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(backends, "has_peers", lambda: True)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
+def test_a_model_that_the_loop_has_wrapped_is_not_measured_on_ranks(one_of_several, door):
+    """Each would take as many steps as its own clock says, and wait in a reduction for the others."""
+    model, _ = loop("cpu")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ValueGivenError, match=r"DistributedDataParallel or FSDP wraps.*To keep the wrap.*Plan\.fixed"):
+        DOORS[door](wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), never, BATCH)
+
+
+@pytest.mark.parametrize("door", ["profile", "plan", "adapt"])
+def test_a_model_whose_forward_asks_other_ranks_is_not_measured_on_one(one_of_several, door):
+    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
+    with pytest.raises(ValueGivenError, match=r"SyncBatchNorm.*convert it before trimtab\.start"):
+        DOORS[door](model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
+
+
+def test_a_plan_that_shares_nothing_says_so_on_ranks(one_of_several):
+    with (
+        pytest.warns(UserWarning, match="each trains a model of its own"),
+        trimtab.start(*loop("cpu"), Plan.fixed(4)) as run,
+    ):
+        run.train_step(run.window(BATCH), mean_square)

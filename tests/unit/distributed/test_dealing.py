@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import trimtab
 from trimtab.core.errors import UsageError
@@ -62,3 +62,11 @@ class Stream(IterableDataset):
 def test_of_a_stream_whole_batches_are_drawn_and_the_rest_is_dropped():
     dealt = [list(trimtab.shard(DataLoader(Stream(), batch_size=4), rank, 2)) for rank in range(2)]
     assert [[part.tolist() for part in rank] for rank in dealt] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+
+
+def test_a_loader_that_deals_rows_out_itself_is_refused():
+    data = TensorDataset(torch.arange(12))
+    loader = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    with pytest.raises(UsageError, match=r"DistributedSampler deals rows out.*Take the sampler out"):
+        trimtab.shard(loader, 0, 2)
+    assert trimtab.shard(loader, 0, 1) is loader

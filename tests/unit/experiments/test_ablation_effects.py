@@ -396,6 +396,30 @@ def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "factor", "kind", "says"),
+    [
+        (0.46, 1.0, "gain", r"no gain that is clear .*\. Its quality is higher: \+1[56]\.\d\d points \(95% "),
+        (0.46, 1.5, "no verdict", r"make the loop slower: .*\. Its quality is higher"),
+        (0.20, 1.0, "harm", r"Its quality is lower: -1?\d\.\d\d points"),
+        (0.20, 0.5, "no verdict", r"2\.00x .* the throughput of the reference\. Its quality is lower"),
+        (0.30, 1.0, "no gain", r"Its quality is no other than half a point or percent: [+-]0\.\d"),
+    ],
+)
+def test_of_a_plan_that_changes_the_training_the_headline_tells_what_it_ends_with(end, factor, kind, says):
+    """As many rows a second, and half the loss: "no gain" would be all that is read of it."""
+    design, measured, _ = ended({PLAN: end}, noise=0.0005)
+    draw = random.Random(5)
+    for race in measured.races.values():
+        theirs = race[REFERENCE].evaluations[-1].metrics["accuracy"]
+        seconds = [t * factor * draw.uniform(0.999, 1.001) for t in (1.0, 2.0)]
+        race[PLAN] = climbing(seconds, [0.1, theirs + end - 0.30])
+    effects = tuple(found(measured, tier="F").values())
+    verdict = headline(changes(design), effects, tuple(measured.whole("F")), measured.interaction_control)
+    assert verdict.kind == kind
+    assert re.search(says, verdict.sentence)
+
+
 def test_a_plan_that_changes_nothing_has_nothing_to_ablate():
     assert headline((), (), ()) == NOTHING
     assert NOTHING.kind == "no gain"

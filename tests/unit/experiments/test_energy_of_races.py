@@ -143,6 +143,11 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     assert (charged.energy, charged.arm_j) == (None, ())  # planning's joules were not counted
     never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None)
     assert never.energy is None
+    flat = metered(record(blocks=[(10, 2.0)] * 3, evaluations=[(10 * i, 2.0 * i, 0.1) for i in (1, 2, 3)]), 100.0)
+    survivors = target_row(
+        found | {4: found[4] | {"reference": flat}}, "plan_S", "reference", "S", 0.6, "accuracy", True, None
+    )
+    assert (survivors.energy, len(survivors.arm_j)) == (None, 4)  # those that are left were chosen by their outcome
 
 
 def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> RaceMeter:

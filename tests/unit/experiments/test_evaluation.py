@@ -16,7 +16,7 @@ from trimtab.core.codec import to_json
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap
-from trimtab.core.record import End, Evaluation, Header, RunRecord, write_record
+from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
 from trimtab.decide.statistics import Interval
 from trimtab.experiments.ablation.result import AblatedArm, ChangeTime, Effect
 from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict
@@ -136,6 +136,41 @@ def test_what_is_better_by_another_training_is_no_miss():
         assert met(WITHIN, 0.5, Finding("final_metric", "plan", tier=tier, figure=figure)) == expected
     for figure, expected in ((better, PASS), (worse, FAIL)):
         assert met(WITHIN, 0.5, Finding("final_metric", "paper", figure=figure)) == expected
+
+
+def cut(found, name, last):
+    """Return a comparison of which an arm was stopped after so many evaluations."""
+
+    def shorter(arm):
+        curves = tuple(replace(each, points=each.points[:last]) for each in arm.curves)
+        ends = tuple(curve.points[-1][2] for curve in curves)
+        return replace(arm, curves=curves, final_metric=ends, final_rows=curves[0].points[-1][0])
+
+    return replace(found, arms=tuple(shorter(each) if each.name == name else each for each in found.arms))
+
+
+@pytest.mark.parametrize(("tier", "has_verdict"), [("S", False), ("F", True)])
+def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(tier, has_verdict):
+    """After a fifth of the rows "final accuracy within 0.5%" was told, beside the reference's own end."""
+    made = cut(comparison(), "plan_S", 2)
+    made = replace(made, ratios=tuple(replace(row, tier=row.tier and tier) for row in made.ratios))
+    (found,) = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric" and each.tier]
+    reference = 0.2 if tier == "S" else 0.95  # tier F, which may train on fewer rows, is judged at both ends
+    assert (found.value, found.baseline) == pytest.approx((0.2, reference))
+    assert found.said == "after 20% of the reference's rows"
+    assert found.has_verdict == has_verdict
+    assert met(WITHIN, 0.5, found) == (PASS if has_verdict else NO_VERDICT)
+
+
+def test_where_all_arms_were_stopped_early_quality_is_of_the_rows_that_there_were_to_be():
+    made = cut(cut(comparison(), "plan_S", 2), "reference", 2)
+    made = replace(made, target_rows=tuple(replace(row, against_rows=1000) for row in made.target_rows))
+    (found,) = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric" and each.tier]
+    assert (found.said, found.has_verdict) == ("after 20% of the reference's rows", False)
+    whole = of_comparison("gpu", comparison()).findings
+    assert [(each.said, each.has_verdict) for each in whole if each.measure == "final_metric" and each.tier] == [
+        ("", True)
+    ]
 
 
 def test_a_claim_passes_at_its_size_on_a_gpu_and_nowhere_else():
@@ -857,6 +892,14 @@ def test_of_many_runs_one_of_images_stands_beside_one_of_text(tmp_path):
     assert "ranks" not in head
     assert "Beside one another stand run 4 and run 6" in page  # of equals the last, whichever gains
     assert page.count("Net speed-up") == 6
+
+
+def test_joules_of_a_run_gone_on_with_are_of_the_rows_since():
+    """They are counted from the step it went on from: over all rows a joule a row would be half of it."""
+    steps = tuple(StepRecord(i, 10, 10.0, 1.0, 0.1, 0.5) for i in range(4))
+    end = End("closed", {"energy_j": 40.0, "energy_s": 1.0, "energy": "measured", "energy_from_step": 2})
+    found = of_record("r", replace(recorded(), steps=steps, end=end))
+    assert [each.value for each in found.findings if each.measure == "energy"] == [2.0]
 
 
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):

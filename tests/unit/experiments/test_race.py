@@ -21,6 +21,7 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.turns import turns
+from trimtab.experiments.comparison.stats import failed
 from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.folder import environment_of
 from trimtab.experiments.racing.loops import PlanLoop, settling_steps
@@ -458,6 +459,15 @@ def test_a_diverged_arm_is_stopped(clock, value):
     its = scripted(clock, [0.1, value, 0.1])
     (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), 150), its=its)
     assert (found.end.reason, found.end.detail["rows"]) == ("diverged", 100)
+
+
+@pytest.mark.parametrize(("rows", "cap_s"), [(100, math.inf), (500, 1.0)])
+def test_an_arm_that_diverges_where_it_was_to_end_has_failed_all_the_same(clock, rows, cap_s):
+    """At its budget, and at the cap: what it computed in that time is no gain."""
+    its = scripted(clock, [0.1, math.nan])
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.1), rows), its=its, cap_s=cap_s)
+    assert [e.rows for e in found.evaluations] == [50, 100]
+    assert (found.end.reason, failed(found)) == ("diverged", "its held-out metric was not finite")
 
 
 def test_an_arm_with_longer_steps_is_evaluated_when_it_is_past_due(clock):

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trimtab.core.energy import Provenance
-from trimtab.core.errors import LossError
+from trimtab.core.errors import LossError, ValueGivenError
+from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
 from trimtab.core.record import read_record
 from trimtab.distributed import energy
 from trimtab.experiments import train as train_module
+from trimtab.experiments import train_command
 from trimtab.experiments.train import Training, train_whole
 from trimtab.measure.meters import Metering
 
@@ -99,3 +101,24 @@ def test_where_the_loss_is_a_mean_the_task_says_what_a_row_holds():
 def test_a_count_that_is_none_is_refused_as_ever(count):
     with pytest.raises(LossError):
         trained(loss_fn=lambda model, batch: (tiny.loss_fn(model, batch), count))
+
+
+# The plan of a run that was saved on other ranks.
+
+OF_TWO = Plan.fixed(4, num_ranks=2, zero_stage=0)
+
+
+@pytest.mark.parametrize("accepts", [(), ("ranks",), ("plan",)])
+def test_other_ranks_than_a_run_was_saved_with_are_refused_with_the_way_out(accepts):
+    kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=accepts)
+    with pytest.raises(ValueGivenError, match=r"--ranks: given 1, .* plan is of 2.*--accept ranks,plan goes on"):
+        train_command.plan_of_run(tiny, STEPS, file=None, kept=kept, budget=Budget(), adapt=(), rehearse=True)
+
+
+def test_where_they_are_accepted_the_plan_is_made_anew(monkeypatch):
+    kept = SimpleNamespace(saved_plan=lambda: OF_TWO, accepts=("ranks", "plan"))
+    monkeypatch.setattr(train_command, "plan_on_ranks", lambda *_, **__: "made anew")
+    given = {"file": None, "kept": kept, "budget": Budget(), "adapt": (), "rehearse": True}
+    assert train_command.plan_of_run(tiny, STEPS, **given) == "made anew"
+    same = SimpleNamespace(saved_plan=lambda: Plan.fixed(4), accepts=("ranks", "plan"))
+    assert train_command.plan_of_run(tiny, STEPS, **given | {"kept": same}) == Plan.fixed(4)

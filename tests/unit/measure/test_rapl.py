@@ -173,6 +173,12 @@ def test_where_there_is_no_meter_it_says_why(tree, make, reason):
         found.joules()
 
 
+@pytest.mark.parametrize("most", [{}, {"constraint_0_max_power_uw": 0}])
+def test_a_limit_is_told_where_the_most_that_it_may_be_is_not(tree, most):
+    one_package(tree, constraint_0_power_limit_uw=125_000_000, **most)
+    assert Rapl(tree.root).limits() == (PowerLimit("package-0", 125.0, None, None),)
+
+
 def test_power_limits_are_read_and_no_file_is_written(tree):
     one_package(tree, constraint_0_power_limit_uw=125_000_000, constraint_0_max_power_uw=250_000_000)
     before = {path: path.stat().st_mtime_ns for path in tree.root.rglob("*")}

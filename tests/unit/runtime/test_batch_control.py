@@ -874,7 +874,8 @@ def test_ranks_that_nothing_joins_have_no_k_of_their_own(monkeypatch):
     problem = Regression(8, BatchRule())
     with pytest.raises(UsageError, match=r"plan\.batch_rule.*a k of its own"):
         trimtab.start(problem.model, problem.optimizer, problem.plan)
-    trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
+    with pytest.warns(UserWarning, match="each trains a model of its own"):
+        trimtab.start(problem.model, problem.optimizer, Plan.fixed(8)).close()
 
 
 @pytest.mark.parametrize(("policy", "warns"), [("goodput", True), ("norm_test", True), ("fixed", False)])

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import trimtab
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.measure.gradient_norms import GradientNorms
@@ -78,6 +78,17 @@ def test_it_is_put_back():
     run.close()
     assert not is_compiled(model)
     assert "_compiled_call_impl" not in vars(model)
+
+
+@pytest.mark.parametrize("compiled", ["all", "a part"])
+def test_a_plan_that_compiles_is_refused_where_the_loop_has_compiled(compiled):
+    """It was left out without a word."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model if compiled == "all" else model[0]).compile()
+    with pytest.raises(ValueGivenError, match=r"plan\.compiled: given True, .* has compiled all or a part"):
+        trimtab.start(model, optimizer, Plan.fixed(4, compiled=True))
+    trimtab.start(model, optimizer, Plan.fixed(4)).close()
 
 
 def test_a_part_that_is_compiled_makes_the_model_compiled():

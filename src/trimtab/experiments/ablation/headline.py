@@ -27,17 +27,42 @@ def headline(
     """
     if not changes:
         return NOTHING
-    row = next((r for r in whole if (r.arm, r.against, r.metric) == (PLAN, REFERENCE, THROUGHPUT)), None)
+    rows = {row.metric: row for row in whole if (row.arm, row.against) == (PLAN, REFERENCE)}
+    row, quality = rows.get(THROUGHPUT), rows.get(QUALITY)
     if row is None:
         return Verdict("no verdict", "The plan as a whole was not timed: see every arm as it ran.")
     many = f"Its {len(changes)} changes together" if len(changes) > 1 else f"Its one change ({changes[0].says})"
     sentences = [
         _whole(row, many),
+        _ends(quality, unit),
         _dearest(changes, effects),
         _together(changes, effects, control),
         _for_quality(changes, effects, unit),
     ]
-    return Verdict(row.verdict.kind, " ".join(each for each in sentences if each))
+    return Verdict(_kind(row, quality), " ".join(each for each in sentences if each))
+
+
+def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
+    """Return one verdict on speed and on what training ends with; where the one gains and the other loses, none."""
+    found = speed.verdict.kind
+    if quality is None or found == "no verdict":
+        return found
+    kinds = {found, quality.verdict.kind}
+    if {"gain", "harm"} <= kinds:
+        return "no verdict"
+    return next((kind for kind in ("harm", "gain") if kind in kinds), found)
+
+
+def _ends(quality: RatioRow | None, unit: str) -> str:
+    """Say what the plan's training ends with; of one that keeps the maths, where that differs."""
+    if quality is None or (quality.tier != "F" and quality.verdict.kind == "no gain"):
+        return ""
+    found = quality_figures(quality.ratio, unit)
+    return {
+        "gain": f"Its quality is higher: {found}.",
+        "harm": f"Its quality is lower: {found}.",
+        "no gain": f"Its quality is no other than half a point or percent: {found}.",
+    }.get(quality.verdict.kind, f"No verdict on its quality: {quality.verdict.sentence}.")
 
 
 def _whole(row: RatioRow, many: str) -> str:

@@ -36,6 +36,12 @@ class Ratio:
     pairs: tuple[float, ...]
     counted: bool = False
 
+    @property
+    def inverse(self) -> Ratio:
+        """What it is the other way round: of times, of speeds."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return Ratio(1 / self.mean, low, high, self.n, tuple(1 / pair for pair in self.pairs), self.counted)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -125,7 +131,7 @@ class TargetRow:
         arm_s, against_s: seconds to target per pair (inf: never, or it failed).
         arm_rows, against_rows: rows each was to train on (0: not recorded).
         arm_j, against_j: joules to target of the pairs in which both reached it and they were counted, without
-            planning. energy: their ratio, ours over theirs.
+            planning. energy: their ratio, ours over theirs, where that is every pair.
     """
 
     target: float

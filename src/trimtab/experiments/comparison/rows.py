@@ -97,12 +97,11 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
         "against_s": row.against_s,
     }
     if row.energy is not None:
-        head |= {"arm_j": row.arm_j, "against_j": row.against_j, "energy_ratio": row.energy.mean}
+        of_energy = {f"energy_{key}": value for key, value in interval_of(row.energy).items() if key != "pairs"}
+        head |= {"arm_j": row.arm_j, "against_j": row.against_j} | of_energy
     if row.ratio is None:
         return head | {"bound": row.bound, "verdict": row.verdict.kind}
-    ratio = row.ratio
-    low, high = (None, None) if ratio.low is None or ratio.high is None else (1 / ratio.high, 1 / ratio.low)
-    interval = {"mean": 1 / ratio.mean, "low": low, "high": high, "pairs": tuple(1 / pair for pair in ratio.pairs)}
+    interval = {key: value for key, value in interval_of(row.ratio.inverse).items() if key != "n"}  # that of all pairs
     return head | interval | resolution_of(control) | {"verdict": row.verdict.kind}
 
 

@@ -93,7 +93,7 @@ def target_row(
         against_rows=max(given_rows(other) for _, other in records),
         arm_j=tuple(ours for ours, _ in spent),
         against_j=tuple(theirs for _, theirs in spent),
-        energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if spent else None,
+        energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if len(spent_ratios) == len(pairs) else None,
     )
 
 

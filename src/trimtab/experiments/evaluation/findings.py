@@ -146,7 +146,7 @@ def _failure(arm: Arm | None) -> str:
 
 def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") -> Finding:
     ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
-    figure, is_open = None if row.ratio is None else inverse(row.ratio), row.verdict.kind == NO_VERDICT
+    figure, is_open = None if row.ratio is None else row.ratio.inverse, row.verdict.kind == NO_VERDICT
     said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
     if FAILED in row.verdict.sentence:
         said = row.verdict.sentence
@@ -161,12 +161,6 @@ def _unreached(row: TargetRow) -> str:
 
 def _median(seconds: Sequence[float]) -> float | None:
     return statistics.median(seconds) if seconds else None
-
-
-def inverse(ratio: Ratio) -> Ratio:
-    """Return ours over theirs of theirs over ours."""
-    low, high = (None if end is None else 1 / end for end in (ratio.high, ratio.low))
-    return Ratio(1 / ratio.mean, low, high, ratio.n, tuple(1 / pair for pair in ratio.pairs), ratio.counted)
 
 
 def _peers(found: Comparison) -> Iterator[Finding]:

@@ -193,8 +193,8 @@ def met(sense: str, bar: float, finding: Finding) -> str:
 
     A count has no interval: it is the figure itself that is beyond or short. A time that is bounded lies beyond its
     bound, which passes where it is clear of chance too. What is reached on an easier target is not, where the arm was
-    left behind on a harder one. Of a difference of the final metric where training is another one, tier F's or P1's, only
-    what is worse counts (math: section 8).
+    left behind on a harder one. Of a difference of the final metric where training is another one, tier F's or P1's,
+    only what is worse counts (math: section 8).
     """
     bounds = _bounds(finding.figure) if finding.has_verdict else None
     bounds = _bound(finding) if finding.figure is None else bounds
