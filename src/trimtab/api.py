@@ -336,7 +336,6 @@ def start(
     )
     exchange = backend.exchange
     if exchange.num_ranks == 1 and exchange.has_peers:  # gradients may be reduced by hand, and other ranks would wait
-        warnings.warn(_APART, stacklevel=2)
         out_of_memory = out_of_memory or "stop"
         if plan.batch_rule is not None:
             raise ValueGivenError(
@@ -345,6 +344,7 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
+        warnings.warn(_APART, stacklevel=2)
     options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
     options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
     options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}

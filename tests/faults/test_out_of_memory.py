@@ -131,7 +131,10 @@ def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):
     loop.loss = failing(MemoryError("no"))
     with trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test")) as writer:
         run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), record=writer)
-        with run, pytest.warns(RuntimeWarning, match=r"16 becomes 8 .*of a mean over rows.*a plan would have proved it"):
+        with (
+            run,
+            pytest.warns(RuntimeWarning, match=r"16 becomes 8 .*of a mean over rows.*would have proved it"),
+        ):
             loop.train(run, loop.batches)
     record = trimtab.read_record(tmp_path / "run.jsonl")
     assert [step.num_micro_batches for step in record.steps] == [2, 2, 1, 1, 1, 1]

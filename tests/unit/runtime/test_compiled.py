@@ -91,6 +91,27 @@ def test_a_plan_that_compiles_is_refused_where_the_loop_has_compiled(compiled):
     trimtab.start(model, optimizer, Plan.fixed(4)).close()
 
 
+@pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)"])
+def test_what_the_loop_has_compiled_is_seen_to_run_forward_and_compiled_once(how):
+    """Each run, and each trial of a plan, looks at the forward by a hook of its own."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if how == "model.compile()":
+        model.compile(backend=backend)
+    else:
+        model = torch.compile(model, backend=backend)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 4),)
+    for _ in range(10):  # two more than torch compiles for
+        with trimtab.start(model, optimizer, Plan.fixed(8)) as run:
+            run.train_step(run.window(batch), lambda model, batch: model(batch[0]).square().mean())
+    assert len(graphs) == 1
+
+
 def test_a_part_that_is_compiled_makes_the_model_compiled():
     model, *_ = loop()
     call = CompiledCall(model.layers[0], lambda: None)
