@@ -71,8 +71,22 @@ def compare(
         given, expected = f"{adapt} with --memory", "one of the two: tier S would be held to windows of two batches"
         raise ValueGivenError("--adapt", given=given, expected=expected)
     named = None if against is None else tuple(name.strip() for name in against.split(","))
-    budget = (cap, memory, plan_file, out, ranks, energy_watts, named, reference_cap)
-    asked = Asked(task, pairs, whole, quick, freed, peers, *budget)
+    asked = Asked(
+        task,
+        pairs=pairs,
+        whole=whole,
+        quick=quick,
+        adapt=freed,
+        peers=peers,
+        cap_s=cap,
+        memory=memory,
+        plan=plan_file,
+        out=out,
+        ranks=ranks,
+        energy_watts=energy_watts,
+        against=named,
+        reference_cap_s=reference_cap,
+    )
     found = compared(asked, shlex.join(["trimtab", *sys.argv[1:]]))
     if found is not None:
         write_and_show(found, asked.folder, as_json=as_json)
@@ -114,7 +128,14 @@ def ablate(
         refuse_adapt(adapt, "--plan")
         refuse_memory(memory)
     adapts = adaptation(adapt, ("learning-rate",)) != ()
-    settings = AblateSettings(seeds, 0 if quick and whole is None else whole, quick, adapts, pairwise, cap)
+    settings = AblateSettings(
+        num_seeds=seeds,
+        whole_seeds=0 if quick and whole is None else whole,
+        quick=quick,
+        adapt=adapts,
+        pairwise=pairwise,
+        cap_s=cap,
+    )
     limits, folder = Budget(memory), folder_of("ablate", task, out)
     plan = None if plan_file is None else read_json(Plan, plan_file)
     command = shlex.join(["trimtab", *sys.argv[1:]])
