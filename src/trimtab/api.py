@@ -344,7 +344,8 @@ def start(
                 expected="a model in DistributedDataParallel or fully_shard: each rank would have a k of its own",
                 way_out="Or a plan that shares the model between ranks: zero_stage=0.",
             )
-        warnings.warn(_APART, stacklevel=2)
+        if is_to_share(model):
+            warnings.warn(_APART, stacklevel=2)
     options = {"total_samples": total_samples, "total_tokens": total_tokens, "clip_norm": clip_norm}
     options |= {"nonfinite": nonfinite, "out_of_memory": out_of_memory, "stop": _typed("stop", stop, Stop, None)}
     options |= {"backend": backend, "recorder": None if record is None else Recorder(record, energy)}

@@ -29,8 +29,7 @@ from trimtab.runtime.batches import slices
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 TOLERANCE = 1e-4
-_LIKE_A_SUM = 0.1  # a sum over rows differs by about a half; what rounds otherwise, or reads a whole batch, by less
-_SUMMED = ". That of a sum over rows does: its mean, or (loss_sum, count), can be split"
+_SUMMED = "; it is a sum over rows: its mean, or (loss_sum, count), may be split"
 
 
 def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
@@ -90,7 +89,7 @@ def _check(subject: Subject, precision: str) -> Check:
         return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved" + proof.mode)
     if proof.difference > TOLERANCE:
         reason = f"the gradient of an unequal split differs by {proof.difference:.2g}, relative"
-        return Check(False, reason + proof.mode + (_SUMMED if proof.difference > _LIKE_A_SUM else ""), proof.difference)
+        return Check(False, reason + proof.mode + (_SUMMED if proof.is_sum else ""), proof.difference)
     reason = f"an unequal split changes the gradient by {proof.difference:.1e}, relative (limit {TOLERANCE:g})"
     return Check(True, reason + proof.mode, proof.difference)
 
@@ -129,12 +128,14 @@ def _state_reason(modules: Sequence[nn.Module]) -> str:
 class _Proof:
     """Relative difference of the gradients (None: the whole batch's is zero or not finite), or why there is none.
 
-    `mode` says in which mode it was proved, where that is not the one that trains.
+    `mode` says in which mode it was proved, where that is not the one that trains. `is_sum`: the gradient of the whole
+    is the sum of those of its pieces.
     """
 
     difference: float | None = None
     failure: str | None = None
     mode: str = ""
+    is_sum: bool = False
 
 
 def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
@@ -164,7 +165,12 @@ def _compared(subject: Subject, whole: list[Tensor], pieces: Sequence[tuple[Any,
     except Exception as error:  # the user's model may refuse a part of its batch in any way; the reason is kept
         _pass_on_memory(error)
         return _Proof(failure=f"a part of the batch does not run alone: {describe(error)}")
-    return _Proof(relative(whole, split))
+    difference = relative(whole, split)
+    if difference is None or difference <= TOLERANCE:
+        return _Proof(difference)
+    each = [_gradient(subject, [piece]) for piece in pieces]
+    summed = relative(whole, [torch.stack(parts).sum(0) for parts in zip(*each, strict=True)])
+    return _Proof(difference, is_sum=summed is not None and summed <= TOLERANCE)
 
 
 def relative(whole: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:

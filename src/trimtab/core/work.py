@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab.core.alignment import common_ends
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 Line = tuple[float, float]  # at no rows, and what each row adds
 
 
@@ -17,8 +17,9 @@ class Operation:
     """An operator and how often a step runs it.
 
     Args:
-        precision: of what it computes with: fp32, bf16 or fp16. flops, moved_bytes: of one run, as lines in the rows of
-            a micro-batch; bytes are those of its arguments and results.
+        precision: of what it computes with: fp32, bf16, fp16, or tf32 of a convolution in fp32 that torch runs so.
+        flops, moved_bytes: of one run, as lines in the rows of a micro-batch; bytes are those of its arguments and
+            results.
     """
 
     precision: str

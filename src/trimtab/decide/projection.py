@@ -99,6 +99,8 @@ def unprojected(speedup: Interval, changes: bool) -> str:
     """
     if not changes:
         return "the plan changes nothing: there is no gain that could go on"
+    if not (speedup.low > 0 and math.isfinite(speedup.high)):
+        return "too few laps tell how fast its steps are"
     if speedup.low <= 1:
         slower = speedup.high < 1
         return "its steps take longer" if slower else "the steps of both cannot be told apart"

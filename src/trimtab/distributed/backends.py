@@ -91,10 +91,12 @@ def require_plannable(model: nn.Module) -> None:
     """
     if not has_peers():
         return
-    if not is_to_share(model):
+    is_parallel = any(type(each).__name__ == "DTensor" for each in model.parameters())
+    if is_parallel or not is_to_share(model):
+        by = "DTensor holds in parts" if is_parallel else "DistributedDataParallel or FSDP wraps"
         raise ValueGivenError(
             "model",
-            given="one that DistributedDataParallel or FSDP wraps, on one of several ranks",
+            given=f"one that {by}, on one of several ranks",
             expected="the model itself: its plan says how the ranks share it",
             way_out="Plan and start it without the wrap. To keep the wrap, start it with trimtab.Plan.fixed(rows).",
         )

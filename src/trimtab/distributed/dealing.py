@@ -85,7 +85,8 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
         raise ValueGivenError("rank", given=f"{own} of {ranks}", expected=f"from 0 to {ranks - 1}")
     if ranks == 1:
         return loader
-    if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if any(isinstance(each, DistributedSampler) for each in samplers):
         raise ValueGivenError(
             "loader",
             given="one whose DistributedSampler deals rows out to the ranks already",

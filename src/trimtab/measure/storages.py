@@ -84,7 +84,9 @@ class Storages(Watching):
         if not tensors:
             return
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        kind = _PRECISIONS.get(dtype) or ("tf32" if "convolution" in name_of(func) and convolves_in_tf32() else "fp32")
+        kind = _PRECISIONS.get(dtype, "fp32")
+        if dtype is torch.float32 and "convolution" in name_of(func) and convolves_in_tf32():
+            kind = "tf32"
         moved = float(sum(t.numel() * t.element_size() for t in tensors))
         self._now.work.append((kind, flops_of(func, args, kwargs, result), moved))
 

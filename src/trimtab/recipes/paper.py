@@ -67,13 +67,18 @@ class PaperLoop:
 
     def _gradients(self, batch: Any) -> list[Tensor]:
         """Return the gradients of a batch; they are nobody else's."""
-        self.optimizer.zero_grad()
+        self._forget()
         with autocast(self.precision, self._device):
             loss = mean_loss(self._task.loss_fn(self.model, move(batch, self._device)))
         self._scaler.scale(loss).backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters()]
-        self.optimizer.zero_grad()
+        self._forget()
         return gradients
+
+    def _forget(self) -> None:
+        """Let go of gradients, whose tensors stay as they are: an optimizer's own `zero_grad` may write into them."""
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def _choose_k(self, sigma2: float) -> None:
         sigma2 /= self._scaler.get_scale() ** 2

@@ -34,6 +34,7 @@ def require_free(model: nn.Module) -> None:
 
 def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> contextlib.ExitStack:
     """Change what has to be as planned before a model is spread over ranks; returns what undoes it."""
+    compiled.require_as_written(plan.compiled.value, model)
     with contextlib.ExitStack() as undo:
         if plan.fused_optimizer.value and not optimizers.is_fused(optimizer):
             undo.callback(optimizers.use_fused(optimizer))  # may refuse: before anything is moved
@@ -66,7 +67,7 @@ def apply_plan(
     Raises:
         ValueGivenError: the device does not know what the plan has it do.
     """
-    compiled.check_available(plan.compiled.value, called)
+    compiled.check_available(plan.compiled.value, next(model.parameters()).device)
     with contextlib.ExitStack() as undo:
         _active.add(model)
         undo.callback(_active.discard, model)
@@ -88,7 +89,8 @@ def apply_plan(
             elif note is not None:
                 undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
         else:
-            undo.callback(forward.watch(called))
+            in_place = called._compiled_call_impl is not None
+            undo.callback(compiled.noting_calls(called, forward.note) if in_place else forward.watch(called))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
         if make_state:
             undo.callback(optimizers.make_state(optimizer))

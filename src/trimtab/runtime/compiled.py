@@ -20,19 +20,44 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules())
 
 
-def check_available(compiled: Compiled, model: nn.Module) -> None:
-    """Raise `ValueGivenError` where a plan launches graphs and the device knows none, or the model is compiled."""
-    device = next(model.parameters()).device
+def check_available(compiled: Compiled, device: torch.device) -> None:
+    """Raise `ValueGivenError` where a plan launches graphs and the device knows none."""
+    if is_recorded(compiled) and device.type != "cuda":
+        raise ValueGivenError(
+            "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
+        )
+
+
+def require_as_written(compiled: Compiled, model: nn.Module) -> None:
+    """Raise `ValueGivenError` where a plan compiles a model that the loop has compiled."""
     if compiled and is_compiled(model):
         raise ValueGivenError(
             "plan.compiled",
             given=f"{compiled!r}, for a model of which the loop has compiled all or a part",
             expected="False for it, or a model that is as it was written",
+            way_out='A run that was kept goes on by another plan with Checkpoints(accepts=("plan",)).',
         )
-    if is_recorded(compiled) and device.type != "cuda":
-        raise ValueGivenError(
-            "plan.compiled", given=f"{compiled!r} on {device.type}", expected="a CUDA device for graphs"
-        )
+
+
+def noting_calls(model: nn.Module, note: Callable[[], None]) -> Callable[[], None]:
+    """Have each call of a model noted, before its forward; returns what ends that.
+
+    Of a model that is compiled in place hooks are a part of what is compiled: those that come later are not seen.
+    """
+    called: Any = model._compiled_call_impl
+    if called is None:
+        return model.register_forward_pre_hook(lambda *_: note()).remove
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return called(*args, **kwargs)
+
+    model._compiled_call_impl = noted
+
+    def end() -> None:
+        model._compiled_call_impl = called
+
+    return end
 
 
 class CompiledCall:

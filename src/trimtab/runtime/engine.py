@@ -89,7 +89,7 @@ class Run(Passes, Resumable):
         self._weights, self._joining = weights_of(self._peers, plan), Joining(self._peers)
         self._order, self._stopping = LoopOrder(), StopTest(stop)
         recovers = recovers_from(out_of_memory, plan, model, may_retry=may_retry(backend, plan))
-        self._recovery = Recovery(model, self.note, is_on=recovers, is_proved=plan.check is not None)
+        self._recovery = Recovery(model, plan, self.note, is_on=recovers)
         with contextlib.ExitStack() as undo:
             undo.push(lay_out(model, optimizer, plan))
             backend.spread(model, optimizer, plan)

@@ -24,6 +24,7 @@ _HINT = (
     "micro-batches, as long as the other ranks do not count on this one."
 )
 _STATISTICS = " Batch statistics are then those of micro-batches, and training another one."
+_OTHERWISE = "; its gradient is another one by that"
 _UNPROVED = "; that keeps the gradient of a mean over rows, or of (loss_sum, count): a plan would have proved it"
 
 
@@ -53,16 +54,12 @@ def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry
 
 
 class Recovery:
-    """What a run keeps to begin a window anew. `limit`: the micro-batch that fits.
-
-    Args:
-        is_proved: whether splitting was seen to keep the gradient.
-    """
+    """What a run keeps to begin a window anew. `limit`: the micro-batch that fits."""
 
     def __init__(
-        self, model: nn.Module, note: Callable[[str, Mapping[str, Any]], None], *, is_on: bool, is_proved: bool
+        self, model: nn.Module, plan: Plan, note: Callable[[str, Mapping[str, Any]], None], *, is_on: bool
     ) -> None:
-        self._assumed = "" if is_proved else _UNPROVED
+        self._assumed = _OTHERWISE if not keeps_maths(plan, model) else _UNPROVED if plan.check is None else ""
         self._has_statistics = has_batch_statistics(model)
         self.is_on, self.limit = is_on, MicroBatchLimit()
         self._start, self._note = WindowStart(model), note

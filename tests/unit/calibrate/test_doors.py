@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import trimtab
 from trimtab.calibrate.own_forward import require_own_forward
@@ -135,15 +138,28 @@ def fails_to_measure(line):
     assert "splitting" in line, line
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_loss_that_casts_by_itself_is_refused_unless_it_is_said(precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("around", [False, True])
+def test_an_autocast_of_the_loops_own_is_refused_whatever_is_declared(precision, around):
+    """Every precision that is tried would run in it, fp16 without its loss scale among them."""
     model, optimizer = loop("cpu")
-    subject = Subject(model, optimizer, cast_by_the_loop, BATCH)
-    if precision == "bf16":
+    subject = Subject(model, optimizer, mean_square if around else cast_by_the_loop, BATCH)
+    cast = torch.autocast("cpu", torch.bfloat16) if around else contextlib.nullcontext()
+    with cast, pytest.raises(LossError, match=r"loop's own \(bfloat16\).*Take autocast and GradScaler out"):
         require_own_forward(subject, precision)
-        return
-    with pytest.raises(LossError, match=r"enters autocast \(bfloat16\) itself.*Take autocast and GradScaler out"):
-        require_own_forward(subject, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_loss_that_leaves_the_precision_to_the_plan_passes(precision):
+    require_own_forward(Subject(*loop("cpu"), mean_square, BATCH), precision)
+
+
+def test_a_loop_that_runs_in_half_precision_alone_passes():
+    def half_alone(model, batch):
+        assert torch.is_autocast_enabled("cpu")
+        return mean_square(model, batch)
+
+    require_own_forward(Subject(*loop("cpu"), half_alone, BATCH), "bf16")
 
 
 def test_what_a_model_casts_inside_is_its_own():
@@ -190,6 +206,14 @@ def test_a_model_whose_forward_asks_other_ranks_is_not_measured_on_one(one_of_se
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     with pytest.raises(ValueGivenError, match=r"SyncBatchNorm.*convert it before trimtab\.start"):
         DOORS[door](model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
+
+
+def test_a_model_in_parts_on_several_ranks_is_not_measured_on_one(one_of_several):
+    model, _ = loop("cpu")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    parallelize_module(model[0], mesh, ColwiseParallel())
+    with pytest.raises(ValueGivenError, match="DTensor holds in parts"):
+        trimtab.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), never, BATCH)
 
 
 def test_a_plan_that_shares_nothing_says_so_on_ranks(one_of_several):

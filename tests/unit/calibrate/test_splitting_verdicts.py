@@ -143,7 +143,12 @@ REFUSED = {
     "two kinds": (lambda: mlp(nn.BatchNorm1d(8), Counting()), class_mean, class_batch(), "BatchNorm1d, Counting"),
     "an in-batch contrastive loss": (lambda: mlp(), contrastive, class_batch(), "differs by"),
     "statistics in the loss": (lambda: mlp(), batch_mean_subtracted, class_batch(), "differs by"),
-    "a sum returned as a mean": (lambda: mlp(), loss_sum_called_a_mean, class_batch(), "of a sum over rows does"),
+    "a sum returned as a mean": (
+        lambda: mlp(),
+        loss_sum_called_a_mean,
+        class_batch(),
+        "it is a sum over rows",
+    ),
     "token means of unequal lengths": (lambda: mlp(), token_mean, token_batch(), "differs by"),
     "one row": (lambda: mlp(), class_mean, class_batch(1), "the batch has one row"),
     "a gradient of zero": (lambda: mlp(), lambda m, b: 0 * class_mean(m, b), class_batch(), "zero or not finite"),

@@ -69,10 +69,11 @@ def test_operators_of_two_sizes_are_lines_and_alike_ones_are_counted():
     )
 
 
-def test_what_is_done_more_often_at_another_size_is_summed_up():
-    begin, chunk, end = ("fp32", 4.0, 1.0), ("bf16", 10.0, 3.0), ("fp32", 0.0, 2.0)
+@pytest.mark.parametrize("kind", ["bf16", "tf32"])
+def test_what_is_done_more_often_at_another_size_is_summed_up(kind):
+    begin, chunk, end = ("fp32", 4.0, 1.0), (kind, 10.0, 3.0), ("fp32", 0.0, 2.0)
     found = operations([begin, chunk, end], [begin, chunk, chunk, chunk, end], (2, 4))
-    assert Operation("bf16", (-20.0, 10.0), (-6.0, 3.0), 1) in found
+    assert Operation(kind, (-20.0, 10.0), (-6.0, 3.0), 1) in found
     total = sum(operation.flops[0] + 4 * operation.flops[1] for operation in found)
     assert total == 4.0 + 30.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import trimtab
 from trimtab.core.errors import UsageError
@@ -70,3 +70,6 @@ def test_a_loader_that_deals_rows_out_itself_is_refused():
     with pytest.raises(UsageError, match=r"DistributedSampler deals rows out.*Take the sampler out"):
         trimtab.shard(loader, 0, 2)
     assert trimtab.shard(loader, 0, 1) is loader
+    batches = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 3, drop_last=False)
+    with pytest.raises(UsageError, match="DistributedSampler deals rows out"):
+        trimtab.shard(DataLoader(data, batch_sampler=batches), 0, 2)

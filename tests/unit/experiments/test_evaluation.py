@@ -138,6 +138,11 @@ def test_what_is_better_by_another_training_is_no_miss():
         assert met(WITHIN, 0.5, Finding("final_metric", "paper", figure=figure)) == expected
 
 
+def qualities(found):
+    """Return what a comparison shows of the final metric of plans."""
+    return [each for each in of_comparison("gpu", found).findings if each.measure == "final_metric" and each.tier]
+
+
 def cut(found, name, last):
     """Return a comparison of which an arm was stopped after so many evaluations."""
 
@@ -154,7 +159,7 @@ def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(tier, has_verd
     """After a fifth of the rows "final accuracy within 0.5%" was told, beside the reference's own end."""
     made = cut(comparison(), "plan_S", 2)
     made = replace(made, ratios=tuple(replace(row, tier=row.tier and tier) for row in made.ratios))
-    (found,) = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric" and each.tier]
+    (found,) = qualities(made)
     reference = 0.2 if tier == "S" else 0.95  # tier F, which may train on fewer rows, is judged at both ends
     assert (found.value, found.baseline) == pytest.approx((0.2, reference))
     assert found.said == "after 20% of the reference's rows"
@@ -165,12 +170,35 @@ def test_a_plan_that_a_cap_stopped_is_told_of_the_rows_it_came_to(tier, has_verd
 def test_where_all_arms_were_stopped_early_quality_is_of_the_rows_that_there_were_to_be():
     made = cut(cut(comparison(), "plan_S", 2), "reference", 2)
     made = replace(made, target_rows=tuple(replace(row, against_rows=1000) for row in made.target_rows))
-    (found,) = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric" and each.tier]
+    (found,) = qualities(made)
     assert (found.said, found.has_verdict) == ("after 20% of the reference's rows", False)
-    whole = of_comparison("gpu", comparison()).findings
-    assert [(each.said, each.has_verdict) for each in whole if each.measure == "final_metric" and each.tier] == [
-        ("", True)
-    ]
+    (apart,) = qualities(cut(made, "plan_S", 1))
+    assert (apart.said, apart.has_verdict) == ("after 10% of the reference's rows", False)  # the last that both have
+    (whole,) = qualities(comparison())
+    assert (whole.said, whole.has_verdict) == ("", True)
+
+
+@pytest.mark.parametrize("last", [6, 10])
+def test_what_ended_whole_is_not_held_against_a_reference_that_was_stopped(last):
+    """P1 had all of its rows under a cap that ended the reference: "better" than what was never trained."""
+    made = cut(comparison(), "reference", last)
+    made = replace(
+        made,
+        ratios=tuple(replace(row, tier=row.tier and "F") for row in made.ratios),
+        target_rows=tuple(replace(row, against_rows=1000) for row in made.target_rows),
+    )
+    found = [each for each in of_comparison("gpu", made).findings if each.measure == "final_metric"]
+    assert {each.arm for each in found} == {"paper", "plan_S"}
+    assert {each.has_verdict for each in found} == {last == 10}
+    came_to = "after 100% of the reference's rows, which itself came to 60%"
+    assert {each.said for each in found} == {came_to if last == 6 else ""}
+
+
+def test_where_some_pair_has_no_evaluation_of_both_there_is_no_verdict_on_quality():
+    made = comparison()
+    arms = [replace(a, curves=(replace(a.curves[0], points=()), *a.curves[1:])) if a.tier else a for a in made.arms]
+    (found,) = qualities(replace(made, arms=tuple(arms)))
+    assert (found.value, found.has_verdict, found.said) == (None, False, "some pair has no evaluation of both")
 
 
 def test_a_claim_passes_at_its_size_on_a_gpu_and_nowhere_else():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -138,6 +139,21 @@ def test_of_k_gradients_the_mean_and_one_are_held(monkeypatch):
     loop.k = 8
     loop.step(batches(make_task("gpt")))
     assert len(held) == 8 * len(list(loop.model.parameters()))
+
+
+def test_an_optimizer_that_zeroes_in_place_takes_no_gradient_away():
+    class Zeroes(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none=False)
+
+    task = make_task("gpt", make_optimizer=sgd(0.1))
+    plain, other = paper_loop(task), paper_loop(replace(task, make_optimizer=lambda m: Zeroes(m.parameters(), lr=0.1)))
+    before = weights(plain.model)
+    for loop in (plain, other):
+        for seed in (0, 1):
+            loop.step(batches(task, seed))
+    assert torch.equal(weights(plain.model), weights(other.model))
+    assert not torch.equal(weights(plain.model), before)
 
 
 # Equations 10 and 11: the rate.

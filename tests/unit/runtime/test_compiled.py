@@ -11,6 +11,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import trimtab
+from trimtab.calibrate.own_forward import require_own_forward
+from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
@@ -91,25 +93,32 @@ def test_a_plan_that_compiles_is_refused_where_the_loop_has_compiled(compiled):
     trimtab.start(model, optimizer, Plan.fixed(4)).close()
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # planning's hooks of all modules, of their own
+@pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)"])
-def test_what_the_loop_has_compiled_is_seen_to_run_forward_and_compiled_once(how):
+def test_what_the_loop_has_compiled_is_seen_to_run_forward_and_compiled_once(how, is_warm):
     """Each run, and each trial of a plan, looks at the forward by a hook of its own."""
+    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, _, batch = loop()
     if how == "model.compile()":
         model.compile(backend=backend)
     else:
         model = torch.compile(model, backend=backend)
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), (torch.randn(8, 4),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_warm:
+        model(batch)
     for _ in range(10):  # two more than torch compiles for
-        with trimtab.start(model, optimizer, Plan.fixed(8)) as run:
-            run.train_step(run.window(batch), lambda model, batch: model(batch[0]).square().mean())
+        with trimtab.start(model, optimizer, Plan.fixed(4)) as run:
+            run.train_step(run.window(batch), loss_fn)
+    require_own_forward(Subject(model, optimizer, loss_fn, batch), "fp32")
     assert len(graphs) == 1
+    trimtab.plan(model, optimizer, loss_fn, batch)  # its trials see the forward, in smaller micro-batches too
 
 
 def test_a_part_that_is_compiled_makes_the_model_compiled():

@@ -48,7 +48,8 @@ def _kind(speed: RatioRow, quality: RatioRow | None) -> str:
     if quality is None or found == "no verdict":
         return found
     kinds = {found, quality.verdict.kind}
-    if {"gain", "harm"} <= kinds:
+    may_end_worse = quality.tier == "F" and quality.verdict.kind == "no verdict" and found == "gain"
+    if {"gain", "harm"} <= kinds or may_end_worse:
         return "no verdict"
     return next((kind for kind in ("harm", "gain") if kind in kinds), found)
 

@@ -95,15 +95,15 @@ def _quality(found: Comparison, row: RatioRow) -> Finding:
     """Return what a plan's quality is beside the reference's: of tier S after the same rows, of tier F at both ends.
 
     Both metrics are of where they are compared. Rows that end before the reference's budget are no statement of what
-    training ends with: no verdict then, but for tier F, which may train on fewer.
+    training ends with: no verdict then, but for tier F's own, which may be fewer.
     """
     ours, theirs = found.arm(row.arm), found.arm(row.against)
     ends = [] if ours is None or theirs is None else _ends(ours, theirs, after_equal_rows=row.tier != "F")
-    after, is_whole = _after(ends, _budget_rows(found))
+    after, (is_ours_whole, is_theirs_whole) = _after(ends, _budget_rows(found))
     values = [statistics.median(metric) for metric in zip(*((o[2], t[2]) for o, t in ends), strict=True)]
     has_verdict = _has_verdict(row)
     said = "; ".join(filter(None, ("" if has_verdict else row.verdict.sentence, after)))
-    kind = {"has_verdict": has_verdict and (is_whole or row.tier == "F")}
+    kind = {"has_verdict": has_verdict and is_theirs_whole and (is_ours_whole or row.tier == "F")}
     return Finding("final_metric", row.arm, row.against, row.tier, *(values or (None, None)), row.ratio, said, **kind)
 
 
@@ -197,22 +197,32 @@ def _ends(arm: Arm, reference: Arm, *, after_equal_rows: bool) -> list[tuple[_Po
     return ends
 
 
-def _after(ends: Sequence[tuple[_Point, _Point]], rows: int) -> tuple[str, bool]:
-    """Return how much of the reference's rows ours had trained on, or "" of all, and whether it is all of them, nearly.
+def _after(ends: Sequence[tuple[_Point, _Point]], rows: int) -> tuple[str, tuple[bool, bool]]:
+    """Return after how much of the reference's training a pair is compared, or "" of all of it; and whether it is all
+    of it, nearly, for ours and for theirs.
 
     Args:
-        rows: of the reference's training.
+        rows: of that training.
     """
-    shares = [ours[0] / rows for ours, _ in ends if rows]
+    if not ends:
+        return "some pair has no evaluation of both", (False, False)
+    ours, theirs = ([pair[side][0] / rows for pair in ends if rows] for side in (0, 1))
+    between = [_between(shares) for shares in (ours, theirs)]
+    said = "" if between[0] == "100" else f"after {between[0]}% of the reference's rows"
+    if between[1] not in (between[0], "100"):
+        said = f"after {between[0]}% of the reference's rows, which itself came to {between[1]}%"
+    is_whole = [all(abs(share - 1) <= _ALIKE for share in shares) for shares in (ours, theirs)]
+    return said, (is_whole[0], is_whole[1])
+
+
+def _between(shares: Sequence[float]) -> str:
     least, most = (f"{100 * end(shares, default=1.0):.0f}" for end in (min, max))
-    between = least if least == most else f"{least} to {most}"
-    said = "" if between == "100" else f"after {between}% of the reference's rows"
-    return said, all(abs(share - 1) <= _ALIKE for share in shares)
+    return least if least == most else f"{least} to {most}"
 
 
 def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str, bool] | None:
     """Return the difference of the final metric of all pairs (positive is better), the rows that it is after, and
-    whether these are alike, without which there is no verdict.
+    whether these are all of both, without which there is no verdict.
 
     A recipe ends where its own budget does: windows of several batches go a little beyond, a short schedule ends early.
     """
@@ -220,7 +230,8 @@ def _at_the_end(arm: Arm, reference: Arm, found: Comparison) -> tuple[Ratio, str
     if not ends:
         return None
     pairs = [difference(ours, theirs, found.higher_is_better, found.unit) for (*_, ours), (*_, theirs) in ends]
-    return as_ratio(mean_interval(pairs), pairs), *_after(ends, _budget_rows(found))
+    said, is_whole = _after(ends, _budget_rows(found))
+    return as_ratio(mean_interval(pairs), pairs), said, all(is_whole)
 
 
 def _mfu(found: Comparison) -> Iterator[Finding]:
