@@ -60,6 +60,7 @@ ONLY = {
         "trimtab.integrations",
     },
     "trimtab.experiments.ablation.result": {"trimtab.core", "trimtab.experiments.comparison.result"},
+    "trimtab.experiments.comparison.arms": {"trimtab.core"},
     "trimtab.experiments.comparison.result": {"trimtab.core"},
     "trimtab.experiments.comparison.stats": {
         "trimtab.core",
@@ -92,6 +93,7 @@ ONLY = {
         "trimtab.experiments.evaluation.paper_arithmetic",
         "trimtab.experiments.evaluation.paper_claims",
         "trimtab.experiments.evaluation.paper_figures",
+        "trimtab.experiments.comparison.arms",
         "trimtab.experiments.comparison.result",
         "trimtab.experiments.scaling.result",
         "trimtab.experiments.scaling.table",
@@ -108,6 +110,7 @@ READERS = (
     "ablation.result",
     "ablation.rows",
     "comparison.arm_facts",
+    "comparison.arms",
     "comparison.energy_rows",
     "comparison.headline",
     "comparison.ratio_rows",

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.experiments.comparison import compare as compare_module
 from trimtab.experiments.comparison.command import Asked
 from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.lineup import Lineup
 from trimtab.experiments.fingerprint import code_of
 from trimtab.experiments.planning import Plans, example_batch
 from trimtab.experiments.racing.inspect_arm import measure_arm
@@ -34,7 +34,7 @@ def all_peers():
 
 def entries(task, **settings):
     plans = Plans({"S": Plan.fixed(BATCH_ROWS)})
-    found = compare_module._entries(task, plans, Settings(adapt=(), **settings), 0.001, brief=False)
+    found = Lineup(task, plans, Settings(adapt=(), **settings), 0.001, brief=False).entries()
     return {entry.name: entry for entry in found}
 
 

@@ -28,8 +28,10 @@ from trimtab.experiments import claim as claim_module
 from trimtab.experiments import gain as gain_module
 from trimtab.experiments import planning as planning_module
 from trimtab.experiments.comparison import compare as compare_module
+from trimtab.experiments.comparison import lineup
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.comparison.compare import Settings, compare
+from trimtab.experiments.comparison.lineup import Lineup
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.fingerprint import build_of, code_of
@@ -194,7 +196,7 @@ def _raise(*arguments, **options):
 @pytest.mark.parametrize("where", ["build", "step"])
 def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypatch, where):
     broken = SimpleNamespace(step=_raise, close=lambda: None, model=None)
-    monkeypatch.setattr(compare_module, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
+    monkeypatch.setattr(lineup, "PlanLoop", _raise if where == "build" else lambda *_, **__: broken)
     if where == "step":  # the memory pass succeeds, the race does not
         monkeypatch.setattr(race_folder, "measure_arm", lambda *_, **__: ArmFacts(100))
     found = run(tmp_path / "out")
@@ -209,7 +211,7 @@ def test_a_peer_that_fails_is_named_and_the_comparison_stands(tmp_path, monkeypa
 
 
 def test_a_reference_that_fails_ends_the_comparison(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "ReferenceLoop", _raise)
+    monkeypatch.setattr(lineup, "ReferenceLoop", _raise)
     with pytest.raises(LoopError, match="reference loop: given RuntimeError: this device cannot; expected") as caught:
         run(tmp_path / "out")
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -226,7 +228,7 @@ def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedu
     plans = made_plans(0.01)
     freed = replace(plans.plans["F"], schedule=replace(plans.plans["F"].schedule, value=schedule))
     plans = replace(plans, plans=plans.plans | {"F": freed})
-    entries = {e.name: e for e in compare_module._entries(its, plans, Settings(), brief=False)}
+    entries = {e.name: e for e in Lineup(its, plans, Settings(), brief=False).entries()}
     assert entries["plan_F"].budget_rows == rows * BATCH_ROWS
 
 
@@ -236,7 +238,7 @@ def test_only_a_plan_with_a_schedule_of_its_own_ends_at_the_tasks_horizon(schedu
 )
 def test_short_arms_last_sixty_steps_and_about_six_seconds(step_s, steps):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    entries = compare_module._entries(its, made_plans(step_s), Settings(), brief=True)
+    entries = Lineup(its, made_plans(step_s), Settings(), brief=True).entries()
     assert {e.budget_rows for e in entries if e.name in ("reference", "self", "plan_S")} == {steps * BATCH_ROWS}
 
 
@@ -247,7 +249,7 @@ def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s
     fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
     faster = replace(plans.plans["S"], measured=Measured(step_s / 10), fused_optimizer=fused)
     plans = replace(plans, plans=plans.plans | {"S": faster})
-    entries = compare_module._entries(its, plans, Settings(), brief=True, dear=True)
+    entries = Lineup(its, plans, Settings(), brief=True, dear=True).entries()
     found = {e.name: e.budget_rows // BATCH_ROWS for e in entries}
     assert (found["reference"], found["self"], found["plan_S"]) == (steps, steps, own)
 
@@ -255,11 +257,11 @@ def test_on_a_gpu_short_arms_are_shorter_and_each_as_long_by_its_own_step(step_s
 def test_the_controls_of_a_whole_race_run_for_a_minute():
     rows = 5000 * BATCH_ROWS
     its = replace(tiny, budget_rows=rows, strong=replace(tiny.strong, budget_rows=rows))
-    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), Settings(), brief=False)}
+    entries = {e.name: e for e in Lineup(its, made_plans(0.1), Settings(), brief=False).entries()}
     assert {e.name: e.budget_rows // BATCH_ROWS for e in entries.values() if e.is_timed_only} == {
         "self": 600, "plan_S": 600, "strong_plan": 600, "paper": 60
     }  # fmt: skip
-    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.001), Settings(), brief=False)}
+    entries = {e.name: e for e in Lineup(its, made_plans(0.001), Settings(), brief=False).entries()}
     assert not any(e.is_timed_only for e in entries.values())
 
 
@@ -272,7 +274,7 @@ def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_lon
     if changes:
         fused = replace(plans.plans["S"].fused_optimizer, value=True, changed=True)
         plans = replace(plans, plans=plans.plans | {"S": replace(plans.plans["S"], fused_optimizer=fused)})
-    entries = {e.name: e for e in compare_module._entries(its, plans, Settings(), brief=False)}
+    entries = {e.name: e for e in Lineup(its, plans, Settings(), brief=False).entries()}
     assert entries["plan_S"].is_timed_only is timed
     assert ("its plan changes nothing" in str(entries["plan_S"].detail)) is timed
 
@@ -280,7 +282,7 @@ def test_a_plan_that_changes_nothing_is_only_timed_where_the_reference_takes_lon
 @pytest.mark.parametrize(("step_s", "timed"), [(0.1, True), (0.001, False)])
 def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, timed):
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
-    entries = {e.name: e for e in compare_module._entries(its, made_plans(step_s), Settings(), brief=False)}
+    entries = {e.name: e for e in Lineup(its, made_plans(step_s), Settings(), brief=False).entries()}
     detail = {"brief": True, "why_timed": "the reference trains longer than 120 s"} if timed else {}
     assert entries["paper"].detail == detail
     assert entries["reference"].detail == {}
@@ -289,7 +291,7 @@ def test_the_paper_recipe_is_only_timed_where_the_reference_takes_long(step_s, t
 def test_the_paper_recipe_runs_whole_where_a_cap_says_how_long_an_arm_may_train():
     its = replace(tiny, budget_rows=5000 * BATCH_ROWS)
     settings = replace(Settings(), cap_s=90.0)
-    entries = {e.name: e for e in compare_module._entries(its, made_plans(0.1), settings, brief=False)}
+    entries = {e.name: e for e in Lineup(its, made_plans(0.1), settings, brief=False).entries()}
     assert (entries["paper"].budget_rows, entries["paper"].is_timed_only) == (its.budget_rows, False)
 
 
@@ -676,7 +678,7 @@ def test_a_freed_batch_is_raced_in_windows_of_several(tmp_path, monkeypatch):
         return BatchRule("fixed", k=3 * plan.num_micro_batches, k_max=3 * plan.num_micro_batches)
 
     monkeypatch.setattr(planning_module, "default_rule", by_three)  # goodput follows measured times
-    monkeypatch.setattr(compare_module, "PlanLoop", Watched)
+    monkeypatch.setattr(lineup, "PlanLoop", Watched)
     found = run(tmp_path / "out", replace(PAIRS, num_pairs=1, adapt=("batch",)))
     assert [arm.name for arm in found.arms] == ["reference", "self", "plan_S", "plan_F"]
     assert found.arm("plan_F").label == "trimtab, batch adapted"

@@ -25,8 +25,8 @@ from trimtab.core.phases import Gain, Lap
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
+from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.result import (
-    PLAN_ARMS,
     Arm,
     ArmCurve,
     Comparison,

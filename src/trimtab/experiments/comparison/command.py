@@ -16,8 +16,9 @@ from trimtab.core.progress import silent
 from trimtab.distributed.launch import launch
 from trimtab.distributed.process_group import joined, place
 from trimtab.experiments.claim import folder_of
-from trimtab.experiments.comparison.compare import USUAL_ADAPT, Settings, compare
+from trimtab.experiments.comparison.compare import compare
 from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.settings import USUAL_ADAPT, Settings
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import refuse_on_ranks
 from trimtab.experiments.together import together

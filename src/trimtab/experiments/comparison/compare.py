@@ -9,108 +9,42 @@ was cut off. Several ranks run the same one in step; rank 0 alone reads and writ
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from trimtab.api import Metering
-from trimtab.core import checks
 from trimtab.core.codec import read_json, to_json, to_jsonable, write_whole
 from trimtab.core.energy import NO_METER, MeterFacts
-from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
 from trimtab.core.progress import Progress, silent
-from trimtab.core.record import BRIEF, RunRecord
+from trimtab.core.record import RunRecord
 from trimtab.core.step_memory import StepMemory
 from trimtab.decide.ranks import replicated
 from trimtab.distributed.alone import ALONE, Together
 from trimtab.experiments.claim import claim
 from trimtab.experiments.comparison.energy_rows import METER
-from trimtab.experiments.comparison.notes import WHY_TIMED
+from trimtab.experiments.comparison.lineup import Lineup
 from trimtab.experiments.comparison.rank_notes import Ranks
 from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.comparison.settings import Settings
 from trimtab.experiments.comparison.summary import summarise
 from trimtab.experiments.gain import gain_in
 from trimtab.experiments.planning import Plans, given_plan, make_plans
 from trimtab.experiments.racing.folder import RaceFolder, environment_of, read_back, reference_s
-from trimtab.experiments.racing.lengths import lengths, seeds_in_time
-from trimtab.experiments.racing.loops import PlanLoop, StrongPlanLoop
+from trimtab.experiments.racing.lengths import seeds_in_time
 from trimtab.experiments.racing.meter import race_meter
 from trimtab.experiments.racing.own_step import check_step
-from trimtab.experiments.racing.peer_arms import HAND_TUNED, PEERS, USUAL_PEERS, require_peers
+from trimtab.experiments.racing.peer_arms import require_peers
 from trimtab.experiments.racing.race import Entry
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.timeline import step_memory
-from trimtab.recipes.loop import MakeLoop
-from trimtab.recipes.paper import PaperLoop
-from trimtab.recipes.reference import ReferenceLoop
-from trimtab.recipes.replica import ReplicaLoop
-from trimtab.recipes.strict import StrictLoop
 from trimtab.tasks.task import Task, TaskData
-
-# What tier F may change where nothing else was asked for.
-USUAL_ADAPT = ("learning_rate",)
-# Where the reference trains longer than this, the paper's recipe is only timed: whole, it would double the race. With a
-# cap it takes no longer than that.
-_LONG_RACE_S = 120.0
-_TOO_LONG = f"the reference trains longer than {_LONG_RACE_S:.0f} s"
-_UNCHANGED = "its plan changes nothing, and the reference trains long: to its end it would be the reference once more"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much to run.
-
-    Args:
-        num_pairs: races, one per seed; 5 for a verdict, 8 for a claim.
-        whole_pairs: how many of them run to the end of the budget (None: all); the others run a few steps an arm, which
-            is enough for throughput and costs a tenth.
-        quick: short arms, and no more pairs than fit about two minutes with the planning (one at the least).
-        adapt: what a tier-F plan may change, which is then made and raced; (): none is. peers: whether other recipes
-            take part. against: which, by name, each of which the task must have; None: the usual ones that it has.
-        cap_s: training seconds after which an arm is censored. reference_cap_s: after which the reference is; None: as
-            any other. What is to be many times as fast is not held up by what it is raced against, nor cut off with it.
-    """
-
-    num_pairs: int = 5
-    whole_pairs: int | None = None
-    quick: bool = False
-    adapt: tuple[str, ...] = USUAL_ADAPT
-    peers: bool = True
-    cap_s: float = math.inf
-    against: tuple[str, ...] | None = None
-    reference_cap_s: float | None = None
-
-    def __post_init__(self) -> None:
-        checks.integer("pairs", self.num_pairs, high=1000)
-        for name in self.against or ():
-            checks.one_of("against", name, PEERS)
-        if self.whole_pairs is not None:
-            checks.integer("whole", self.whole_pairs, low=0, high=self.num_pairs)
-        if self.quick and (self.whole_pairs != 0 or self.adapt or self.peers):
-            raise ValueGivenError(
-                "quick",
-                given="whole pairs, tier F or peers with it",
-                expected="throughput and memory of tier S alone",
-                way_out="Leave out --quick, or --whole, --adapt and --peers.",
-            )
-        if not self.cap_s > 0:
-            raise ValueGivenError("cap", given=f"{self.cap_s:g}", expected="seconds above zero")
-        if self.reference_cap_s is not None and not self.reference_cap_s >= self.cap_s:
-            given, expected = f"{self.reference_cap_s:g}", f"no less than --cap, {self.cap_s:g}"
-            raise ValueGivenError("reference_cap", given=given, expected=expected)
-
-    @property
-    def raced(self) -> tuple[str, ...]:
-        """The peers that take part."""
-        asked = USUAL_PEERS if self.against is None else self.against
-        return asked if self.peers else ()
 
 
 def compare(
@@ -157,13 +91,13 @@ def compare(
     made = partial(_plans, task, data, device, settings, budget, objective, metering, progress, together)
     plans = given or kept.plans(made)
     alike = {"num_ranks": ranks, "dear": device.type == "cuda"}
-    facts = kept.facts(_entries(task, plans, settings, brief=False, **alike))
+    facts = kept.facts(Lineup(task, plans, settings, brief=False, **alike).entries())
     step_s = reference_s(plans, facts, ranks)
     metered = race_meter(device, metering, together) if done < settings.num_pairs else (None, NO_METER)
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_pairs, quick=settings.quick, begun=begun, together=together):
         how = {"brief": _is_brief(settings, seed)}
-        entries = _entries(task, plans, settings, step_s, **alike, **how)
+        entries = Lineup(task, plans, settings, step_s, **alike, **how).entries()
         entries = [_metered(e, metered[1]) for e in entries if not facts[e.name].error]
         how |= {"cap_s": settings.cap_s, "reference_cap_s": settings.reference_cap_s}
         races[seed] = kept.race(entries, seed, settings.num_pairs, meter=metered[0], **how)
@@ -225,61 +159,6 @@ def _plans(
         "progress": progress,
     }
     return make_plans(task, data, device, metering=metering, **how)
-
-
-def _entries(
-    task: Task,
-    plans: Plans,
-    settings: Settings,
-    step_s: float | None = None,
-    *,
-    brief: bool,
-    num_ranks: int = 1,
-    dear: bool = False,
-) -> list[Entry]:
-    plain: MakeLoop = ReferenceLoop if num_ranks == 1 else ReplicaLoop
-    rows, baseline = task.budget_rows, plans.plans["S"].baseline
-    step_s = step_s or (baseline.step_s if baseline else 1.0)
-    few, control = lengths(task, step_s, quick=settings.quick, brief=brief, dear=dear)
-    too_long = "" if rows / task.batch_rows * step_s < _LONG_RACE_S else _TOO_LONG
-
-    def own_few(tier: str) -> int:
-        """Return the rows of a plan's short arm, on a GPU by its own step: of fewer seconds joules are not read."""
-        plan = plans.plans[tier]
-        if not dear or plan.measured is None:
-            return few
-        return lengths(task, plan.measured.step_s, quick=settings.quick, brief=brief, dear=dear).few
-
-    def entry(
-        name: str, make: MakeLoop, wanted: int, *, timed: int = 0, why: str = "", short: int = 0, **options: bool
-    ) -> Entry:
-        """Return an arm of all its rows, or of a few that are only timed."""
-        budget = min(wanted, timed or wanted, (short or few) if brief else wanted)
-        detail = {BRIEF: True} | ({WHY_TIMED: why} if why else {}) if budget < wanted else {}
-        return Entry(name, make, budget, is_timed_only=budget < wanted, detail=detail, **options)
-
-    same = partial(PlanLoop, plan=plans.plans["S"], total_samples=rows)
-    entries = [entry("reference", plain, rows), entry("self", plain, rows, timed=control)]
-    unchanged = _UNCHANGED if too_long and not plans.plans["S"].changes else ""
-    entries.append(entry("plan_S", same, rows, timed=control if unchanged else 0, why=unchanged, short=own_few("S")))
-    if "F" in plans.plans:
-        has_schedule = plans.plans["F"].schedule.value != "user"
-        horizon = min(rows, task.adapted_rows or rows) if has_schedule else rows  # only a schedule has to end somewhere
-        freed = partial(PlanLoop, plan=plans.plans["F"], total_samples=horizon)
-        entries.append(entry("plan_F", freed, horizon, short=own_few("F")))
-    if "strict" in settings.raced:
-        entries.append(entry("strict", StrictLoop, rows))
-    if "paper" in settings.raced:
-        why = "" if math.isfinite(settings.cap_s) else too_long
-        entries.append(entry("paper", PaperLoop, rows, timed=few if why else 0, why=why))
-    for name, recipe in task.recipes.items():
-        if name in settings.raced:
-            entries.append(entry(name, HAND_TUNED[name], min(rows, recipe.budget_rows)))
-    if "strong" in settings.raced and task.strong is not None and "strong" in plans.plans:
-        planned = partial(StrongPlanLoop, plan=plans.plans["strong"])
-        timed = {"timed": control, "short": own_few("strong")}
-        entries.append(entry("strong_plan", planned, min(rows, task.strong.budget_rows), **timed))
-    return entries
 
 
 def _metered(entry: Entry, meter: MeterFacts) -> Entry:

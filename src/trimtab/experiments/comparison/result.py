@@ -15,10 +15,6 @@ from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
 RESULT_SCHEMA = 6
-# Key of a plan -> the arm that runs it. The key is no tier: the plan for the strong recipe is of tier S as well.
-PLAN_ARMS = {"S": "plan_S", "F": "plan_F", "strong": "strong_plan"}
-# Key of a plan -> the arm of the loop that it was made for, where that is not the reference.
-PLAN_LOOPS = {"strong": "strong"}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from trimtab.core.codec import to_jsonable
 from trimtab.core.energy import NO_METER
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
+from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.gain_rows import gain_rows, third_rows_flat
-from trimtab.experiments.comparison.result import PLAN_ARMS, Comparison, Ratio, RatioRow, TargetRow
+from trimtab.experiments.comparison.result import Comparison, Ratio, RatioRow, TargetRow
 
 ROWS_SCHEMA = 1
 METRICS = {

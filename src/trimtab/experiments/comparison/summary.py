@@ -11,14 +11,13 @@ from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.arm_facts import ArmFacts, utilisation
+from trimtab.experiments.comparison.arms import ARMS, ON_RANKS, PLAN_ARMS, PLAN_LOOPS
 from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, short_blocks, watts
 from trimtab.experiments.comparison.headline import headline
 from trimtab.experiments.comparison.notes import notes
 from trimtab.experiments.comparison.rank_notes import ONE_RANK, Ranks, rank_notes
 from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
 from trimtab.experiments.comparison.result import (
-    PLAN_ARMS,
-    PLAN_LOOPS,
     Arm,
     ArmCurve,
     Comparison,
@@ -30,37 +29,6 @@ from trimtab.experiments.comparison.target_rows import target_row
 from trimtab.experiments.comparison.thirds import third_rows
 from trimtab.experiments.planning import Plans
 from trimtab.tasks.task import Task, TaskData
-
-_LABELS = {
-    "reference": ("P0 reference", "", "recipes/reference.py"),
-    "self": ("reference again (A/A control)", "", "recipes/reference.py"),
-    "plan_S": ("trimtab, same maths", "S", "experiments/racing/loops.py"),
-    "plan_F": ("trimtab, freed", "F", "experiments/racing/loops.py"),
-    "strict": ("P0 in strict fp32, without TF32", "", "recipes/strict.py"),
-    "paper": ("P1 paper, literal", "", "recipes/paper.py"),
-    "strong": ("P2 strong, hand-tuned", "", "recipes/strong.py"),
-    "muon": ("P3 strong, with Muon", "", "recipes/muon.py"),
-    "strong_plan": ("trimtab's plan for P2", "S", "experiments/racing/loops.py"),
-}
-
-
-# Where ranks train together.
-_ON_RANKS = {
-    "reference": ("P0 reference, in DDP", "", "recipes/replica.py"),
-    "self": ("reference in DDP again (A/A control)", "", "recipes/replica.py"),
-}
-
-# Peers that tier S is held against besides the reference; and what each arm's time to a target is held against besides
-# it. Only tier F may train as P2 and P3 do.
-_RIVALS = ("strong", "muon", "strict")
-_TARGETS_AGAINST: dict[str, tuple[str, ...]] = {
-    "plan_S": ("paper", "strict"),
-    "plan_F": ("paper", "strong", "muon", "strict"),
-    **dict.fromkeys(("strict", "paper", "strong", "muon"), ()),
-}
-
-# What search and planning are charged to: arm -> key of its plan.
-_CHARGED = {PLAN_ARMS[key]: key for key in ("S", "F")}
 
 
 def summarise(
@@ -75,8 +43,8 @@ def summarise(
     ranks: Ranks = ONE_RANK,
 ) -> Comparison:
     """Return everything a report shows."""
-    present = [name for name in _LABELS if any(name in race for race in races.values())]
-    failed = [name for name in _LABELS if name in facts and facts[name].error and name not in present]
+    present = [name for name in ARMS if any(name in race for race in races.values())]
+    failed = [name for name in ARMS if name in facts and facts[name].error and name not in present]
     control = _control(races)
     ratios = _ratio_rows(task, races, facts, present, control)
     targets = _target_rows(task, plans, races, present, control)
@@ -125,14 +93,14 @@ def _control(races: stats.Races) -> Interval | None:
 
 def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
     """Return where each arm that failed did."""
-    raced = {name: stats.failed_in(races, name) for name in _LABELS}
+    raced = {name: stats.failed_in(races, name) for name in ARMS}
     early = {name: "before the first race" for name, fact in facts.items() if fact.error}
     return early | {name: where for name, where in raced.items() if where}
 
 
 def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts], num_ranks: int) -> Arm:
-    label, tier, source = (_LABELS if num_ranks == 1 else _LABELS | _ON_RANKS)[name]
-    label = _freed_label(plans.plans["F"]) if name == PLAN_ARMS["F"] and "F" in plans.plans else label
+    kind = (ARMS if num_ranks == 1 else ON_RANKS)[name]
+    is_freed = name == PLAN_ARMS["F"] and "F" in plans.plans
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
     errors = [text for record in all_records.values() if (text := stats.failed(record))]
     records = {seed: record for seed, record in all_records.items() if not stats.failed(record)}
@@ -147,9 +115,9 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
     return Arm(
         name,
-        label,
-        tier,
-        source,
+        _freed_label(plans.plans["F"]) if is_freed else kind.label,
+        kind.tier,
+        kind.source,
         step_s,
         tuple(terms / seconds for seconds in step_s),
         peak_bytes=fact.peak_bytes if fact else None,
@@ -190,8 +158,8 @@ def _error_in(errors: list[str], races: int) -> str | None:
 
 
 def _charge(name: str, plans: Plans) -> float | None:
-    key = _CHARGED.get(name, "")
-    return plans.plans[key].planning_s if key in plans.plans else None
+    kind = ARMS[name]
+    return plans.plans[kind.plan].planning_s if kind.is_charged and kind.plan in plans.plans else None
 
 
 def _ratio_rows(
@@ -206,18 +174,18 @@ def _ratio_rows(
     for name in present:
         if name in ("reference", "strong_plan"):
             continue
-        tier = _LABELS[name][1]
+        tier = ARMS[name].tier
         rows.append(throughput_row(races, name, "reference", tier, control))
         rows.append(energy_row(races, name, "reference", tier))
         if name != "self":
             rows.append(_memory(races, facts, name, "reference", tier))
-        if name in ("plan_S", "plan_F"):
+        if ARMS[name].has_quality:
             rows.append(quality_row(races, name, "reference", tier, task.metric.name, better, task.metric.unit))
-    for peer in _RIVALS:
-        if peer in present:
-            rows.append(throughput_row(races, "plan_S", peer, "S", control))
-            rows.append(energy_row(races, "plan_S", peer, "S"))
-            rows.append(_memory(races, facts, "plan_S", peer, "S"))
+    for arm, peer in [(name, peer) for name in present for peer in ARMS[name].rivals if peer in present]:
+        tier = ARMS[arm].tier
+        rows.append(throughput_row(races, arm, peer, tier, control))
+        rows.append(energy_row(races, arm, peer, tier))
+        rows.append(_memory(races, facts, arm, peer, tier))
     if "strong_plan" in present:
         rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
     return [row for row in rows if row is not None]
@@ -232,8 +200,8 @@ def _memory(races: stats.Races, facts: Mapping[str, ArmFacts], arm: str, against
 
 def _thirds(task: Task, races: stats.Races, present: list[str]) -> list[ThirdRow]:
     metric = (task.metric.name, task.metric.higher_is_better, task.metric.unit)
-    tiers = [(name, _LABELS[name][1]) for name in ("plan_S", "plan_F", "paper") if name in present]
-    return [row for name, tier in tiers for row in third_rows(races, name, "reference", tier, *metric)]
+    arms = [(name, ARMS[name].tier) for name in present if ARMS[name].has_thirds]
+    return [row for name, tier in arms for row in third_rows(races, name, "reference", tier, *metric)]
 
 
 def _target_rows(
@@ -242,13 +210,13 @@ def _target_rows(
     rows: list[TargetRow | None] = []
     for target in task.targets:
         metric = (target, task.metric.name, task.metric.higher_is_better)
-        for name, peers in _TARGETS_AGAINST.items():
-            if name not in present:
+        for name in present:
+            kind = ARMS[name]
+            if kind.times is None:
                 continue
-            tier = _LABELS[name][1]
-            for charge in (None, _charge(name, plans)) if name in _CHARGED else (None,):
-                rows.append(target_row(races, name, "reference", tier, *metric, charge, control))
-            for peer in peers:
+            for charge in (None, _charge(name, plans)) if kind.is_charged else (None,):
+                rows.append(target_row(races, name, "reference", kind.tier, *metric, charge, control))
+            for peer in kind.times:
                 if peer in present:
-                    rows.append(target_row(races, name, peer, tier, *metric, None, control))
+                    rows.append(target_row(races, name, peer, kind.tier, *metric, None, control))
     return [row for row in rows if row is not None]

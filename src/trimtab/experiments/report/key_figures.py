@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.experiments.comparison.result import PLAN_ARMS, Arm, Comparison, Ratio
+from trimtab.experiments.comparison.arms import PLAN_ARMS
+from trimtab.experiments.comparison.result import Arm, Comparison, Ratio
 from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.document import Tile

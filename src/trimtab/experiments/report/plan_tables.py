@@ -7,7 +7,8 @@ import math
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS
-from trimtab.experiments.comparison.result import PLAN_ARMS, PLAN_LOOPS, Arm, Comparison
+from trimtab.experiments.comparison.arms import PLAN_ARMS, PLAN_LOOPS
+from trimtab.experiments.comparison.result import Arm, Comparison
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Cell, Table, plan_name, tiers
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from trimtab.experiments.comparison.result import PLAN_LOOPS, Arm, Comparison, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.arms import PLAN_LOOPS
+from trimtab.experiments.comparison.result import Arm, Comparison, RatioRow, TargetRow, Verdict
 from trimtab.experiments.report import wording as say
 
 Cell = str | Verdict
