@@ -136,6 +136,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     lightest = _lightest(_of_told_sizes(fitting, best, profile), best)
     chosen += [lightest] if lightest is not None else []
     chosen += _without_recomputing(fitting, scores, chosen)
+    chosen += _with_head_whole(fitting, chosen)
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.hurried else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
@@ -155,6 +156,16 @@ def _without_recomputing(
     if not plain or not chosen or chosen[0].candidate.recompute is None:
         return []
     return [min(plain, key=lambda point: scores[point.candidate])]
+
+
+def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[Point]:
+    """Return the best with its loss head whole, where it is compiled and in chunks: these were tried of the model as it
+    is, what is compiled without them, and a compiler may make of the head by itself what they do.
+    """
+    if not chosen or not chosen[0].candidate.compiled or chosen[0].candidate.loss_chunk is None:
+        return []
+    whole = replace(chosen[0].candidate, loss_chunk=None)
+    return [point for point in fitting if point.candidate == whole]
 
 
 def score(point: Point, objective: Objective, reference: Point) -> float:
