@@ -79,8 +79,8 @@ def test_what_is_compiled_is_tried_with_its_head_whole_too(hurried, limit, chunk
     budget = Budget() if limit is None else Budget(memory=limit)
     saves = {2048: 0.4, 1024: 0.4}
     machine = Machine(step_of=chunks_that_compiling_does_by_itself, head_saves=saves, noise=0.002)
-    how = STEP | HEAD | {"total_steps": 10_000, "hurried": hurried, "budget": budget, "check": Check(False, "one batch")}
-    profile = measured(machine, **how)
+    how = {"total_steps": 10_000, "hurried": hurried, "budget": budget, "check": Check(False, "one batch")}
+    profile = measured(machine, **STEP, **HEAD, **how)
     plan = choose(profile, Objective(), budget)
     assert plan.compiled.value
     assert plan.loss_chunk.value == chunk
