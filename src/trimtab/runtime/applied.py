@@ -89,8 +89,7 @@ def apply_plan(
             elif note is not None:
                 undo.callback(CompileCheck(call, optimizer, next(model.parameters()).device, note).close)
         else:
-            in_place = called._compiled_call_impl is not None
-            undo.callback(compiled.noting_calls(called, forward.note) if in_place else forward.watch(called))
+            undo.callback(forward.watch(called))
         undo.callback(optimizer.register_load_state_dict_post_hook(layout.align_state).remove)
         if make_state:
             undo.callback(optimizers.make_state(optimizer))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from trimtab.core.errors import LoopError
+from trimtab.runtime.compiled import noting_calls
 from trimtab.runtime.window import Window
 
 _WAY_OUT = "Call run.backward(loss) once for every micro-batch, inside the loop over the window."
@@ -131,6 +132,8 @@ class ForwardSeen:
         return ForwardSeen, ()
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Install the hook; returns what removes it."""
+        """Install the hook, or what sees a model that is compiled in place; returns what removes it."""
+        if model._compiled_call_impl is not None:
+            return noting_calls(model, self.note)
         self._watched = weakref.ref(model)
         return model.register_forward_pre_hook(self).remove
