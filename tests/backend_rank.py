@@ -94,12 +94,13 @@ def main(rank: int, ranks: int, folder: Path, pattern: str, mutant: str = "", de
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
-        report = {}
+        report, alone = {}, {}
         for name, case in chosen.items():
-            torch.manual_seed(0)
-            report[name] = compared(
-                ours[name], train(case.alone(ranks), ranks=1, windows=batches_of(case), device=device)
-            )
+            key = repr(case.alone(ranks))  # alike whichever way the model is shared
+            if key not in alone:
+                torch.manual_seed(0)
+                alone[key] = train(case.alone(ranks), ranks=1, windows=batches_of(case), device=device)
+            report[name] = compared(ours[name], dict(alone[key]))
         (folder / "report.json").write_text(json.dumps(report))
     else:
         kept = {name: {k: v for k, v in each.items() if k != "weights"} for name, each in ours.items()}

@@ -57,8 +57,18 @@ def _load(running: Running, *, modules: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         for name in modules:
             importlib.import_module(name)
+        if "torch._inductor.compile_fx" in modules:
+            _warm_compiler()
     gc.collect()
     gc.freeze()  # what is forked neither searches the imports for garbage nor copies the pages they lie in
+
+
+def _warm_compiler() -> None:
+    """Look once for what each program that compiles would look for: the processor's extensions, torch's own sources."""
+    from torch._inductor import codecache, cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list()
+    codecache.torch_key()
 
 
 def _start(running: Running, **program: Any) -> int:
@@ -89,15 +99,23 @@ def _kill(running: Running, *, process: int) -> int | None:
 
 
 def _be(
-    *, code: str, name: str, arguments: list[str], environment: dict[str, str], folder: str, paths: list[str], said: str
+    *,
+    code: str,
+    name: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    paths: list[str],
+    said: str,
+    told: str,
 ) -> None:
-    """Be a process that runs a program, and end."""
+    """Be a process that runs a program, and end; what it prints is in `said`, what it tells of errors in `told`."""
     status = 1
     try:
-        with open(os.devnull, "rb") as nothing, open(said, "wb") as output:
+        with open(os.devnull, "rb") as nothing, open(said, "ab") as output, open(told, "ab") as errors:
             os.dup2(nothing.fileno(), 0)
             os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
+            os.dup2(errors.fileno(), 2)
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)

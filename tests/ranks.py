@@ -14,11 +14,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 _SERVERS, _LOOK_S, _LIMIT_S = 2, 0.005, 600.0
+_COMMAND = "from trimtab.cli import main\nmain()"
 _COMPILER = ("torch._inductor.compile_fx",)  # seconds to import
 
 
@@ -61,24 +63,60 @@ def started(
             rank.kill()
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: with what status, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(folder: Path, *arguments: object, code: str = _COMMAND, **environment: str) -> Ended:
+    """Run `trimtab` with arguments in a folder, as a process of its own that has torch imported; or other `code`."""
+    said, told = (folder / f"{what}-{time.monotonic_ns()}" for what in ("printed", "errors"))
+    how = {"folder": folder, "told": told, "environment": environment}
+    rank = Rank(0, said, textwrap.dedent(code), "trimtab", tuple(map(str, arguments)), **how)
+    try:
+        return Ended(rank.wait(_LIMIT_S), *(each.read_text(encoding="utf-8") for each in (said, told)))
+    finally:
+        rank.kill()
+        for each in (said, told):
+            each.unlink(missing_ok=True)
+
+
 class Rank:
     """A process that runs a program.
 
     Args:
-        number: its rank. said: file of what it says. code, name: the program.
+        number: its rank. said: file of what it says. code, name: the program. folder: where it runs; None: here.
+        told: file of its errors; None: that of what it says. environment: what it has beside ours.
     """
 
-    def __init__(self, number: int, said: Path, code: str, name: str, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        number: int,
+        said: Path,
+        code: str,
+        name: str,
+        arguments: tuple[str, ...],
+        *,
+        folder: Path | None = None,
+        told: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._server, self._said = _servers()[number % _SERVERS], said
+        said.write_bytes(b"")
         self._process = self._server.ask(
             "start",
             code=code,
             name=name,
             arguments=arguments,
-            environment=dict(os.environ),
-            folder=os.getcwd(),
-            paths=[str(TESTS)],
+            environment=dict(os.environ) | dict(environment or {}),
+            folder=str(folder or os.getcwd()),
+            paths=[str(folder or TESTS)],
             said=str(said),
+            told=str(told or said),
         )
 
     def wait(self, limit_s: float) -> int:

@@ -29,13 +29,13 @@ from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
 from trimtab.core.plan import Plan
 from trimtab.decide.stages import GLOO_ONCE
-from trimtab.distributed import rehearsed_run, stage_choice
+from trimtab.distributed import rehearsal, rehearsed_run, stage_choice
 from trimtab.distributed.rank_memory import trace_rank
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
 trials.BLOCK_S = brief.BLOCK_S  # the limit decides here, and not what is faster
 if DEVICE == "cpu":  # where what is sent waits far longer than it takes (`settling`)
-    rehearsed_run._BLOCK_S = 0.02
+    rehearsed_run._BLOCK_S, rehearsal._PAIRS = 0.02, 6
 # So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.
 rank_cases.WIDTH, rank_cases.DEPTH = (96, 6) if DEVICE == "cpu" else (2048, 6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import statistics
@@ -185,7 +186,13 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def imports(path: str, text: str, modules: set[str]) -> Iterator[tuple[int, str]]:
+@functools.cache  # each rule looks at the same files
+def imports(path: str, text: str, modules: frozenset[str]) -> tuple[tuple[int, str], ...]:
+    """Return (line, module) of every import, also inside functions, under TYPE_CHECKING and by literal name."""
+    return tuple(_imports(path, text, modules))
+
+
+def _imports(path: str, text: str, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, module) for every import, also inside functions, under TYPE_CHECKING and by literal name."""
     package = module_name(path).split(".")
     if PurePosixPath(path).name != "__init__.py":
@@ -209,7 +216,7 @@ def imports(path: str, text: str, modules: set[str]) -> Iterator[tuple[int, str]
 
 def all_imports(sources: Sources) -> Iterator[tuple[str, str, str]]:
     """Yield (importing module, what it imports, place)."""
-    modules = {module_name(path) for path in sources}
+    modules = frozenset(module_name(path) for path in sources)
     for path, text in sources.items():
         for line, target in imports(path, text, modules):
             yield module_name(path), target, f"{path}:{line}"

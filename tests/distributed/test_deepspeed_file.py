@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import run_command, run_ranks
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
-COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
 RANK = """
     import json, sys
     import torch
@@ -53,8 +50,7 @@ def test_the_written_file_is_what_deepspeed_gets(tmp_path):
     """And DeepSpeed reads it: the ranks train by the file itself."""
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     options = ("--ranks", "2", "--link", "ib", "--device", "H100 SXM", "--engine", "deepspeed", "-o", "plan.json")
-    command = [*COMMAND, "plan", "tiny.py:task", *options]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    made = run_command(tmp_path, "plan", "tiny.py:task", *options)
     assert made.returncode == 0, made.stderr
     run_ranks(RANK, tmp_path)
     written = json.loads((tmp_path / "plan.deepspeed.json").read_text())

@@ -155,7 +155,7 @@ def test_a_ranks_fault_and_a_kill_while_they_go_on_lose_nothing(dead, tmp_path, 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_may_take_longer_than_a_rank_may_be_silent(tmp_path, monkeypatch, rank):
     monkeypatch.chdir(tmp_path)
-    options = {"keep": {"every_steps": 10, "on_failure": "warn"}, "slow": [rank, 2.5, 1.0]}
+    options = {"keep": {"every_steps": 15, "on_failure": "warn"}, "slow": [rank, 2.5, 1.0]}
     said, _ = trained(tmp_path, "slow", **options)
     assert all("end" in each for each in said)
     assert [each.name for each in tmp_path.glob("rank-*")] == []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from trimtab import cli
 from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
 from trimtab.distributed.planning import Made
@@ -30,6 +31,27 @@ def started(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return started(folder, [*COMMAND, "scale", *arguments])
+
+
+@pytest.fixture
+def here(folder, monkeypatch, capsys):
+    """Run the command in this process, as one that starts no ranks may be: torch is imported already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "6")  # which the command would set for good
+
+    def run_here(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["trimtab", "scale", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    yield run_here
+    sys.modules.pop("tiny", None)
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +83,20 @@ def test_every_recipe_has_a_row_of_each_number_of_ranks(folder):
     assert "stage 0" in of["plan", 2, "weak"]["says"]
 
 
-def test_what_the_folder_holds_is_not_timed_again(folder):
+def test_what_the_folder_holds_is_not_timed_again(folder, here):
     before = {path: path.read_bytes() for path in (folder / "table").glob("job-*.json")}
     assert len(before) == 2
-    found = run(folder, *ARGUMENTS)
-    assert found.returncode == 0, found.stderr
+    code, out, err = here(*ARGUMENTS)
+    assert code == 0, err
     assert {path: path.read_bytes() for path in (folder / "table").glob("job-*.json")} == before
-    again = json.loads(found.stdout)["rows"]
+    again = json.loads(out)["rows"]
     assert again == json.loads((folder / "printed.json").read_text())["rows"]
 
 
-def test_another_table_is_not_made_in_the_same_folder(folder):
-    found = run(folder, "tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
-    assert found.returncode == 1
-    assert "another scaling" in found.stderr
+def test_another_table_is_not_made_in_the_same_folder(here):
+    code, _, err = here("tiny:task", "--rounds", "1", "--scaling", "weak", "--out", "table")
+    assert code == 1
+    assert "another scaling" in err
 
 
 def test_a_launchers_ranks_add_a_job_of_theirs(folder):
@@ -94,10 +116,10 @@ def test_a_launchers_ranks_add_a_job_of_theirs(folder):
     assert (row["n"], len(row["pairs"])) == (1, 1)  # its round has no job of one rank
 
 
-def test_numbers_that_are_none_are_refused(folder):
-    found = run(folder, "tiny:task", "--ranks", "two")
-    assert found.returncode == 1
-    assert "--ranks" in found.stderr
+def test_numbers_that_are_none_are_refused(here):
+    code, _, err = here("tiny:task", "--ranks", "two")
+    assert code == 1
+    assert "--ranks" in err
 
 
 @pytest.mark.parametrize(
@@ -107,8 +129,8 @@ def test_numbers_that_are_none_are_refused(folder):
         (["--ranks", "64", "--scaling", "weak"], "16 at the most"),
     ],
 )
-def test_more_ranks_than_rows_are_refused_before_any_is_started(folder, arguments, said):
-    found = run(folder, "tiny:task", "--out", "none", *arguments)
-    assert found.returncode == 1
-    assert said in found.stderr
+def test_more_ranks_than_rows_are_refused_before_any_is_started(folder, here, arguments, said):
+    code, _, err = here("tiny:task", "--out", "none", *arguments)
+    assert code == 1
+    assert said in err
     assert not (folder / "none").exists()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from ranks import Ended, run_command
 
 from trimtab.checkpoint.envelope import committed
 from trimtab.core.codec import to_json
@@ -57,7 +54,7 @@ PROGRAM = """
 """
 
 
-def command(folder: Path, *arguments: object, now_s: float = NOW, dies_at: float = 1e12) -> subprocess.CompletedProcess:
+def command(folder: Path, *arguments: object, now_s: float = NOW, dies_at: float = 1e12) -> Ended:
     """Run `trimtab train` in a folder of its own."""
     folder.mkdir(exist_ok=True)
     tiny = (ROOT / "tests" / "unit" / "experiments" / "tiny_task.py").read_text()
@@ -65,13 +62,10 @@ def command(folder: Path, *arguments: object, now_s: float = NOW, dies_at: float
         tiny.replace("import torch\n", "from dataclasses import replace\nimport torch\n", 1)
     )
     (folder / "plan.json").write_text(to_json(Plan.fixed(32)))
-    (folder / "paused.py").write_text(textwrap.dedent(PROGRAM))
     rows = [f"2026-03-01T{i:02}:00Z,{level}" for i, level in enumerate((100, 300, 300, 100, 300, 100, 300, 300))]
     (folder / "hours.csv").write_text("\n".join(["time,g_per_kwh", *rows]))
     options = ("train", "tiny:noted", "--plan", "plan.json", "--steps", 12, "--json", *arguments)
-    program = [sys.executable, "paused.py", str(now_s), str(dies_at), *map(str, options)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    return run_command(folder, now_s, dies_at, *options, code=PROGRAM)
 
 
 @pytest.fixture(scope="module")

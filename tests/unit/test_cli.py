@@ -86,6 +86,21 @@ def as_process(*arguments: object, **options) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.fixture(scope="module")
+def made() -> list[str]:
+    """The tiny task's profile, once it was made."""
+    return []
+
+
+@pytest.fixture
+def profile_json(trimtab, made) -> None:
+    """`profile.json` of the tiny task is there."""
+    if not made:
+        assert trimtab("profile", "tiny.py:task", "-o", "profile.json").code == 0
+        made.append(Path("profile.json").read_text())
+    Path("profile.json").write_text(made[0])
+
+
 def explained(done: Done, *words: str) -> None:
     """The command failed with one line on standard error, without a traceback."""
     assert (done.code, done.out) == (1, ""), done
@@ -164,8 +179,8 @@ def test_a_plan_for_a_task(trimtab):
     assert found.json["schedule"]["value"] == "warmup_cosine"
 
 
+@pytest.mark.usefixtures("profile_json")
 def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_path):
-    trimtab("profile", "tiny.py:task", "-o", "profile.json")
     bare, explained_ = (trimtab("plan", "profile.json", *flags).out for flags in ((), ("--explain",)))
     assert explained_.startswith(bare.rstrip("\n"))
     assert "combinations, by C in units of the reference's (time weighs 1, memory 0):" in explained_
@@ -181,8 +196,8 @@ def test_a_plan_explained_has_all_that_was_considered_and_tried(trimtab, tmp_pat
     assert there.rstrip("\n").endswith("measured: nothing, the device is not here")
 
 
+@pytest.mark.usefixtures("profile_json")
 def test_a_plan_under_other_limits_and_for_another_device_is_predicted(trimtab, tmp_path):
-    trimtab("profile", "tiny.py:task", "-o", "profile.json")
     elsewhere = trimtab("plan", "profile.json", "--device", "H100 SXM")
     assert (elsewhere.code, elsewhere.err) == (0, "")
     assert "this plan, predicted: " in elsewhere.out
@@ -491,13 +506,13 @@ def test_training_says_its_carbon_of_one_kind_or_why_it_is_not_known(trimtab, tm
     explained(trimtab("train", "tiny.py:task", "--carbon-kind", "average"), "--carbon beside it")
 
 
+@pytest.mark.usefixtures("profile_json")
 def test_energy_that_is_weighed_without_a_meter_is_refused_estimated_or_left_out(trimtab, tmp_path):
     plan = ("plan", "tiny.py:task", "--energy-weight", 1)
     explained(trimtab(*plan), "energy", "none that tests read", "renormalise")
     left = trimtab(*plan, "--without-meter", "renormalise")
     assert "energy: not measured: none that tests read; its weight of 0.5 is left out" in left.out
     assert "energy: estimated by 90 W, as given" in trimtab(*plan, "--energy-watts", 90, "--explain").out
-    assert trimtab("profile", "tiny.py:task", "-o", "profile.json").code == 0
     explained(trimtab("plan", "profile.json", "--energy-weight", 1), "a profile that has no joules")
     explained(trimtab("plan", "profile.json", "--energy-watts", 5), "a plan for elsewhere")
     explained(trimtab(*plan, "--device", "H100 SXM"), "H100 SXM is not here")
@@ -578,7 +593,10 @@ def test_a_comparison_says_where_its_joules_are_from(trimtab, tmp_path, given, s
     assert bool(found) == bool(given)
     assert {row["verdict"] for row in found} <= {"no verdict"}
     assert all(bool(arm.joules) == bool(given) for arm in saved.arms)
-    assert any(row.arm_j for row in saved.target_rows if not row.charged) == bool(given)
+    for is_charged in (False, True):
+        assert any(row.arm_j for row in saved.target_rows if row.charged is is_charged) == bool(given)
+    assert {row.get("planning_j", 0) > 0 for row in done.json["rows"] if row["metric"] == "planning_s"} == {bool(given)}
+    assert ("Planning took" in (tmp_path / "out" / "report.md").read_text().partition("Energy is")[2]) == bool(given)
 
 
 def test_a_plan_that_was_made_before_is_raced(trimtab, tmp_path):

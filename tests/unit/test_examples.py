@@ -30,6 +30,7 @@ def load(name: str, folder: str = "examples") -> ModuleType:
     return module
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_the_trimmed_example_reaches_the_plain_examples_loss(capsys: pytest.CaptureFixture[str]) -> None:
     plain = load("plain").main(epochs=2)
     trimmed = load("trimmed").main(epochs=2)
@@ -47,6 +48,7 @@ def test_the_trimmed_example_reaches_the_plain_examples_loss(capsys: pytest.Capt
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*treespec.*:FutureWarning")
+@pytest.mark.usefixtures("brief_trials")
 def test_a_hosts_examples_train_alike_and_are_one_diff_apart(monkeypatch, tmp_path, host, length) -> None:
     from accelerate.state import AcceleratorState
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import brief
 import pytest
 
 nbclient = pytest.importorskip("nbclient", reason="needs the development packages")
@@ -27,6 +28,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(brief.CODE))
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text = "\n".join(printed(cell) for cell in notebook.cells if cell.cell_type == "code")
     assert "tier S" in text or "Change nothing" in text

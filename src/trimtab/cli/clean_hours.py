@@ -22,7 +22,7 @@ WhenClean = Annotated[
 By = Annotated[str | None, typer.Option(help="when it is to be done: 2026-03-02T06:00+01:00, or 36h from now")]
 Pauses = Annotated[str | None, typer.Option(help="it may pause, by --checkpoints, where one loses so long: 90s, 10min")]
 Takes = Annotated[str | None, typer.Option(help="what the whole run takes, such as 5h; else by the plan's seconds")]
-IdleWatts = Annotated[float | None, typer.Option(min=0, help="of what is held while it waits, beside --energy-watts")]
+IdleWatts = Annotated[float | None, typer.Option(min=0, help="of what is held while it waits")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say when it would train, and train nothing")]
 
 
@@ -75,5 +75,14 @@ def _require_what_they_need(
         raise ValueGivenError("--when-clean", given=f"{num_ranks} ranks", expected="one process", way_out=way_out)
     if pauses is not None and not is_kept:
         raise ValueGivenError("--pauses", given="no --checkpoints", expected="a folder that the run is kept in")
-    if idle_watts is not None and not has_watts:
-        raise ValueGivenError("--idle-watts", given="no --energy-watts", expected="both, or a meter that reads them")
+    if idle_watts is not None and not has_watts and _nothing_counts():
+        given = "no --energy-watts, and no meter here"
+        raise ValueGivenError("--idle-watts", given=given, expected="what it draws while it trains, too")
+
+
+def _nothing_counts() -> bool:
+    """Whether this machine has no meter of what trains on it."""
+    from trimtab.experiments.planning import device_here
+    from trimtab.measure.meters import find_meter
+
+    return find_meter(device_here()).facts.is_absent

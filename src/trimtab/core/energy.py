@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.units import format_joules
 
+OTHER_RANKS = "what other ranks read"  # is not in one rank's joules
+
 # Counters of devices are renewed every millisecond to every tenth of a second: a shorter window says nothing.
 WINDOW_S = 1.0
 
@@ -116,6 +118,11 @@ class MeterFacts:
     def is_absent(self) -> bool:
         """Whether nothing is counted."""
         return self.provenance is Provenance.ABSENT
+
+    def told(self, joules: float) -> str:
+        """Return joules that it counted in words; of an estimate they say so."""
+        estimated = " (estimated)" if self.provenance is Provenance.ESTIMATED else ""
+        return f"{format_joules(joules)}{estimated}"
 
     def describe(self) -> str:
         """Return how outputs name it."""

@@ -21,7 +21,7 @@ from trimtab.core.objective import ASSUMED_REFERENCE, PRECISIONS, Reference
 from trimtab.core.rank_stage import RankStage
 from trimtab.core.recompute import check_recompute
 from trimtab.core.sharing import KEPT, check_sharing
-from trimtab.core.units import format_bytes, format_joules, format_seconds
+from trimtab.core.units import format_bytes, format_seconds
 
 __all__ = ["Check", "Choice", "FrontPoint", "Mark", "Measured", "Plan", "Rejected", "Scalar"]
 
@@ -314,10 +314,10 @@ _TIERS = {"S": "tier S: the same maths", "F": "tier F: other dynamics"}
 def _explain(plan: Plan) -> str:
     """Return the page."""
     lines = [_verdict(plan), "", f"against: {plan.reference.describe()} loop, {_rows(plan)} per step"]
-    lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline))
-    lines.append(_cost("this plan, predicted", plan.predicted))
+    lines.append(_cost("reference, predicted" if plan.elsewhere else "reference", plan.baseline, plan.meter))
+    lines.append(_cost("this plan, predicted", plan.predicted, plan.meter))
     if plan.measured is not None:
-        lines.append(_cost("this plan, measured", plan.measured))
+        lines.append(_cost("this plan, measured", plan.measured, plan.meter))
     if plan.peak_margin is not None:
         lines.append(
             f"peaks: traced, with {100 * plan.peak_margin:.2g}% on top for what no trace tells; not calibrated"
@@ -373,13 +373,13 @@ def _certainty(verified: tuple[float, float] | None) -> str:
     return f" (95% {low:.2f} to {high:.2f}{doubt})"
 
 
-def _cost(label: str, cost: Measured | None) -> str:
+def _cost(label: str, cost: Measured | None, meter: MeterFacts) -> str:
     if cost is None:
         return f"{label}: not measured"
     between = ""
     if cost.between_s is not None:
         between = " ({} to {})".format(*map(format_seconds, cost.between_s))
-    energy = "" if cost.energy_j is None else f", energy {format_joules(cost.energy_j)}"
+    energy = "" if cost.energy_j is None else f", energy {meter.told(cost.energy_j)}"
     peak = format_bytes(cost.peak_bytes)
     return f"{label}: {format_seconds(cost.step_s)} per step{between}, peak memory {peak}{energy}"
 

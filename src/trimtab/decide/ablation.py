@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,12 +18,16 @@ REFERENCE, UNCHANGED, PLAN = "reference", "unchanged", "plan"
 UNCHANGED_AGAIN, PLAN_AGAIN = "unchanged_again", "plan_again"
 
 Changes = frozenset[str]
+_BELONGS = {"warmup_fraction": "schedule"}  # choices that say how another is, by that one
 
 
 def changes_of(plan: Plan, reference: Reference) -> tuple[str, ...]:
-    """Return the choices whose value is not the loop's, in the plan's order; whatever the plan itself calls changed."""
+    """Return the choices whose value is not the loop's, in the plan's order; whatever the plan itself calls changed.
+
+    What belongs to another of them is none by itself.
+    """
     loop = _loop_values(plan, reference)
-    return tuple(name for name, choice in plan.choices() if choice.value != loop[name])
+    return tuple(name for name, choice in plan.choices() if choice.value != loop[name] and name not in _BELONGS)
 
 
 def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
@@ -35,7 +40,7 @@ def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
     values: dict[str, Any] = {
         name: Choice(value, "as the loop has it: left out", Plan.marks()[name])
         for name, value in loop.items()
-        if name not in kept and getattr(plan, name).value != value
+        if _BELONGS.get(name, name) not in kept and getattr(plan, name).value != value
     }
     if "batch_policy" in values:
         values["batch_rule"] = None
@@ -118,3 +123,12 @@ def plans_of(plan: Plan, design: Design, reference: Reference) -> tuple[dict[str
         except TrimtabError as error:
             refusals[name] = str(error)
     return plans, refusals
+
+
+def power_of_all(changes: int) -> float:
+    """Return how many times the noise of an interaction, as a logarithm, is in all changes' worth over each one's.
+
+    An interaction is of four loops, each once. Here the plan is once, each change's loop too, and the unchanged one,
+    which each of them is divided by, once for the plan and as often for them: changes less one.
+    """
+    return math.sqrt((1 + changes + (changes - 1) ** 2) / 4)

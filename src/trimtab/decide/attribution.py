@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.phases import PHASES, ArmPhases, Gain, Lap, Roof
-from trimtab.decide.statistics import Interval, mean_interval, ratio_interval, share_interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval, ratio_interval, share_interval
 
 WHOLE, UNATTRIBUTED = "step", "unattributed"
 # Times as long as without it that a step under the clock may take, for its phases to be those of a step: one that waits
@@ -18,6 +18,8 @@ WHOLE, UNATTRIBUTED = "step", "unattributed"
 DISTORTED = 1.25
 # Phases that a roof is known of, and which phases' seconds are under it.
 _UNDER = {"forward": ("forward",), "backward": ("backward", "recompute"), "optimizer": ("optimizer",)}
+# What a step function of the task's own has in its rest, and a loop of ours apart.
+_HIDDEN = ("forward", "recompute", "backward")
 COMPUTE, MEMORY, UNBOUND = "compute-bound", "memory-bound", "not known"
 _OTHERS = {"communication": "communication-bound", "data": "waiting for data", "rest": "the loop itself"}
 BOUNDS = (COMPUTE, MEMORY, *_OTHERS.values(), UNBOUND)
@@ -44,11 +46,12 @@ class Attribution:
     """Where a plan's gain comes from.
 
     Args:
-        phases: those that either arm has, in order, clocked. unattributed: the difference of what the clock itself
+        phases: those that either arm has, in order, clocked; where of one arm the forward and the backward are in the
+            rest, those of the other are too. unattributed: the difference of what the clock itself
             costs the two. whole: steps without the clock; phases and unattributed add up to it.
         reference_clock, plan_clock: what a step takes with the clock over one without, paired by lap.
-        parts: by class of module, of the forward and the backward; they add up to those two. is_distorted: as the
-            function says.
+        parts: by class of module, of the forward and the backward; they add up to those two. None where of one arm
+            alone they are told apart. is_distorted: as the function says.
     """
 
     phases: tuple[Saved, ...]
@@ -66,7 +69,7 @@ def attribute(gain: Gain) -> Attribution:
     whole_s = math.fsum(t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)) / len(ours)
     interval = mean_interval([t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)])
     # Of a loss nothing has a share: the paper's shares are of what is gained.
-    is_gain, distorted = interval.low > 0, is_distorted(gain)
+    is_gain, distorted = _is_gain(interval), is_distorted(gain)
 
     def saved(name: str, of: Callable[[Lap], float]) -> Saved:
         pairs = [(of(t), of(o)) for t, o in zip(theirs, ours, strict=True)]
@@ -74,15 +77,15 @@ def attribute(gain: Gain) -> Attribution:
         reference_s, plan_s = (math.fsum(each) / len(each) for each in zip(*pairs, strict=True))
         return Saved(name, reference_s, plan_s, found, found.mean / whole_s if is_gain and not distorted else None)
 
-    def of_phase(name: str) -> Saved:
-        return saved(name, lambda lap: lap.seconds.get(name, 0.0))
+    def of_phase(name: str, within: tuple[str, ...]) -> Saved:
+        return saved(name, lambda lap: math.fsum(lap.seconds.get(each, 0.0) for each in within))
 
     def of_part(name: str) -> Saved:
         return saved(name, lambda lap: lap.parts.get(name, 0.0))
 
-    parts = dict.fromkeys(name for lap in (*theirs, *ours) for name in lap.parts)
+    parts = dict.fromkeys(name for lap in (*theirs, *ours) for name in lap.parts) if _are_told_apart(gain) else ()
     return Attribution(
-        tuple(of_phase(phase) for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)),
+        tuple(of_phase(phase, within) for phase, within in _told(gain).items()),
         saved(UNATTRIBUTED, lambda lap: lap.plain_s - lap.clocked_s),
         saved(WHOLE, lambda lap: lap.plain_s),
         _clock_cost(gain.reference),
@@ -90,6 +93,24 @@ def attribute(gain: Gain) -> Attribution:
         tuple(map(of_part, parts)),
         distorted,
     )
+
+
+def _is_gain(saved: Interval) -> bool:
+    return saved.n >= MIN_PAIRS_FOR_VERDICT and saved.low > 0
+
+
+def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
+    """Return the phases that either arm has, each with those that are in it: what is in one's rest is in both's."""
+    seen = [phase for phase in PHASES if phase in (*gain.reference.has, *gain.plan.has)]
+    if ("forward" in gain.reference.has) == ("forward" in gain.plan.has):
+        return {phase: (phase,) for phase in seen}
+    return {phase: (phase,) for phase in seen if phase not in (*_HIDDEN, "rest")} | {"rest": (*_HIDDEN, "rest")}
+
+
+def _are_told_apart(gain: Gain) -> bool:
+    """Return whether both arms tell classes of modules apart, or neither: one that is compiled has none."""
+    theirs, ours = (any(" " in name for lap in arm.laps for name in lap.parts) for arm in (gain.reference, gain.plan))
+    return theirs == ours
 
 
 def is_distorted(gain: Gain) -> bool:
@@ -121,16 +142,18 @@ def shares(gain: Gain) -> tuple[Share, ...]:
     """
     theirs, ours = gain.reference.laps, gain.plan.laps
     wholes = [t.plain_s - o.plain_s for t, o in zip(theirs, ours, strict=True)]
-    if not mean_interval(wholes).low > 0 or is_distorted(gain):
+    if not _is_gain(mean_interval(wholes)) or is_distorted(gain):
         return ()
     bounds = [
         tuple(bound_seconds(replace(arm, laps=(lap,))) for arm, lap in ((gain.reference, t), (gain.plan, o)))
         for t, o in zip(theirs, ours, strict=True)
     ]
     saved = {
-        phase: [t.seconds.get(phase, 0.0) - o.seconds.get(phase, 0.0) for t, o in zip(theirs, ours, strict=True)]
-        for phase in PHASES
-        if phase in (*gain.reference.has, *gain.plan.has)
+        phase: [
+            math.fsum(t.seconds.get(each, 0.0) - o.seconds.get(each, 0.0) for each in within)
+            for t, o in zip(theirs, ours, strict=True)
+        ]
+        for phase, within in _told(gain).items()
     }
     are_known = not any(UNBOUND in each for pair in bounds for each in pair)
     for bound in BOUNDS if are_known else ():
@@ -147,12 +170,13 @@ def bound_seconds(arm: ArmPhases) -> dict[str, float]:
     """Return the mean seconds of a clocked step by what bounds them (`BOUNDS`); together they are that step.
 
     A phase's seconds are split as its roof is, between operators that compute at length and those that move: what they
-    take beyond their roof is shared alike. Seconds of a phase without a roof are not known.
+    take beyond their roof is shared alike. Seconds of a phase without a roof are not known, nor are those of a rest
+    that has the forward in it.
     """
     found = dict.fromkeys(BOUNDS, 0.0)
     for phase in arm.has:
         seconds, roof = arm.mean_s(phase), _roof_over(phase, arm)
-        if phase in _OTHERS:
+        if phase in _OTHERS and not (phase == "rest" and "forward" not in arm.has):
             found[_OTHERS[phase]] += seconds
         elif roof is None or roof.seconds <= 0:
             found[UNBOUND] += seconds

@@ -92,8 +92,11 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
         return Power(watts, idle_watts or 0.0, f"{watts:g} W, as given; {idle}")
     found = _cost(plan)
     if plan is not None and found is not None and found.energy_j is not None:
-        watts, idle_w = found.energy_j / found.step_s, plan.meter.idle_w
-        idle = "idle watts are not known, and not counted" if idle_w is None else f"{idle_w:.3g} W while it waits"
+        watts, given = found.energy_j / found.step_s, "" if idle_watts is None else ", as given"
+        idle_w = plan.meter.idle_w if idle_watts is None else idle_watts
+        idle = (
+            "idle watts are not known, and not counted" if idle_w is None else f"{idle_w:.3g} W while it waits{given}"
+        )
         return Power(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
     said = f"not known: grams are of {ASSUMED_W:g} W, shares hold for any; waiting is not counted"
     return Power(ASSUMED_W, 0.0, said)

@@ -1,8 +1,8 @@
 """Compiling the model: whether it is tried, in which precision and layout, and whether it pays.
 
 On a processor it is tried where the run spares its seconds, as any other trial. On a GPU a step that is not compiled
-may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever a fifth of
-what it could save pays for that, and also in a mode that looks no faster yet, as the host is what bounds them all.
+may spend most of its time moving what its kernels could keep, or launching them: there it is tried wherever what it is
+likely to save pays for it, and also in a mode that looks no faster yet, as the host is what bounds them all.
 Where a step takes many times what its products do, recording its kernels and launching them whole is tried too, of the
 model as it is and of the compiled one: what is recorded once costs next to nothing.
 """
@@ -23,10 +23,10 @@ from trimtab.decide.sizes import halvings, is_in_chunks
 MEASURING, COMPILING_S = 0.01, 20.0
 # Compiling has to save this many times the seconds it takes.
 WORTH_COMPILING = 2.0
-# Of what compiling could save, the share that trying it may take; and the share of what it could save of a step that is
-# recorded already, where less is left to be saved: of GPT-2's steps on an H200 it saved 0.73 and 0.52 of that, of
-# ResNet-50's, recorded, 0.3 (docs/LOG.md, 2026-11-26 and 27).
-_PRICE, _PRICE_RECORDED = 0.2, 0.15
+# Of what a step takes beyond its products, the share that compiling is likely to save, and the seconds that takes: of
+# GPT-2's steps on an H200 it saved 0.73, and 0.52 of recorded ones, in 23 s; of ResNet-50's, recorded, 0.3 in 43 s
+# (docs/LOG.md, 2026-11-26 and 27).
+_LIKELY, _LIKELY_CONVOLVED = (0.5, 20.0), (0.3, 40.0)
 _UNKNOWN = 0.5  # of a step whose least time is not known, what could be saved
 # Modes this many times as slow as the fastest may be held up by the host: of 128 small images ResNet-50's steps took an
 # H200 25 to 33 ms in each, while kernels of one in bf16 take it 10 (docs/kernels.md).
@@ -56,6 +56,19 @@ def _may_wait(profile: Profile, fastest: Candidate) -> bool:
     """Return whether, on a GPU, one launch may do for a step that seems to wait for its launches."""
     step_s, least_s = _seconds(profile, fastest)
     return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
+
+
+def seems_to_wait(profile: Profile) -> bool:
+    """Return whether, before anything is tried, the loop's own step on a GPU seems to wait for its launches.
+
+    By its phases, and by what its products take at the peak of its precision; torch convolves in TF32 by default.
+    """
+    own = profile.reference.precision
+    found = [profile.device.peak(each) for each in ((own, "tf32") if profile.loop.has_convolutions else (own,))]
+    peak, step_s = max(filter(None, found), default=None), math.fsum(profile.phases_s.values())
+    if profile.device.kind != "cuda" or peak is None or not profile.loop.flops_per_step:
+        return False
+    return step_s >= _LAUNCHED * profile.loop.flops_per_step / peak
 
 
 def to_record(profile: Profile, fastest: Candidate) -> Candidate:
@@ -112,18 +125,19 @@ def compiling_refusal(profile: Profile, fastest: Candidate) -> str | None:
 
 
 def is_promising(profile: Profile, fastest: Candidate) -> bool:
-    """Return whether, on a GPU, a fifth of what compiling could save of the run pays for trying it.
+    """Return whether, on a GPU, what compiling is likely to save of the run is what it has to, for what it takes.
 
     It could save what a step takes beyond its products at the device's peak: kernels that are fused move less, and are
-    fewer to launch; of a step that is recorded already, what that takes, of which less has to pay.
+    fewer to launch; of a step that is recorded already, of what that takes.
     """
     if profile.device.kind != "cuda":
         return False
-    (step_s, least_s), price = _seconds(profile, fastest), _PRICE
+    step_s, least_s = _seconds(profile, fastest)
     if (recorded_s := _recorded_s(profile)) is not None:
-        step_s, price = recorded_s, _PRICE_RECORDED
+        step_s = recorded_s
     least_s = (1 - _UNKNOWN) * step_s if least_s is None else least_s
-    return price * (step_s - least_s) * (profile.total_steps or 0) >= COMPILING_S
+    share, takes_s = _LIKELY_CONVOLVED if profile.loop.has_convolutions else _LIKELY
+    return share * (step_s - least_s) * (profile.total_steps or 0) >= WORTH_COMPILING * takes_s
 
 
 def _recorded_s(profile: Profile) -> float | None:

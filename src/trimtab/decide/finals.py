@@ -66,9 +66,12 @@ def decide(profile: Profile, stage: str, objective: Objective, budget: Budget) -
         if must_leave is not None:
             return True
         if trial.candidate.differences(reference.candidate) == ("fused_optimizer",):
-            # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown.
-            found = speed_ratio(trial, reference)
-            return found.n >= MIN_PAIRS_FOR_VERDICT and found.high >= 1
+            # Its gain is clear on the optimizer's step alone, a small share of a whole one, where it may drown. That is
+            # one in seconds: where joules are weighed, what they are is asked too.
+            weighs = objective.energy > 0
+            found = score_ratio(trial, reference, objective, unit) if weighs else speed_ratio(trial, reference)
+            is_read = control is not None or not weighs
+            return is_read and found.n >= MIN_PAIRS_FOR_VERDICT and found.high >= 1
         return is_better(trial, reference)
 
     accepted = [trial for trial in fitting if is_accepted(trial)]

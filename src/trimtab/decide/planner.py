@@ -14,6 +14,7 @@ from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
 from trimtab.decide.space import Point
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 
 _MARKS = Plan.marks()
 
@@ -128,7 +129,7 @@ def _decide(
     if outcome is not None and (was_asked or _still_wins(profile, rounds, outcome, objective, budget)):
         return _Decision(outcome.winner.candidate, outcome)
     winner = None if outcome is None else outcome.winner.candidate
-    lost = judged - {winner, profile.reference_candidate}
+    lost = judged - {winner, profile.reference_candidate} - _untold(profile, rounds, objective)
     fitting = [point for point in found if point.refusal is None and point.candidate not in lost]
     fitting = [point for point in fitting if rows is None or point.candidate.micro_batch == rows]
     if not fitting or (rounds and was_asked):
@@ -141,6 +142,21 @@ def _decide(
     if winner in scores and scores[winner] <= scores[best] / space.WORTH_A_RUN:
         return _Decision(winner, outcome)
     return _Decision(best, None)
+
+
+def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> set[Candidate]:
+    """Return of whose joules, which are weighed, finals have too few windows for a verdict: these lost nothing there.
+
+    A profile that was made without that weight has one window of each.
+    """
+    if objective.energy == 0:
+        return set()
+    found: set[Candidate] = set()
+    for name in rounds:
+        trials = profile.stage(name)
+        few = [trial for trial in trials if len(trial.watts) < MIN_PAIRS_FOR_VERDICT]
+        found |= {trial.candidate for trial in (trials if trials[0] in few else few)}
+    return found
 
 
 def _still_wins(
@@ -172,6 +188,10 @@ def _outcome(
 
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
     near, rounds = space.nearest(found, budget), profile.finals
+    if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
+        given = f"a limit of {format_joules(budget.energy)} per step, and a meter that was lost in every trial"
+        way_out = "Leave that limit out, or give watts: trimtab.Metering(watts=...)."
+        return InfeasibleError("budget", given=given, expected="joules of at least one that fits", way_out=way_out)
     if near is None:
         reasons = "; ".join(sorted({t.error for t in profile.trials if t.error}))[:300]
         given = f"a loop that did not run ({reasons})"

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from trimtab.core.checks import number
-from trimtab.decide.statistics import Interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 
 CYCLE_MONTHS = 5.0  # the paper's
 
@@ -99,7 +99,7 @@ def unprojected(speedup: Interval, changes: bool) -> str:
     """
     if not changes:
         return "the plan changes nothing: there is no gain that could go on"
-    if not (speedup.low > 0 and math.isfinite(speedup.high)):
+    if speedup.n < MIN_PAIRS_FOR_VERDICT or not (speedup.low > 0 and math.isfinite(speedup.high)):
         return "too few laps tell how fast its steps are"
     if speedup.low <= 1:
         slower = speedup.high < 1

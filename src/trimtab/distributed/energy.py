@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trimtab.core.energy import Energy, MeterFacts, Provenance, absent
+from trimtab.core.energy import OTHER_RANKS, Energy, MeterFacts, Provenance, absent
 from trimtab.distributed.process_group import place
 from trimtab.measure.cores import node
 from trimtab.measure.energy import Meter
@@ -74,7 +74,7 @@ def meter_of_rank(device: torch.device, metering: Metering | None = None, *, idl
     readers = [(seat.node, facts) for seat, facts in zip(seats, each, strict=True) if facts is not None]
     own, job = found.facts, _together(readers)
     if len(readers) > 1 and not own.is_absent:
-        own = replace(own, uncounted=(*own.uncounted, "what other ranks read"))
+        own = replace(own, uncounted=(*own.uncounted, OTHER_RANKS))
     return RankMeter(found.meter, own, job, not reads.nothing)
 
 

@@ -14,12 +14,14 @@ from trimtab.api import FREED, Metering, default_rule, profile
 from trimtab.calibrate.adapting import TRAINED, RunLength, adapted, require_rate
 from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import MIN_ROWS
+from trimtab.core.energy import Energy, summed
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.planner import choose
+from trimtab.experiments.planning_energy import PlanningMeter
 from trimtab.recipes.loop import move
 from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.muon import hidden_matrices
@@ -31,10 +33,15 @@ PLANNING_SEED = 2**31 - 1
 
 @dataclass(frozen=True)
 class Plans:
-    """Tier ("S", "F", "strong") -> plan, and the profiles behind them. A JSON value."""
+    """Tier ("S", "F", "strong") -> plan, the profiles behind them, and what was drawn meanwhile. A JSON value.
+
+    Args:
+        energy: of what `Plan.planning_s` is the seconds of; of none where planning was not metered.
+    """
 
     plans: Mapping[str, Plan]
     profiles: Mapping[str, Profile] = field(default_factory=dict)
+    energy: Mapping[str, Energy] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceSpec | None:
@@ -104,15 +111,21 @@ def make_plans(
         InfeasibleError: the budget is met by no settings of the task's loop, or of the strong recipe.
     """
     require_rate(adapt)
-    limits = _Limits(budget or Budget(), objective or Objective(), metering, progress)
+    meter = PlanningMeter(device, metering)
+    progress = meter.heard(progress)
+    limits = _Limits(budget or Budget(), objective or Objective(), meter.metering, progress)
     subject, batches = _subject(task, data, device, adapt)
-    base, found = _same_maths(task, data, subject, limits, frees_batch="batch" in adapt, traces=traces)
-    plans, profiles = {"S": base}, {"S": found}
+    how = {"frees_batch": "batch" in adapt, "traces": traces}
+    (base, found), spent = meter.counted(lambda: _same_maths(task, data, subject, limits, **how))
+    plans, profiles, energy = {"S": base}, {"S": found}, {"S": spent}
     if adapt:
-        plans["F"] = _freed(subject, base, adapt, batches, progress, _length(task, data))
+        searched = (subject, base, adapt, batches, progress, _length(task, data))
+        plans["F"], spent = meter.counted(lambda: _freed(*searched))
+        energy["F"] = summed((energy["S"], spent), in_turn=True) if TRAINED & set(adapt) else energy["S"]
     if strong and task.strong is not None:
-        plans["strong"], profiles["strong"] = _for_strong(task, device, subject.batch, limits)
-    return Plans(plans, profiles)
+        made, energy["strong"] = meter.counted(lambda: _for_strong(task, device, subject.batch, limits))
+        plans["strong"], profiles["strong"] = made
+    return Plans(plans, profiles, energy)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,7 @@ class EnergyClock:
         self._last = _Reading(clock(), None, "it was not started")
         self._whole: Energy | None = None
         self._short_s = 0.0
+        self._ticked_at = clock()
 
     @property
     def seconds(self) -> float:
@@ -145,15 +146,23 @@ class EnergyClock:
         """Go on from here; what was since `pause` is in no joule. Nothing, where it runs."""
         if self._begun is None:
             self._begun = self._last = self._reading().anew
+            self._ticked_at = self._last.at_s
 
     def tick(self) -> None:
         """Read the meter where that is due; to be called as often as may be, between steps."""
-        if self._begun is not None and self._clock() - self._last.at_s >= self._due_s:
+        if self._begun is None:
+            return
+        self._ticked_at = self._clock()
+        if self._ticked_at - self._last.at_s >= self._due_s:
             self._last = self._reading(self._last.lost)
 
     def pause(self) -> None:
-        """Stop at the last reading, of a second ago at the most where it was ticked: what was since is left out."""
+        """Stop at the last reading, of a second ago at the most where it was ticked: what was since is left out.
+
+        What it ran for from that reading to its last tick is among the stretches that were too short.
+        """
         if self._begun is not None:
+            self._short_s += max(0.0, self._ticked_at - self._last.at_s)
             self._close(self._begun)
             self._begun = None
 
@@ -168,32 +177,43 @@ class EnergyClock:
     def read(self) -> Energy:
         """Return what all stretches took, the one until now among them; its seconds are those that it is of.
 
-        Absent where a part is not known, or too much of it lay in stretches that are too short for a meter.
+        Absent where a part is not known, or too much of it lay in stretches that are too short for a meter. It goes on
+        as it did: who reads it often makes no stretch shorter.
         """
+        whole, short_s = self._whole, self._short_s
         if self._begun is not None:
             self._last = self._reading(self._last.lost)
-            self.lap()
-        known_s = 0.0 if self._whole is None else self._whole.seconds
-        is_lost = self._whole is not None and self._whole.joules is None
-        if not is_lost and self._short_s > _SHORT * (known_s + self._short_s):
-            return absent(self._too_short(self._short_s), known_s + self._short_s)
-        return self._whole or absent("nothing was read")
+            whole, short_s = self._with(self._stretch(self._begun))
+        known_s = 0.0 if whole is None else whole.seconds
+        is_lost = whole is not None and whole.joules is None
+        if not is_lost and short_s > _SHORT * (known_s + short_s):
+            return absent(self._too_short(short_s), known_s + short_s)
+        return whole or absent("nothing was read")
 
     def _close(self, begun: _Reading) -> Energy:
         """Add the stretch up to the last reading to the whole, and return it."""
+        found = self._stretch(begun)
+        self._whole, self._short_s = self._with(found)
+        return found[0]
+
+    def _stretch(self, begun: _Reading) -> tuple[Energy, bool]:
+        """Return what it took from there to the last reading, and whether that is too short for a meter."""
         last, meter = self._last, self._meter
         seconds = last.at_s - begun.at_s
         if not seconds > 0:
-            return absent("no time has passed")
+            return absent("no time has passed"), True
         if begun.joules is None or last.joules is None or last.lost:
-            found = absent(last.lost or begun.lost, seconds)
-        elif meter.provenance is Provenance.MEASURED and seconds < self._window_s:
-            self._short_s += seconds
-            return absent(self._too_short(seconds), seconds)
-        else:
-            found = _counted(last.joules - begun.joules, seconds, meter)
-        self._whole = found if self._whole is None else summed((self._whole, found), in_turn=True)
-        return found
+            return absent(last.lost or begun.lost, seconds), False
+        if meter.provenance is Provenance.MEASURED and seconds < self._window_s:
+            return absent(self._too_short(seconds), seconds), True
+        return _counted(last.joules - begun.joules, seconds, meter), False
+
+    def _with(self, stretch: tuple[Energy, bool]) -> tuple[Energy | None, float]:
+        """Return the whole with a stretch, and the seconds of those that are too short."""
+        found, is_short = stretch
+        if is_short:
+            return self._whole, self._short_s + found.seconds
+        return found if self._whole is None else summed((self._whole, found), in_turn=True), self._short_s
 
     def _too_short(self, seconds: float) -> str:
         return f"{seconds:.2g} s lie in windows of less than {self._window_s:g} s, of which a meter says nothing"

@@ -157,7 +157,8 @@ def uuid_of(index: int) -> str:
 def _as_found(meter: Meter, limits: tuple[PowerLimit, ...] | None = None) -> Found:
     reason = meter.reason if isinstance(meter, NoMeter) else ""
     limits = _limits(meter) if limits is None else limits
-    return Found(meter, MeterFacts(meter.provenance, tuple(meter.sources), None, reason, (), limits))
+    uncounted = tuple(getattr(meter, "uncounted", ()))
+    return Found(meter, MeterFacts(meter.provenance, tuple(meter.sources), None, reason, uncounted, limits))
 
 
 def _limits(meter: Any) -> tuple[PowerLimit, ...]:

@@ -91,9 +91,8 @@ class Nvml:
     ) -> None:
         self._library, self._clock = load() if library is None else library, clock
         self._call("nvmlInit")
-        handles = [self._call("nvmlDeviceGetHandleByIndex", i) for i in range(self._call("nvmlDeviceGetCount"))]
-        uuids = [_text(self._call("nvmlDeviceGetUUID", handle)) for handle in handles]
-        names = [_text(self._call("nvmlDeviceGetName", handle)) for handle in handles]
+        found = [self._opened(i, is_needed=not uuid) for i in range(self._call("nvmlDeviceGetCount"))]
+        handles, uuids, names = ([each[part] for each in found] for part in range(3))
         variables = os.environ if environment is None else environment
         at = _of_uuid(uuid, uuids, f"cuda:{ordinal}") if uuid else position(ordinal, uuids, names, variables)
         self._handle, self.uuid, self._device = handles[at], uuids[at], f"gpu {at}"
@@ -103,6 +102,16 @@ class Nvml:
         self.period_s = math.inf if self._has_counter else SAMPLED_S
         how = "" if self._has_counter else f" power, sampled at least every {SAMPLED_S:g} s"
         self.sources: tuple[str, ...] = (f"nvml {self._device}{how}",)
+
+    def _opened(self, index: int, *, is_needed: bool) -> tuple[Any, str, str]:
+        """Return a GPU's handle, UUID and name; nothing of one that cannot be asked where it is not needed."""
+        try:
+            handle = self._call("nvmlDeviceGetHandleByIndex", index)
+            return handle, *(_text(self._call(f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
+        except MeterLost:
+            if is_needed:  # whose number CUDA counts, too
+                raise
+            return None, "", ""
 
     def joules(self) -> float:
         """Return the joules since the driver was loaded; or since it was made, of one whose power is sampled.

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.measure.held import HeldContainer, HeldGradient, HeldTensor, is_container, reachable, tensors_of
+from trimtab.measure.held import (
+    HeldContainer,
+    HeldGradient,
+    HeldTensor,
+    device_copy,
+    host_copy,
+    is_container,
+    reachable,
+    tensors_of,
+)
 from trimtab.measure.process_state import ProcessState
 
+_ROOM = 4  # times what is copied that a device has to have left: trials need memory of their own
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -20,16 +31,21 @@ class Snapshot:
     and what else modules and optimizer hold in tensors and containers, however nested.
 
     Usable as a context manager: the state is put back on leaving, also after an error.
+
+    Args:
+        on_device: whether copies may lie where the tensors do, if there is room: not where a device's peak is counted
+            while they are held.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_device: bool = False) -> None:
         self._process = ProcessState.capture()
-        self._grads = [HeldGradient(tensor) for tensor in tensors_of(model)]
+        copied = device_copy if on_device and _has_room(model, optimizer) else host_copy
+        self._grads = [HeldGradient(tensor, copied) for tensor in tensors_of(model)]
         named = {id(t): t for t in tensors_of(model)}
         others = list(reachable(_roots(model, optimizer)))
         named |= {id(value): value for value in others if isinstance(value, Tensor)}
         self._containers = [HeldContainer(value) for value in others if is_container(value)]
-        self._tensors = [HeldTensor(tensor) for tensor in named.values()]
+        self._tensors = [HeldTensor(tensor, copied) for tensor in named.values()]
 
     def restore(self) -> None:
         """Put everything back; may be called again and again."""
@@ -46,6 +62,20 @@ class Snapshot:
 
     def __exit__(self, *exc: object) -> None:
         self.restore()
+
+
+def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each GPU that holds any of it has several times as much memory left."""
+    held = Counter[torch.device]()
+    for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(optimizer.state))}.values():
+        for each in (tensor, tensor.grad):
+            if each is not None and each.is_cuda:
+                held[each.device] += each.numel() * each.element_size()
+    return all(torch.cuda.mem_get_info(device)[0] > _ROOM * size for device, size in held.items())
+
+
+def _tensors(root: Any) -> Iterator[Tensor]:
+    return (value for value in reachable([root]) if isinstance(value, Tensor))
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

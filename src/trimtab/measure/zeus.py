@@ -32,6 +32,7 @@ class ZeusGpu:
     """
 
     provenance, period_s = Provenance.MEASURED, math.inf
+    uncounted: tuple[str, ...] = ("the processor, and other GPUs: it reads one",)
 
     def __init__(self, index: int = 0, *, library: Any = None) -> None:
         self._index = checks.integer("index", index, low=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from trimtab.core.batch_rule import BatchRule
 from trimtab.core.choice import Choice, Mark, Measured
 from trimtab.core.objective import Reference
 from trimtab.core.plan import Plan
-from trimtab.decide.ablation import PLAN, UNCHANGED, Design, changes_of, plans_of, reduced
+from trimtab.decide.ablation import PLAN, UNCHANGED, Design, changes_of, plans_of, power_of_all, reduced
 
 PLAIN = Reference("fp32")
 VALUES = {
@@ -58,6 +60,29 @@ def test_what_belongs_to_a_change_goes_with_it():
     assert (without.recompute_blocks, without.batch_rule) == ((), None)
     assert reduced(plan, ("recompute",), PLAIN).recompute_blocks == ("a", "b")
     assert reduced(plan, ("batch_policy",), PLAIN).batch_rule == plan.batch_rule
+
+
+def test_a_warm_up_is_a_part_of_its_schedule():
+    plan = Plan.fixed(32, schedule="warmup_cosine", warmup_fraction=0.17, learning_rate_scale=24.0)
+    assert changes_of(plan, PLAIN) == ("schedule", "learning_rate_scale")
+    plans, refusals = plans_of(plan, Design(changes_of(plan, PLAIN)), PLAIN)
+    assert refusals == {}
+    rises = {name: (each.schedule.value, each.warmup_fraction.value) for name, each in plans.items()}
+    assert rises["with_schedule"] == rises[PLAN] == ("warmup_cosine", 0.17)
+    assert rises["with_learning_rate_scale"] == rises[UNCHANGED] == ("user", None)
+
+
+def test_all_changes_over_each_have_the_noise_of_so_many_loops():
+    """Of n: a plan, n loops with one change, and the unchanged one n - 1 times over; an interaction is of four."""
+    rng = random.Random(0)
+
+    def noise(changes: int) -> float:
+        plan, unchanged = rng.gauss(0, 1), rng.gauss(0, 1)
+        return plan - unchanged - sum(rng.gauss(0, 1) - unchanged for _ in range(changes))
+
+    for changes in (3, 5):
+        spread = statistics.pstdev(noise(changes) for _ in range(4000))
+        assert spread / 2 == pytest.approx(power_of_all(changes), rel=0.05)
 
 
 def test_what_was_measured_of_the_whole_plan_is_not_said_of_a_part():

@@ -40,6 +40,9 @@ def test_watts_are_what_was_given_else_what_the_meter_read():
     read = power_of(METERED, None, None)
     assert (read.watts, read.idle_watts) == (200, 40)
     assert read.known == "200 W, measured as it was planned; 40 W while it waits"
+    beside = power_of(METERED, None, 100.0)
+    assert (beside.watts, beside.idle_watts) == (200, 100)
+    assert beside.known == "200 W, measured as it was planned; 100 W while it waits, as given"
 
 
 def test_watts_that_nobody_knows_change_the_grams_and_not_the_choice_or_the_share():

@@ -130,6 +130,44 @@ def test_a_final_is_not_won_by_who_has_no_joules():
     assert precision_of_final(final_of(BY_ENERGY, own_w=100.0, half_w=None)) == "fp32"
 
 
+def test_what_a_final_that_asked_for_no_joules_did_not_prove_was_not_lost_there():
+    fast = Machine(speed={"bf16": 2.0}, watts=lambda candidate: 100.0, noise=0.002)
+    profile = measured(fast, can_retain=False)
+    one = replace(profile, trials=tuple(replace(trial, watts=trial.watts[:1]) for trial in profile.trials))
+    plan = choose(one, BY_ENERGY, Budget())
+    assert plan.precision.value == "bf16"
+    assert plan.measured is not None  # what is chosen has been run
+    assert plan.measured.energy_j == pytest.approx(plan.baseline.energy_j / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fused_w", "control_w", "is_fused"), [(115.0, 100.0, False), (100.0, 100.0, True), (100.0, None, False)]
+)
+def test_a_fused_step_is_asked_for_its_joules_where_they_are_weighed(fused_w, control_w, is_fused):
+    profile = final_of(BY_ENERGY, own_w=100.0, half_w=100.0, control_w=control_w)
+    own, half, _, control = profile.stage("final")
+    fused = replace(
+        half, candidate=replace(own.candidate, fused_optimizer=True), block_s=(0.99,) * 5, watts=(fused_w,) * 5
+    )
+    before = tuple(each for each in profile.trials if not each.stage.startswith("final"))
+    found = decide(replace(profile, trials=(*before, own, fused, control)), "final", BY_ENERGY, Budget())
+    assert found.winner.candidate.fused_optimizer is is_fused
+
+
+def test_a_limit_on_joules_whose_meter_was_lost_is_told_as_such():
+    profile = measured(Machine(), can_retain=False)
+    with pytest.raises(InfeasibleError, match="a meter that was lost in every trial"):
+        choose(profile, Objective(), Budget(energy=1e6))
+
+
+def test_an_estimate_says_so_in_the_page():
+    given = MeterFacts(Provenance.ESTIMATED, ("300 W, as given",))
+    profile = replace(measured(machine(), objective=BY_BOTH, can_retain=False), meter=given)
+    lines = [line for line in str(choose(profile, BY_BOTH, Budget())).splitlines() if ", energy " in line]
+    assert lines
+    assert all(line.endswith("J (estimated)") for line in lines)
+
+
 @pytest.mark.parametrize("objective", [BY_ENERGY, BY_BOTH])
 def test_the_loop_stays_where_its_own_meter_was_lost(objective):
     profile = final_of(objective, own_w=None, half_w=50.0)

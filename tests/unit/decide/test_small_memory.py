@@ -139,7 +139,7 @@ def test_graphs_that_break_the_limit_do_not_speak_against_compiling():
     """A step of theirs leaves too little to be saved; one that waits for its host, as plans would be left with, not."""
     profile, _ = planned(Host(), 4.5)
     before = replace(profile, trials=tuple(t for t in profile.trials if t.stage not in ("compile", "final")))
-    fastest, steps = before.stage("graphs")[0].candidate, 500
+    fastest, steps = before.stage("graphs")[0].candidate, 350
     for limit, promises in ((2.5 * GB, True), (100 * GB, False), (None, False)):
         under = replace(before, budget=Budget(memory=limit), total_steps=steps)
         assert is_promising(under, fastest) is promises

@@ -11,10 +11,12 @@ import pytest
 from tiny_task import BATCH_ROWS, BUDGET_ROWS
 from tiny_task import task as tiny
 
+from trimtab.core.choice import Measured
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
 from trimtab.core.objective import Budget
 from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
+from trimtab.decide.ablation import PLAN, REFERENCE, UNCHANGED, Design
 from trimtab.experiments.ablation import ablate as ablate_module
 from trimtab.experiments.ablation.ablate import AblateSettings, ablate
 from trimtab.experiments.ablation.result import ALONE, INTERACTION, MEMORY, QUALITY, THROUGHPUT, WITHIN, Ablation
@@ -313,3 +315,16 @@ def test_of_three_changes_each_two_are_told_together(tmp_path, monkeypatch):
         ("fused_optimizer", "clip_norm"),
     }
     assert "## Two by two" in write_report(found, tmp_path / "report")["md"].read_text()
+
+
+def test_on_a_gpu_short_arms_of_the_plan_are_as_long_as_its_own_steps_ask():
+    design = Design(("precision", "fused_optimizer", "loss_chunk"))
+    rows = ablate_module._brief_rows(design, dict.fromkeys([REFERENCE, *design.arms]), 24, 200)
+    alone, without = ([f"{how}_{name}" for name in design.changes] for how in ("with", "without"))
+    assert {name for name, each in rows.items() if each == 24} == {REFERENCE, UNCHANGED, *alone}
+    assert {name for name, each in rows.items() if each == 200} == {PLAN, *without}
+    plan = replace(Plan.fixed(32, precision="bf16"), measured=Measured(0.1))
+    how = {"quick": False, "brief": True}
+    assert ablate_module._step_within(plan, 1.0, dear=True, **how) == 0.1
+    assert ablate_module._step_within(plan, 0.05, dear=True, **how) == 0.05
+    assert ablate_module._step_within(plan, 1.0, dear=False, **how) == 1.0

@@ -12,6 +12,7 @@ import pytest
 from race_records import climbing, record, timed
 
 from trimtab.core.plan import Plan
+from trimtab.core.record import End
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
 from trimtab.experiments.ablation.effects import Evidence, products
 from trimtab.experiments.ablation.headline import NOTHING, headline
@@ -258,6 +259,21 @@ def test_quality_is_paired_by_seed_after_the_same_rows():
     assert (kept.ratio.mean, kept.verdict.kind) == (pytest.approx(0.0), "no gain")
 
 
+def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
+    """A cap stops the slower arm early: where the other ended it had trained on more."""
+    design = Design(("precision", "learning_rate_scale"))
+    names = (UNCHANGED, "with_precision", "with_learning_rate_scale", PLAN)
+    races = {}
+    for seed in range(5):
+        whole = {name: climbing((1.0, 2.0), (0.1, 0.9 + 0.001 * seed)) for name in names}
+        late = climbing((2.0,), (0.2 + 0.001 * seed,))
+        races[seed] = whole | {"with_learning_rate_scale": replace(late, end=End("cap", {}))}
+    measured = Evidence(design, races, {}, {name: name for name in names}, "accuracy", True, "share")
+    rate = Change("learning_rate_scale", "learning rate scale 3", "F")
+    (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
+    assert alone.ratio.mean == pytest.approx(10.2)  # 0.202 for 0.1, each after its first evaluation
+
+
 def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, brief: frozenset[str] = frozenset()):
     """Return the effects of a schedule and a rate whose arms end at so much accuracy, but for a seed's own level."""
     design, draw = Design(("schedule", "learning_rate_scale")), random.Random(3)
@@ -386,6 +402,12 @@ def test_the_headline_says_what_the_plan_the_dearest_change_and_their_interactio
         r"In throughput worth more in the plan than alone: precision by 1\.\d\dx .*, recompute by 1", verdict.sentence
     )
     assert "micro batch by" not in verdict.sentence
+
+
+def test_a_change_is_most_of_a_gain_where_it_is_more_than_half_of_it():
+    sentence = said(evidence(lambda held: math.log(1.1) * len(held))).sentence
+    assert re.search(r"Worth most in the plan is \w.*: with it the plan is 1\.", sentence)
+    assert "Most of it" not in sentence
 
 
 def test_the_headline_says_that_no_interaction_is_seen_and_how_much_would_be():

@@ -94,6 +94,7 @@ def test_naming_peers_is_asking_for_them():
         Asked("tiny", quick=True, against=("strict",)).settings(1)
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_a_comparison_shows_every_peer_beside_the_plan(tmp_path):
     before, task = ProcessState.capture(), all_peers()
     task = replace(task, muon=replace(task.muon, rates="published rates, not swept here"))

@@ -73,6 +73,7 @@ def finished(tmp_path_factory) -> tuple[Path, Comparison, list[str]]:
         monkeypatch.setattr(trials, "BLOCK_S", 0.003)
         monkeypatch.setattr(race_module, "_BLOCK_S", 0.02)
         monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
+        monkeypatch.setattr(gain_module, "_LAP_S", 0.002)
         return folder, run(folder, progress=lambda text, share=None: lines.append(text)), lines
 
 

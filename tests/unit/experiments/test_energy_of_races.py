@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ from race_records import record
 from tiny_task import BATCH_ROWS, load_data, task
 
 from trimtab.core.codec import to_jsonable
-from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
-from trimtab.core.record import Event, RunRecord, read_record, write_record
+from trimtab.core.energy import Energy, MeterFacts, PowerLimit, Provenance, absent
+from trimtab.core.record import Evaluation, Event, RunRecord, read_record, write_record
 from trimtab.decide.statistics import ratio_interval
 from trimtab.distributed.alone import ALONE
 from trimtab.distributed.energy import RankMeter
@@ -24,17 +25,18 @@ from trimtab.experiments.comparison.energy_rows import (
     energy_verdict,
     joules_to,
     meter_of,
+    of_planning,
     short_blocks,
     watts,
 )
 from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.comparison.result import Arm
-from trimtab.experiments.comparison.target_rows import target_row
+from trimtab.experiments.comparison.target_rows import Charge, target_row
 from trimtab.experiments.doctor import energy_finding
 from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.meter import RaceMeter
 from trimtab.experiments.racing.race import Entry, Racer, race
-from trimtab.experiments.report.energy_tables import arm_energy_table
+from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
 from trimtab.measure.energy import GivenWatts
 from trimtab.recipes.reference import ReferenceLoop
 
@@ -110,6 +112,14 @@ def test_meters_are_not_mixed():
     found[3] = races(50.0, meter=MeterFacts(Provenance.ESTIMATED, ("100 W, as given",)))[3]
     assert "different meters" in meter_of(found).describe()
     assert energy_row(found, "plan_S", "reference", "S") is None
+    ladder = {"target": 0.5, "metric": "accuracy", "higher_is_better": True, "charge": None}
+    seen = tuple(Evaluation(10 * i, float(i), {"accuracy": 0.2 * i}) for i in (1, 2, 3, 4))
+    for pairs, told in ((races(50.0), 5), (found, 0)):
+        reached = {
+            seed: {name: replace(run, evaluations=seen) for name, run in race.items()} for seed, race in pairs.items()
+        }
+        row = target_row(reached, "plan_S", "reference", "S", **ladder)
+        assert (len(row.arm_j), row.energy is None) == (told, not told)
 
 
 def test_without_joules_there_is_no_row_and_no_number():
@@ -139,8 +149,11 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None)
     assert row.energy.mean == pytest.approx(0.75)
     assert row.arm_j == pytest.approx([300.0] * 5)
-    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, 60.0)
-    assert (charged.energy, charged.arm_j) == (None, ())  # planning's joules were not counted
+    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0, 900.0))
+    assert charged.arm_j == pytest.approx([1200.0] * 5)
+    assert charged.energy.mean == pytest.approx(3.0)
+    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0))
+    assert (unknown.energy, unknown.arm_j) == (None, ())  # what planning took is not known, so neither is the sum
     never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None)
     assert never.energy is None
     flat = metered(record(blocks=[(10, 2.0)] * 3, evaluations=[(10 * i, 2.0 * i, 0.1) for i in (1, 2, 3)]), 100.0)
@@ -150,17 +163,47 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
     assert (survivors.energy, len(survivors.arm_j)) == (None, 4)  # those that are left were chosen by their outcome
 
 
+@pytest.mark.parametrize(
+    ("spent", "is_told"),
+    [
+        (Energy(60.0, 900.0, Provenance.MEASURED, MEASURED.sources), True),
+        (Energy(60.0, 900.0, Provenance.ESTIMATED, ("15 W, as given",)), False),
+        (Energy(60.0, 900.0, Provenance.MEASURED, ("nvml gpu 0",)), False),
+        (absent("its meter was lost"), False),
+    ],
+)
+def test_joules_of_planning_are_those_of_the_meter_of_the_races(spent, is_told):
+    assert of_planning({"S": spent}, MEASURED) == ({"S": spent} if is_told else {})
+
+
+def test_a_report_says_what_planning_took():
+    spent = {key: Energy(1.0, j, Provenance.MEASURED, ("a",)) for key, j in {"S": 900.0, "F": 2000.0}.items()}
+    said = planning_sentence(SimpleNamespace(planning_energy=spent | {"strong": spent["S"]}))
+    assert (
+        said
+        == "Planning took 900 J for tier S, 2 kJ for tier F, 900 J for P2 (tier S); tier F's has that of tier S in it."
+    )
+    assert planning_sentence(SimpleNamespace(planning_energy={})) == ""
+
+
 def race_meter_of(meter, kind: Provenance = Provenance.ESTIMATED) -> RaceMeter:
     facts = MeterFacts(kind, ("a meter",))
     return RaceMeter(RankMeter(meter, facts, facts), ALONE)
 
 
-def test_a_race_counts_joules_of_each_block(tmp_path):
+def test_a_race_counts_joules_of_each_block(tmp_path, monkeypatch):
     meter = race_meter_of(GivenWatts(80))
+    monkeypatch.setattr(race_module, "_BLOCK_S", 1e-6)
+    monkeypatch.setattr(race_module, "_BLOCK_STEPS", 1)
     entries = [Entry(name, ReferenceLoop, 4 * BATCH_ROWS) for name in ("reference", "self")]
-    for found in race(entries, task, load_data(), 0, CPU, meter=meter):
+    begin = time.perf_counter()
+    raced = list(race(entries, task, load_data(), 0, CPU, meter=meter))
+    whole_s = time.perf_counter() - begin
+    for found in raced:
+        assert len(found.events) > 2
         for event in found.events:
             assert event.detail["energy_j"] >= 80 * event.detail["seconds"]  # a block's clock starts after it
+        assert math.fsum(event.detail["energy_j"] for event in found.events) < 80 * whole_s  # and each block's ends
         write_record(tmp_path / found.header.name, found)
         assert read_record(tmp_path / found.header.name).events == found.events
 

@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 import pytest
 from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
 
-from trimtab.core.codec import to_json
+from trimtab.core.codec import to_json, to_jsonable
+from trimtab.core.energy import OTHER_RANKS, MeterFacts, Provenance
 from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.phases import ArmPhases, Gain, Lap
@@ -24,7 +25,7 @@ from trimtab.experiments.comparison.target_rows import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
 from trimtab.experiments.evaluation.files import KINDS, read_runs
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
 from trimtab.experiments.evaluation.machines import letters, sameness
 from trimtab.experiments.evaluation.paper_claims import (
     FAIL,
@@ -47,6 +48,7 @@ from trimtab.experiments.evaluation.paper_figures import (
     RANKS,
     WITHIN,
 )
+from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Finding
 from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.phase_page import PhasePage
@@ -676,7 +678,14 @@ def test_a_phase_table_is_a_run(tmp_path):
     of_paper, of_ours = [line for line in page.splitlines() if line.startswith("| 15% of the gain in communication")]
     assert "not measured" in of_paper
     assert "on 2 ranks" in of_ours
-    assert judged.status == PASS, "the whole interval is within a tenth of it"
+    assert judged.status == NO_VERDICT, "laps of one process have no control"
+    assert "no races show that the plan gains" in judged.why
+    raced = replace(comparison(environment=GPU), gain=replace(phase_page().gains[0], num_ranks=1))
+    shares = [each for each in of_comparison("b", raced).findings if each.measure == "gain_share"]
+    assert {each.has_verdict for each in shares} == {True}
+    throughput = [replace(row, verdict=Verdict("no gain", "")) for row in raced.ratios]
+    unproved = of_comparison("b", replace(raced, ratios=tuple(throughput)))
+    assert {each.has_verdict for each in unproved.findings if each.measure == "gain_share"} == {False}
 
 
 def test_of_a_slower_plan_no_phase_has_a_share(tmp_path):
@@ -900,6 +909,7 @@ def test_tasks_that_were_clocked_stand_side_by_side_with_what_their_steps_projec
     line = next(line for line in table.splitlines() if line.startswith("| backward | "))
     assert line.split(" | ")[1] == line.split(" | ")[4] == "57.1%"  # of a step's 1.4 s
     assert "- Run 1: Net speed-up" in page
+    assert re.search(r"Run 1: Net speed-up .* if nothing were computed again", page)
     assert "Not clocked by phase: 3: unclocked." in page
 
 
@@ -922,6 +932,26 @@ def test_of_many_runs_one_of_images_stands_beside_one_of_text(tmp_path):
     assert page.count("Net speed-up") == 6
 
 
+def test_what_one_arm_or_the_clock_does_not_tell_stands_in_no_cell(tmp_path):
+    whole = gain("cifar10_resnet50")
+    laps = tuple(replace(each, plain_s=each.plain_s / 1.5) for each in whole.reference.laps)
+    distorted = replace(whole, reference=replace(whole.reference, laps=laps))
+    compiled = replace(whole, plan=replace(whole.plan, roofs={}))
+    for found, backward, bound in (
+        (distorted, ["not told"] * 3, []),
+        (compiled, ["57.1%", "54.3%", "63.7%"], ["57.1%", "not known"]),
+    ):
+        run = of_comparison("i", replace(comparison(found.task), gain=found))
+        page = write_evaluation([run], tmp_path, "x")["md"].read_text()
+        lines = page[page.index("### Side by side") :].splitlines()
+        cells = {
+            line.split(" | ")[0].strip("| "): [each.strip(" |") for each in line.split(" | ")[1:]] for line in lines
+        }
+        assert cells["backward"][:3] == backward
+        assert cells.get("compute-bound", [])[:2] == bound
+        assert ("if nothing were computed again" in page) == (found is compiled)
+
+
 def test_joules_of_a_run_gone_on_with_are_of_the_rows_since():
     """They are counted from the step it went on from: over all rows a joule a row would be half of it."""
     steps = tuple(StepRecord(i, 10, 10.0, 1.0, 0.1, 0.5) for i in range(4))
@@ -930,12 +960,30 @@ def test_joules_of_a_run_gone_on_with_are_of_the_rows_since():
     assert [each.value for each in found.findings if each.measure == "energy"] == [2.0]
 
 
+def test_joules_per_row_are_of_the_watts_that_were_counted():
+    """Before each evaluation up to a second of training is in no joule: over all rows 30 J would be too few."""
+    steps = tuple(StepRecord(i, 10, 10.0, 1.0, 0.1, 0.5) for i in range(4))
+    end = End("closed", {"energy_j": 30.0, "energy_s": 1.5, "energy": "measured"})
+    found = of_record("r", replace(recorded(), steps=steps, end=end))
+    assert [each.value for each in found.findings if each.measure == "energy"] == [1.0]
+
+
+def test_joules_of_one_rank_are_not_held_against_the_rows_of_all():
+    end = End("closed", {"energy_j": 40.0, "energy_s": 2.0, "energy": "measured"})
+    for others, told in (((), 1), ((OTHER_RANKS,), 0)):
+        meter = MeterFacts(Provenance.MEASURED, ("nvml gpu 0",), 60.0, uncounted=others)
+        header = replace(recorded().header, detail={"meter": to_jsonable(meter)})
+        found = of_record("r", replace(recorded(), header=header, end=end))
+        assert len([each for each in found.findings if each.measure == "energy"]) == told
+        assert found.meter == meter.describe()
+
+
 def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
     absent = of_comparison("a", comparison())
     counted_by = "measured by rapl package-0; idle 20 W, which is in every figure"
     found = Finding("energy", "plan_S", "reference", "S", value=2.0, figure=around(0.8))
     metered = replace(absent, findings=(found,), meter=counted_by)
-    ends = {"energy_j": 40.0, "energy_s": 2.0, "energy": "estimated"}
+    ends = {"energy_j": 40.0, "energy_s": 1.0, "energy": "estimated"}
     given = of_record("r", replace(recorded(), end=End("closed", ends)))
     missing = of_record("m", replace(recorded(), end=End("closed", ends | {"energy_j": None, "energy_reason": "gone"})))
     unasked = of_record("u", recorded())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from ranks import run_command
 
 
 @pytest.mark.parametrize(
@@ -19,9 +17,7 @@ import pytest
 def test_a_plan_for_an_absent_gpu_needs_no_data(tmp_path, task, precision):
     """Its home is empty, nothing may be fetched, and no GPU is to be seen."""
     nowhere = {"TRIMTAB_DATA": str(tmp_path / "no data"), "TRIMTAB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "trimtab.cli", "plan", task, "--device", "H100 SXM", "--json"]
-    environment = os.environ | nowhere | {"HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_command(tmp_path, "plan", task, "--device", "H100 SXM", "--json", HOME=str(tmp_path), **nowhere)
     assert done.returncode == 0, done.stderr[-3000:]
     plan = json.loads(done.stdout)
     assert plan["elsewhere"].startswith("H100")

@@ -105,6 +105,7 @@ def test_what_is_counted_apart_is_gone_before_the_next_count(folder, monkeypatch
     assert alive == [1, 1]
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_where_no_plan_meets_the_limit_the_plain_loop_is_timed_all_the_same(tmp_path):
     found = run_job(task, 0, tmp_path, replace(SHORT, budget=Budget("1KiB")), silent)
     assert [arm.recipe for arm in found.arms] == ["baseline", "self"]

@@ -82,6 +82,14 @@ def test_few_rounds_are_shown_one_by_one_and_enough_of_them_with_an_interval():
     assert "no verdict" not in said
 
 
+def test_an_efficiency_is_of_the_rounds_that_have_one_rank_too():
+    jobs = [job(2, n, 200.0 - n) for n in range(5)] + [job(1, n, 100.0) for n in range(3)]
+    said = scaling_table.text(summarise("tiny", jobs))
+    line = next(line for line in said.splitlines() if "100.0%, 99.5%, 99.0%" in line)
+    assert line.split()[-1] == "3"
+    assert "fewer than 5 rounds: each one's efficiency, and no verdict" in said
+
+
 def test_the_control_says_what_efficiency_can_be_told_from_another():
     jobs = [
         job(ranks, n, 100.0 * ranks, control=100.0 * ranks * (1 + 0.02 * n * (ranks > 1)))

@@ -40,6 +40,19 @@ def test_each_third_has_its_share_of_what_a_run_saves():
     assert {row.saved for row in rows((half, theirs), (half, theirs))} == {None}, "it trained on half of the rows"
 
 
+def test_a_run_that_ends_a_little_beyond_its_budget_saves_by_the_row():
+    """Windows of several batches overshoot: one batch of 120 rows here, which is 1% and no other run."""
+    theirs = record(blocks=[(10, 5.0)] * 12)
+    ours = record(blocks=[(10, s) for s in (50.0, *[2.0] * 3, *[3.0] * 4, *[4.0] * 3)] + [(11, 4.4)])
+    found = rows((ours, theirs), (ours, theirs))
+    assert [row.saved.mean for row in found] == pytest.approx([3 / 6, 2 / 6, 1 / 6], rel=0.03)
+
+
+def test_runs_of_one_block_have_thirds():
+    one = record(blocks=[(100, 5.0)])
+    assert [row.speed.mean for row in rows((one, one), (one, one))] == pytest.approx([1.0] * 3)
+
+
 def test_of_a_saving_that_is_not_clear_no_third_has_a_share():
     even = record(blocks=[(10, 5.0)] * 12)
     ours = [record(blocks=[(10, s)] * 12) for s in (4.0, 6.0, 5.0)]

@@ -81,6 +81,29 @@ def test_a_pause_is_from_the_last_reading_on(clock, counter):
     assert (laps.read().joules, laps.read().seconds) == (60.0, 2.0)
 
 
+def test_what_ran_since_the_last_reading_is_a_stretch_too_short_to_be_told(clock, counter):
+    laps = started(counter, clock)
+    for _ in range(10):  # a reading after 1.2 s, a tick at 1.6 s that is not due, and a pause
+        for _ in range(4):
+            passes(clock, counter, 0.4, 20.0)
+            laps.tick()
+        laps.pause()
+        laps.start()
+    found = laps.read()
+    assert (found.joules, found.seconds) == (None, pytest.approx(16.0))
+    assert "4 s lie in windows of less than 1 s" in found.reason
+
+
+def test_who_reads_a_clock_often_makes_no_stretch_shorter(clock, counter):
+    laps = started(counter, clock)
+    for half in range(1, 9):
+        passes(clock, counter, 0.5, 5.0)
+        assert laps.read().joules == (None if half < 2 else 5.0 * half)
+    assert laps.seconds == 4.0
+    assert laps.lap().joules == 40.0
+    assert (laps.read().joules, laps.read().seconds) == (40.0, 4.0)
+
+
 def test_a_lap_is_a_stretch_of_what_is_read(clock, counter):
     laps = EnergyClock(counter, clock=clock)
     assert laps.lap().reason == "it was not started"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from meter_machine import Clock, Gpu, Library
+from meter_machine import Clock, Gpu, Library, NVMLError
 
 from trimtab.core.energy import PowerLimit, Provenance
 from trimtab.measure import nvml as module
@@ -73,6 +73,21 @@ def test_gpus_that_differ_have_two_orders():
     assert Nvml(0, uuid="bbbb-0002", library=library, environment=NONE).uuid == "GPU-bbbb-0002"  # as torch tells it
     named = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb-0002"}
     assert Nvml(0, library=library, environment=named).uuid == "GPU-bbbb-0002"
+
+
+def test_another_gpu_that_is_lost_takes_no_meter_from_one_that_torch_names():
+    library, opened = two(), Library.nvmlDeviceGetHandleByIndex
+
+    def open_(index: int):
+        if index == 0:
+            raise NVMLError(15)
+        return opened(library, index)
+
+    library.nvmlDeviceGetHandleByIndex = open_
+    assert Nvml(0, uuid="bbbb-0002", library=library, environment=NONE).uuid == "GPU-bbbb-0002"
+    for uuid in ("", "aaaa-0001"):  # which number it has cannot be told; it is the one that is lost
+        with pytest.raises(MeterLost):
+            Nvml(0, uuid=uuid, library=library, environment=NONE)
 
 
 def test_a_gpu_that_is_shared_out_is_refused():

@@ -138,6 +138,7 @@ def test_fakes_that_are_entered_twice_hold_to_the_last():
     assert counting.calls == 1
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_a_users_compiled_model_is_compiled_when_it_was_planned_for():
     kind, x = fresh(), torch.randn(8, 8)
     model, counting = compiled(kind)

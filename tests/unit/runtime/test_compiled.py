@@ -96,6 +96,7 @@ def test_a_plan_that_compiles_is_refused_where_the_loop_has_compiled(compiled):
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")  # planning's hooks of all modules, of their own
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)"])
+@pytest.mark.usefixtures("brief_trials")
 def test_what_the_loop_has_compiled_is_seen_to_run_forward_and_compiled_once(how, is_warm):
     """Each run, and each trial of a plan, looks at the forward by a hook of its own."""
     torch._dynamo.reset()

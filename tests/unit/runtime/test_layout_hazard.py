@@ -23,6 +23,7 @@ def test_only_strided_1x1_convolutions_over_few_channels_are_a_hazard() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.usefixtures("brief_trials")
 def test_a_plan_by_hand_is_refused_and_planning_does_not_try_it() -> None:
     torch.manual_seed(0)
     model = convolution(4)

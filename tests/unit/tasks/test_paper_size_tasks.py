@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
 from trimtab.core.errors import ValueGivenError
-from trimtab.tasks import DataSource, Metric, Task, TaskData, load_task
+from trimtab.tasks import DataSource, Metric, Task, TaskData, cifar10, load_task
 from trimtab.tasks.image_classification import mean_cross_entropy
 from trimtab.tasks.models.resnet import ResNet
 
@@ -75,9 +76,24 @@ def test_p2_and_p3_of_gpt_2():
     assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (6e-4, (0.9, 0.95), 0.1, True)
 
 
-@pytest.mark.parametrize("name", ["cifar10_resnet", "wikitext2_gpt", *PAPER_SIZE])
-def test_an_example_has_the_shapes_of_the_data(name, shared_data, monkeypatch):
+@pytest.fixture(scope="module")
+def read_once(tmp_path_factory):
+    """Return where tokens are kept, and what reads images: seconds for each task that has them, and each test."""
+    return tmp_path_factory.mktemp("cache"), functools.cache(cifar10.cifar10)
+
+
+@pytest.fixture
+def read_data(read_once, shared_data, monkeypatch):
+    """Tasks have the shared data, read once for all tests here."""
+    cache, images = read_once
     monkeypatch.setenv("TRIMTAB_DATA", str(shared_data))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(cifar10, "cifar10", images)
+
+
+@pytest.mark.parametrize("name", ["cifar10_resnet", "wikitext2_gpt", *PAPER_SIZE])
+@pytest.mark.usefixtures("read_data")
+def test_an_example_has_the_shapes_of_the_data(name):
     task = load_task(name)
     data = task.load_data()
     real, example = next(data.batches(0, 4)), task.example(4)
@@ -87,9 +103,9 @@ def test_an_example_has_the_shapes_of_the_data(name, shared_data, monkeypatch):
     assert judged == {"cifar10_resnet": 2_000, "wikitext2_gpt": 64, "wikitext2_gpt2": 252}.get(name, 10_000)
 
 
-def test_evaluations_fall_on_whole_epochs(shared_data, monkeypatch):
+@pytest.mark.usefixtures("read_data")
+def test_evaluations_fall_on_whole_epochs():
     """Of whole batches, of which an epoch drops its ragged tail."""
-    monkeypatch.setenv("TRIMTAB_DATA", str(shared_data))
     for name, epochs in (("cifar10_resnet50", 2), ("wikitext2_gpt2", 3)):
         task = load_task(name)
         per_epoch = task.load_data().num_rows // task.batch_rows * task.batch_rows

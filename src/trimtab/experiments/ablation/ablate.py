@@ -131,8 +131,10 @@ def _raced(
     races: dict[int, dict[str, RunRecord]] = {}
     for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
         is_brief = settings.is_brief(seed)
-        rows = lengths(task, step_s, quick=settings.quick, brief=is_brief, dear=kept.device.type == "cuda")
-        entries = _entries(task, design, makes, rows.few if is_brief else task.budget_rows, rows.control)
+        how = {"quick": settings.quick, "brief": is_brief, "dear": kept.device.type == "cuda"}
+        rows, within = (lengths(task, each_s, **how) for each_s in (step_s, _step_within(plan, step_s, **how)))
+        few = _brief_rows(design, makes, rows.few, within.few) if is_brief else dict.fromkeys(makes, task.budget_rows)
+        entries = _entries(task, design, makes, few, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
     return Raced(plan, design, races, facts, refusals, budget)
@@ -149,9 +151,28 @@ def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:
     return {REFERENCE: ReferenceLoop} | plans
 
 
-def _entries(task: Task, design: Design, makes: Mapping[str, MakeLoop], rows: int, control_rows: int) -> list[Entry]:
-    """Return all arms with so many rows each, and those once more that are the controls."""
-    budgets = dict.fromkeys(makes, rows) | dict.fromkeys(design.controls, min(rows, control_rows))
+def _step_within(plan: Plan, reference_s: float, *, dear: bool, **_: bool) -> float:
+    """Return the seconds by which short arms of the plan are as long as they are: on a GPU its own, where it is faster.
+
+    Of a plan that is many times as fast, as many steps as of the loop fill no block that joules are read of.
+    """
+    own_s = None if plan.measured is None else plan.measured.step_s
+    return min(own_s, reference_s) if dear and own_s is not None else reference_s
+
+
+def _brief_rows(design: Design, makes: Mapping[str, MakeLoop], few: int, within: int) -> dict[str, int]:
+    """Return the rows of each arm of a short race: those that have most of the plan's changes as fast as the plan."""
+    held = design.arms
+    return {name: within if 2 * len(held.get(name, ())) > len(design.changes) else few for name in makes}
+
+
+def _entries(
+    task: Task, design: Design, makes: Mapping[str, MakeLoop], rows: Mapping[str, int], control_rows: int
+) -> list[Entry]:
+    """Return all arms with so many rows each, and those once more that are the controls, of a short race as long."""
+    again = {name: rows[base] for name, base in design.controls.items()}
+    is_brief = any(each < task.budget_rows for each in rows.values())
+    budgets = dict(rows) | {name: each if is_brief else min(each, control_rows) for name, each in again.items()}
     return [
         Entry(
             name,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core.record import RunRecord
-from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
+from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design, power_of_all
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.ablation.result import (
     ALONE,
@@ -105,7 +105,7 @@ class Evidence:
             verdict = unless_failed(memory_verdict(peaks, names[1]), self.races, arm, against)
             yield RatioRow(MEMORY, arm, against, tier, peaks, verdict)
         how = (self.metric, self.higher_is_better, self.unit)
-        if (quality := quality_row(self.races, arm, against, tier, *how)) is not None:
+        if (quality := quality_row(self.races, arm, against, tier, *how, at_equal_rows=True)) is not None:
             yield quality
 
     def effects(self, change: Change) -> Iterator[Effect]:
@@ -201,7 +201,7 @@ class Evidence:
         terms: list[Term] = [(PLAN, UNCHANGED, 1), *((*self.design.alone(each.name), -1) for each in changes)]
         if (ratio := self._product(terms)) is None:
             return
-        control, power = self.interaction_control, len(changes) - 1  # so often one base is divided out
+        control, power = self.interaction_control, power_of_all(len(changes))
         if control is not None:
             control = Interval(control.mean**power, control.low**power, control.high**power, control.n)
         tier = "F" if any(each.tier == "F" for each in changes) else "S"

@@ -35,7 +35,7 @@ def headline(
     sentences = [
         _whole(row, many),
         _ends(quality, unit),
-        _dearest(changes, effects),
+        _dearest(changes, effects, row),
         _together(changes, effects, control),
         _for_quality(changes, effects, unit),
     ]
@@ -75,16 +75,20 @@ def _whole(row: RatioRow, many: str) -> str:
     }.get(row.verdict.kind, f"{many}: no gain that is clear of the noise ({found}).")
 
 
-def _dearest(changes: Sequence[Change], effects: Sequence[Effect]) -> str:
-    """Name the change that the plan would be slowest without, and those that it would be faster without."""
+def _dearest(changes: Sequence[Change], effects: Sequence[Effect], whole: RatioRow) -> str:
+    """Name the change that the plan would be slowest without, and those that it would be faster without.
+
+    It is most of a gain where it is more than half of it, as a factor.
+    """
     within = [e for e in effects if (e.setting, e.metric) == (WITHIN, THROUGHPUT)]
     says = {change.name: change.says for change in changes}
     gains = sorted((e for e in within if e.verdict.kind == "gain"), key=lambda e: -e.ratio.mean)
-    said = (
-        f"Most of it is {says[gains[0].change]}: with it the plan is {figures(gains[0].ratio)} as fast."
-        if gains
-        else ""
-    )
+    said = ""
+    if gains:
+        first = gains[0].ratio
+        is_most = whole.verdict.kind == "gain" and first.mean**2 > whole.ratio.mean
+        which = "Most of it is" if is_most else "Worth most in the plan is"
+        said = f"{which} {says[gains[0].change]}: with it the plan is {figures(first)} as fast."
     harms = [says[e.change] for e in within if e.verdict.kind == "harm"]
     return f"{said} The plan is faster without {' and without '.join(harms)}.".strip() if harms else said
 

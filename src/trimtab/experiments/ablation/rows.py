@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.core.codec import to_jsonable
-from trimtab.decide.ablation import PLAN_AGAIN, UNCHANGED_AGAIN
+from trimtab.decide.ablation import PLAN_AGAIN, UNCHANGED_AGAIN, power_of_all
 from trimtab.experiments.ablation.result import (
     ALONE,
     INTERACTION,
@@ -59,7 +59,10 @@ def _whole(ablation: Ablation) -> Iterator[dict[str, Any]]:
 def _effects(ablation: Ablation) -> Iterator[dict[str, Any]]:
     of = _controls(ablation)
     for effect in ablation.effects:
-        told = resolution_of(of[effect.setting]) if effect.metric == THROUGHPUT else {}
+        control = of[effect.setting]
+        if control is not None and not effect.change:
+            control = control.to_the(power_of_all(len(ablation.changes)))
+        told = resolution_of(control) if effect.metric == THROUGHPUT else {}
         head = _head(ablation, effect) | {"change": effect.change or "all", "setting": effect.setting}
         other = {"other": effect.other} if effect.other else {}
         yield head | other | interval_of(effect.ratio) | told | {"verdict": effect.verdict.kind}

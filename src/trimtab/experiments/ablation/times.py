@@ -8,7 +8,7 @@ from trimtab.core.plan import Plan
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED_AGAIN
 from trimtab.experiments.ablation.effects import Evidence
 from trimtab.experiments.ablation.result import ALONE, WHOLE, WITHIN, Change, ChangeTime
-from trimtab.experiments.comparison.target_rows import target_row
+from trimtab.experiments.comparison.target_rows import Charge, target_row
 
 # With and without, and the loop whose second run is their control.
 _Arms = tuple[str, str, str]
@@ -42,7 +42,7 @@ def _rung(
 ) -> Iterator[ChangeTime]:
     arm, against, again = arms
     metric = (target, evidence.metric, evidence.higher_is_better)
-    for charge in (None, *([charge_s] if charge_s else [])):
+    for charge in (None, *([Charge(charge_s)] if charge_s else [])):
         row = target_row(evidence.races, arm, against, tier, *metric, charge, evidence.control(again))
         if row is not None:
             yield ChangeTime(change, setting, row)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from trimtab.core.codec import from_jsonable
-from trimtab.core.energy import NO_METER, WINDOW_S, MeterFacts, Provenance
+from trimtab.core.energy import NO_METER, WINDOW_S, Energy, MeterFacts, Provenance
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 from trimtab.experiments.comparison import stats
@@ -25,6 +26,16 @@ def meter_of(races: stats.Races) -> MeterFacts:
     if len({(each.provenance, each.sources) for each in found}) > 1:
         return MeterFacts(Provenance.ABSENT, reason="races were counted by different meters, which are not mixed")
     return found[0] if found else NO_METER
+
+
+def of_planning(spent: Mapping[str, Energy], meter: MeterFacts) -> dict[str, Energy]:
+    """Return what planning took by plan, of those that the meter of the races counted: joules are not mixed."""
+    counted = (meter.provenance, meter.sources)
+    return {
+        key: each
+        for key, each in spent.items()
+        if each.joules is not None and (each.provenance, each.sources) == counted
+    }
 
 
 def watts(record: RunRecord) -> float | None:

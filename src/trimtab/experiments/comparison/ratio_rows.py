@@ -60,7 +60,15 @@ def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
 
 
 def quality_row(
-    races: Races, arm: str, against: str, tier: str, metric: str, higher_is_better: bool, unit: str
+    races: Races,
+    arm: str,
+    against: str,
+    tier: str,
+    metric: str,
+    higher_is_better: bool,
+    unit: str,
+    *,
+    at_equal_rows: bool = False,
 ) -> RatioRow | None:
     """Return the difference of the held-out metric (better > 0): points of a share or a percentage, else percent.
 
@@ -69,18 +77,19 @@ def quality_row(
     selected by their outcome. Nothing is relative to a metric of zero: no verdict then.
 
     Args:
-        unit: of the metric, as `Metric` has it: "share", "percent" or "relative".
+        unit: of the metric, as `Metric` has it: "share", "percent" or "relative". at_equal_rows: whether tier F is
+            judged there too.
     """
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
         return None
-    differences = []
+    differences, at_the_ends = [], tier == "F" and not at_equal_rows
     for ours, theirs in pairs:
         mine, yours = by_rows(ours, metric), by_rows(theirs, metric)
         common = mine.keys() & yours.keys()
-        if tier == "F" and mine and yours:
+        if at_the_ends and mine and yours:
             differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
-        elif tier != "F" and common:
+        elif not at_the_ends and common:
             differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.core.energy import NO_METER, MeterFacts
+from trimtab.core.energy import NO_METER, Energy, MeterFacts
 from trimtab.core.phases import Gain
 from trimtab.core.plan import Plan
 from trimtab.core.profile import Trial
@@ -37,6 +37,11 @@ class Ratio:
         """What it is the other way round: of times, of speeds."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return Ratio(1 / self.mean, low, high, self.n, tuple(1 / pair for pair in self.pairs), self.counted)
+
+    def to_the(self, power: float) -> Ratio:
+        """Return it with so many times its logarithm, of a power above 0."""
+        low, high = (None if end is None else end**power for end in (self.low, self.high))
+        return Ratio(self.mean**power, low, high, self.n, tuple(pair**power for pair in self.pairs), self.counted)
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class TargetRow:
         reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
         arm_s, against_s: seconds to target per pair (inf: never, or it failed).
         arm_rows, against_rows: rows each was to train on (0: not recorded).
-        arm_j, against_j: joules to target of the pairs in which both reached it and they were counted, without
-            planning. energy: their ratio, ours over theirs, where that is every pair.
+        arm_j, against_j: joules to target of the pairs in which both reached it and they were counted, those of
+            planning among them where it is charged. energy: their ratio, ours over theirs, where that is every pair.
     """
 
     target: float
@@ -185,7 +190,8 @@ class Comparison:
         memory: arm -> what its step holds, by part and over time.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
         num_ranks: processes that each arm was trained by together.
-        meter: what counted joules, or why nothing did.
+        meter: what counted joules, or why nothing did. planning_energy: of what `planning_s` of a plan is the seconds
+            of, where the same meter counted it.
         gain: seconds of the reference and of the plan by phase, in turns; None: not measured. thirds: of training.
     """
 
@@ -214,6 +220,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     num_ranks: int = 1
     meter: MeterFacts = NO_METER
+    planning_energy: Mapping[str, Energy] = field(default_factory=dict)
     gain: Gain | None = None
     thirds: tuple[ThirdRow, ...] = ()
     schema: int = RESULT_SCHEMA

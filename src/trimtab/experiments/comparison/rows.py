@@ -52,8 +52,10 @@ def _run(comparison: Comparison) -> dict[str, Any]:
 def _planning_row(comparison: Comparison, key: str, plan: Plan) -> dict[str, Any]:
     """Return what a plan's arm is charged with, its search included."""
     head = {"metric": "planning_s", "task": comparison.task, "tier": plan.tier, "arm": PLAN_ARMS[key]}
-    seconds = {"planning_s": plan.planning_s, "search_s": plan.search_s}
-    return head | seconds | {"changes": plan.changes_in_words or "nothing"}
+    spent: dict[str, Any] = {"planning_s": plan.planning_s, "search_s": plan.search_s}
+    if key in comparison.planning_energy:
+        spent |= {"planning_j": comparison.planning_energy[key].joules}
+    return head | spent | {"changes": plan.changes_in_words or "nothing"}
 
 
 def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:

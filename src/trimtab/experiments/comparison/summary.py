@@ -12,7 +12,7 @@ from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.comparison.arms import ARMS, ON_RANKS, PLAN_ARMS, PLAN_LOOPS
-from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, short_blocks, watts
+from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, of_planning, short_blocks, watts
 from trimtab.experiments.comparison.headline import headline
 from trimtab.experiments.comparison.notes import notes
 from trimtab.experiments.comparison.rank_notes import ONE_RANK, Ranks, rank_notes
@@ -25,7 +25,7 @@ from trimtab.experiments.comparison.result import (
     TargetRow,
     ThirdRow,
 )
-from trimtab.experiments.comparison.target_rows import target_row
+from trimtab.experiments.comparison.target_rows import Charge, target_row
 from trimtab.experiments.comparison.thirds import third_rows
 from trimtab.experiments.planning import Plans
 from trimtab.tasks.task import Task, TaskData
@@ -76,6 +76,7 @@ def summarise(
         notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
         meter=meter_of(races),
+        planning_energy=of_planning(plans.energy, meter_of(races)),
         thirds=tuple(_thirds(task, races, present)),
     )
 
@@ -111,7 +112,8 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
     rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
-    short = [] if meter_of(races).is_absent else [short_blocks(record) for record in records.values()]
+    metered = [] if meter_of(races).is_absent else list(records.values())
+    short = [short_blocks(record) for record in metered]
     mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
     return Arm(
         name,
@@ -127,10 +129,10 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
         final_metric=tuple(value for _, _, value in finals),
         final_rows=max((rows for rows, _, _ in finals), default=0),
         curves=curves,
-        search_s=_charge(name, plans) or 0.0,
+        search_s=_charged_s(name, plans) or 0.0,
         error=(fact.error if fact else "") or _error_in(errors, len(all_records)),
-        joules=_known(stats.step_joules(record, task.batch_rows) for record in records.values()),
-        watts=_known(watts(record) for record in records.values()),
+        joules=_known(stats.step_joules(record, task.batch_rows) for record in metered),
+        watts=_known(watts(record) for record in metered),
         short_blocks=sum(number for number, _ in short),
         blocks=sum(number for _, number in short),
         precision=fact.precision if fact else "",
@@ -157,9 +159,17 @@ def _error_in(errors: list[str], races: int) -> str | None:
     return f"{errors[0]} (in {len(errors)} of {races} races)" if errors else None
 
 
-def _charge(name: str, plans: Plans) -> float | None:
+def _charged_s(name: str, plans: Plans) -> float | None:
     kind = ARMS[name]
     return plans.plans[kind.plan].planning_s if kind.is_charged and kind.plan in plans.plans else None
+
+
+def _charge(name: str, plans: Plans, races: stats.Races) -> Charge | None:
+    """Return what an arm is charged; its joules where the meter of the races counted them."""
+    if (seconds := _charged_s(name, plans)) is None:
+        return None
+    spent = of_planning(plans.energy, meter_of(races)).get(ARMS[name].plan)
+    return Charge(seconds, None if spent is None else spent.joules)
 
 
 def _ratio_rows(
@@ -214,7 +224,7 @@ def _target_rows(
             kind = ARMS[name]
             if kind.times is None:
                 continue
-            for charge in (None, _charge(name, plans)) if kind.is_charged else (None,):
+            for charge in (None, _charge(name, plans, races)) if kind.is_charged else (None,):
                 rows.append(target_row(races, name, "reference", kind.tier, *metric, charge, control))
             for peer in kind.times:
                 if peer in present:

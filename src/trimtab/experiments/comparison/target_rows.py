@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.experiments.comparison.energy_rows import joules_to
+from trimtab.experiments.comparison.energy_rows import joules_to, meter_of
 from trimtab.experiments.comparison.result import Ratio, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import (
     Pair,
@@ -24,6 +24,14 @@ from trimtab.experiments.comparison.stats import (
 from trimtab.experiments.comparison.verdicts import speed_verdict
 
 OTHER_EARLY = "not measured: the other crossed before its first evaluation"
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What an arm is charged beside its training: seconds of planning and search, and their joules; None: not known."""
+
+    seconds: float
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,28 +66,29 @@ def target_row(
     target: float,
     metric: str,
     higher_is_better: bool,
-    charge_s: float | None,
+    charge: Charge | None,
     control: Interval | None = None,
 ) -> TargetRow | None:
-    """Return one rung of the ladder; `charge_s` seconds of planning and search are added to the arm when given.
+    """Return one rung of the ladder; what the arm is charged is added to it.
 
     None when the two were to run to the end in no race.
     """
     records = whole(races, arm, against)
     if not records:
         return None
-    pairs = [_pair(*pair, metric, target, higher_is_better, charge_s or 0.0) for pair in records]
+    charge_s = charge.seconds if charge is not None else 0.0
+    pairs = [_pair(*pair, metric, target, higher_is_better, charge_s) for pair in records]
     ratio, bound, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
         verdict = Verdict("no verdict", f"{said}: {verdict.sentence}")
-    spent = [] if charge_s is not None else _joules(records, pairs)
+    spent = [] if meter_of(races).is_absent else _joules(records, pairs, charge or Charge(0.0, 0.0))
     spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
         target=target,
         arm=arm,
         against=against,
         tier=tier,
-        charged=charge_s is not None,
+        charged=charge is not None,
         ratio=ratio,
         bound=bound,
         reached_arm=sum(math.isfinite(pair.ours) for pair in pairs),
@@ -97,13 +106,15 @@ def target_row(
     )
 
 
-def _joules(records: list[Pair], pairs: list[_Pair]) -> list[tuple[float, float]]:
+def _joules(records: list[Pair], pairs: list[_Pair], charge: Charge) -> list[tuple[float, float]]:
     """Return the joules to the target of pairs whose seconds to it are known exactly, where they were counted."""
-    found = []
+    found: list[tuple[float, float]] = []
+    if charge.joules is None:
+        return found
     for (record, other), pair in zip(records, pairs, strict=True):
         if not (pair.ours_early or pair.theirs_early):
-            ours, theirs = joules_to(record, pair.ours), joules_to(other, pair.theirs)
-            found += [] if ours is None or theirs is None else [(ours, theirs)]
+            ours, theirs = joules_to(record, pair.ours - charge.seconds), joules_to(other, pair.theirs)
+            found += [] if ours is None or theirs is None else [(charge.joules + ours, theirs)]
     return found
 
 

@@ -13,6 +13,7 @@ from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.comparison.stats import Races, as_ratio, blocks, curve, to_the_end
 
 THIRDS = ("early", "middle", "late")
+_ALIKE = 0.02  # of the rows that two runs trained on
 _EDGES = (0.0, 1 / 3, 2 / 3, 1.0)
 _NO_PROGRESS = "its metric did not get better there in every pair"
 _NOT_SEEN = "its metric was not evaluated early enough"
@@ -29,6 +30,10 @@ class _Course:
     def taken_s(self, begin: float, end: float) -> float:
         """Return the seconds from one share of its rows to another."""
         return _at(self.seconds, end) - _at(self.seconds, begin)
+
+    def of_a_row_s(self, begin: float, end: float) -> float:
+        """Return the seconds of a row between them."""
+        return self.taken_s(begin, end) / (end - begin) / self.rows
 
     def progress(self, begin: float, end: float) -> float:
         """Return how much better its metric became meanwhile."""
@@ -54,7 +59,7 @@ def third_rows(
     courses = [(course(ours), course(theirs)) for ours, theirs in pairs]
     if not courses:
         return []
-    warm = max(0.0, *(course.seconds[1][0] for pair in courses for course in pair if len(course.seconds) > 2))
+    warm = max((course.seconds[1][0] for pair in courses for course in pair if len(course.seconds) > 2), default=0.0)
     saved = _saved(courses, warm)
     found = [_row(courses, third, warm, arm, against, tier) for third in THIRDS]
     return [replace(row, saved=share) for row, share in zip(found, saved, strict=True)]
@@ -63,14 +68,15 @@ def third_rows(
 def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Ratio | None]:
     """Return each third's share of the seconds that a run saves; where the first block is left out, by the rest.
 
-    None where it is not clear that it saves any, or where it saves them by training on fewer rows.
+    None where it is not clear that it saves any, or where it saves them by training on fewer rows: of a row, as windows
+    of several batches end a little beyond a budget.
     """
     begins, ends = [max(begin, warm) for begin in _EDGES[:-1]], _EDGES[1:]
-    are_unlike = any(ours.rows != theirs.rows for ours, theirs in courses)
+    are_unlike = any(abs(ours.rows / theirs.rows - 1) > _ALIKE for ours, theirs in courses)
     if are_unlike or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return [None] * len(ends)
     each = [
-        [(theirs.taken_s(begin, end) - ours.taken_s(begin, end)) / (end - begin) / 3 for ours, theirs in courses]
+        [(theirs.of_a_row_s(begin, end) - ours.of_a_row_s(begin, end)) / 3 for ours, theirs in courses]
         for begin, end in zip(begins, ends, strict=True)
     ]
     wholes = [math.fsum(of_run) for of_run in zip(*each, strict=True)]

@@ -17,8 +17,9 @@ from trimtab.core.errors import FormatError, ValueGivenError
 from trimtab.core.record import read_record
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.comparison.result import Comparison
-from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_record, of_scaling
+from trimtab.experiments.evaluation.findings import of_ablation, of_comparison, of_scaling
 from trimtab.experiments.evaluation.gain_findings import of_phases
+from trimtab.experiments.evaluation.record_findings import of_record
 from trimtab.experiments.evaluation.result import Run
 from trimtab.experiments.evaluation.run_folder import environment_beside, planned_beside
 from trimtab.experiments.phase_page import FILE, PhasePage

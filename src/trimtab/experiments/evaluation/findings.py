@@ -6,9 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
@@ -32,7 +30,7 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.task,
         found.environment,
         found.headline,
-        (*_ratios(found), *_targets(found), *_peers(found), *_mfu(found), *gain_findings(found.gain, found.thirds)),
+        (*_ratios(found), *_targets(found), *_peers(found), *_mfu(found), *_gains(found)),
         found.metric,
         found.unit,
         found.terms,
@@ -45,6 +43,12 @@ def of_comparison(name: str, found: Comparison) -> Run:
         meter=found.meter.describe(),
         gain=found.gain,
     )
+
+
+def _gains(found: Comparison) -> Iterator[Finding]:
+    of_plan = [row for row in found.ratios if (row.metric, row.arm, row.against) == ("throughput", "plan_S", REFERENCE)]
+    is_proved = any(row.verdict.kind == "gain" for row in of_plan)
+    yield from gain_findings(found.gain, found.thirds, is_proved=is_proved)
 
 
 def _label(arm: Arm) -> str:
@@ -281,43 +285,6 @@ def _efficiencies(found: Scaling) -> Iterator[Finding]:
 def _efficiency(found: Interval, pairs: Sequence[float]) -> Ratio:
     bounds = (found.low, found.high) if len(pairs) >= MIN_PAIRS_FOR_VERDICT else (None, None)
     return Ratio(found.mean, *bounds, len(pairs), tuple(pairs))
-
-
-def of_record(name: str, found: RunRecord) -> Run:
-    """Return what the record of one run shows: no ratio, for it is paired with nothing."""
-    header, steps = found.header, found.steps
-    seconds, rows = math.fsum(step.wall_s for step in steps), sum(step.rows for step in steps)
-    ended = "cut off" if found.end is None else found.end.reason
-    said = f"{header.name}, seed {header.seed}: {len(steps)} windows of {rows:,} rows, ended: {ended}"
-    findings = [Finding("throughput", "run", value=rows / seconds)] if seconds > 0 and rows else []
-    if found.evaluations:
-        metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
-        findings.append(Finding("final_metric", "run", value=value, said=metric))
-    ending = {} if found.end is None else found.end.detail
-    joules, counted_from = ending.get("energy_j"), ending.get("energy_from_step", 0)
-    counted = sum(step.rows for step in steps if step.index >= counted_from)  # a run gone on with: since it went on
-    if isinstance(joules, int | float) and counted:
-        findings.append(Finding("energy", "run", value=joules / counted))
-    data = header.detail.get("data", {})
-    return Run(
-        name,
-        "record",
-        header.name,
-        header.environment,
-        Verdict("no verdict", said),
-        tuple(findings),
-        labels={"run": "one run"},
-        data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",
-        meter=_meter_of(ending),
-    )
-
-
-def _meter_of(ending: Mapping[str, Any]) -> str:
-    """Return what counted a run's joules, by how its record ends; why nothing did; "" where it was not asked to."""
-    provenance = ending.get("energy")
-    if not isinstance(provenance, str):
-        return ""
-    return provenance if ending.get("energy_j") is not None else f"not measured: {ending.get('energy_reason', '')}"
 
 
 def of_ablation(name: str, found: Ablation) -> Run:

@@ -15,23 +15,31 @@ from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.phase_page import PhasePage
 
 REFERENCE = "reference"
+_UNPROVED = "laps of one process: no races show that the plan gains"
 _PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
 
 
-def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow]) -> Iterator[Finding]:
-    """Yield shares of what a step saves by phase and bound, where it was clocked, and of a run by third."""
+def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], *, is_proved: bool) -> Iterator[Finding]:
+    """Yield shares of what a step saves by phase and bound, where it was clocked, and of a run by third.
+
+    Args:
+        is_proved: whether races have shown that the plan gains. Laps are of one seed and of arms that are built once,
+            and have no control: alone they allow no verdict.
+    """
     if gain is not None:
-        yield from _shares(gain)
+        yield from _shares(gain, is_proved)
     for row in thirds:
         if row.against == REFERENCE and row.saved is not None:
             yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, part=row.third)
 
 
-def _shares(gain: Gain) -> Iterator[Finding]:
+def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
+    said = "; ".join(filter(None, (gain.on_ranks, "" if is_proved else _UNPROVED)))
     for each in shares(gain):
         figure = as_ratio(each.share, each.each)
         part = _PARTS.get(each.of, each.of)
-        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, said=gain.on_ranks, part=part)
+        how = {"said": said, "part": part, "has_verdict": is_proved}
+        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, **how)
 
 
 def of_phases(name: str, found: PhasePage) -> Run:
@@ -55,7 +63,7 @@ def of_phases(name: str, found: PhasePage) -> Run:
         gain.task,
         gain.environment,
         Verdict("no verdict", said),
-        tuple(gain_findings(gain, found.thirds[0] if found.thirds else ())),
+        tuple(gain_findings(gain, found.thirds[0] if found.thirds else (), is_proved=False)),
         labels={"plan_S": gain.changes or "the plan"},
         gain=gain,
     )

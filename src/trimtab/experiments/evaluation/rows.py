@@ -49,7 +49,9 @@ def _figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     named = letters(runs)
     for run in runs:
         head = {"run": run.name, "kind": run.kind, "task": run.task, "machine": named[run.machine]}
-        yield from ({"metric": each.measure} | head | _figure(each) for each in run.findings)
+        for each in run.findings:
+            meter = {"meter": run.meter} if each.measure == "energy" else {}
+            yield {"metric": each.measure} | head | _figure(each) | meter
 
 
 def _figure(found: Finding) -> dict[str, Any]:

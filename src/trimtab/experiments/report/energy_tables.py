@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trimtab.core.units import format_joules
 from trimtab.experiments.comparison.result import Comparison
+from trimtab.experiments.report import tables
 from trimtab.experiments.report import wording as say
 from trimtab.experiments.report.tables import Table, versus
 
@@ -21,6 +22,19 @@ def meter_sentence(comparison: Comparison) -> str:
     return f"Energy is {said}. It is that of the whole device or processor, with all else that ran there."
 
 
+def planning_sentence(comparison: Comparison) -> str:
+    """Return what planning took, by plan; "" where the meter of the races did not count it."""
+    spent = comparison.planning_energy
+    said = [f"{joules(spent[key].joules)} {_made_for(key)}" for key in tables.tiers(spent)]
+    within = "; tier F's has that of tier S in it" if {"S", "F"} <= spent.keys() else ""
+    return f"Planning took {', '.join(said)}{within}." if said else ""
+
+
+def _made_for(key: str) -> str:
+    words = say.PLANS.get(key, key)
+    return words if words.startswith("for ") else f"for {words}"
+
+
 def arm_energy_table(comparison: Comparison) -> Table:
     """Return each arm's joules and watts."""
     arms = [arm for arm in comparison.arms if arm.joules]
@@ -36,21 +50,23 @@ def arm_energy_table(comparison: Comparison) -> Table:
 
 
 def target_energy_table(comparison: Comparison) -> Table:
-    """Return joules to each target of those pairs in which both arms reached it; planning is not in them."""
-    found = [row for row in comparison.target_rows if row.arm_j and not row.charged]
+    """Return joules to each target of those pairs in which both arms reached it, without planning and with it."""
+    found = [row for row in comparison.target_rows if row.arm_j]
     rows = tuple(
         (
             say.metric(row.target),
+            tables.planning_counted(row),
             f"{joules(say.middle(row.arm_j))} vs {joules(say.middle(row.against_j))}",
             *(say.estimate(row.energy, say.ratio) if row.energy else (say.UNMEASURED, say.UNMEASURED)),
             str(len(row.arm_j)),
         )
         for row in found
     )
-    columns = ("Target", "Energy", "Ratio", "95% interval", "n")
+    columns = ("Target", "Planning", "Energy", "Ratio", "95% interval", "n")
+    numeric = tuple(column for column in columns if column != "Planning")
     note = (
-        "The arm first, then the other, median over pairs. Below 1: the arm takes less. Planning is not counted. A "
+        "The arm first, then the other, median over pairs. Below 1: the arm takes less. A "
         "block too short for a meter has joules by the arm's mean power: up to half of an arm's seconds may be such."
     )
     groups = tuple(versus(comparison, row) for row in found)
-    return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, columns, groups=groups)
+    return Table("Energy to target", columns, rows, "No energy to a target was measured.", note, numeric, groups=groups)

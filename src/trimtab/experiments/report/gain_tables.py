@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from trimtab.core.phases import MEANINGS, Gain
 from trimtab.decide.attribution import (
     BOUNDS,
+    COMPUTE,
+    MEMORY,
     UNATTRIBUTED,
+    UNBOUND,
     WHOLE,
     Attribution,
     Saved,
@@ -26,7 +29,8 @@ from trimtab.experiments.report.tables import Table, tier_title
 
 _NAMES = {WHOLE: "whole step, without the clock", UNATTRIBUTED: "the clock itself (not attributed)"}
 _SAVED = ("Reference", "Plan", "Saved", "95% interval", "Share of the gain")
-_NO_INTERVAL, _NO_SHARE = "none", "not told"
+_NO_INTERVAL, _NO_SHARE, _UNKNOWN = "none", "not told", "not known"
+_NOT_APART = "Not told apart: a model that is compiled, or a step function of the task's own, runs its modules as one."
 _DISTORTED = (
     "A step that waits for its host waits longer under the clock: these are phases of other steps than the loops run, "
     "and no share is told of them."
@@ -79,7 +83,7 @@ def part_table(gain: Gain, *, folded: bool) -> Table:
         "What a module does itself, without the modules in it. A backward begins where the gradient of what a module "
         "made arrives: what stands between two modules is with the later one."
     )
-    return Table("By class of module", ("Module", *_SAVED), rows, "Not told apart.", note, _SAVED, folded=folded)
+    return Table("By class of module", ("Module", *_SAVED), rows, _NOT_APART, note, _SAVED, folded=folded)
 
 
 def _part(name: str) -> str:
@@ -103,7 +107,14 @@ def _in_any(found: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
     return tuple(name for name in BOUNDS if name in present)
 
 
+def _is_unknown(found: Mapping[str, float], name: str) -> bool:
+    """Whether what an arm has of a bound is in what is not known of it."""
+    return name in (COMPUTE, MEMORY) and UNBOUND in found and name not in found
+
+
 def _of_step(found: Mapping[str, float], name: str) -> str:
+    if _is_unknown(found, name):
+        return _UNKNOWN
     seconds = found.get(name, 0.0)
     return f"{say.seconds(seconds)} ({say.share(seconds / math.fsum(found.values()))})"
 
@@ -172,12 +183,16 @@ def projection_sentences(gain: Gain) -> tuple[str, ...]:
 def _net(gain: Gain, speedup: Interval) -> str:
     if not gain.changes:
         return "the plan changes nothing."
+    if speedup.n < MIN_PAIRS_FOR_VERDICT:
+        return f"too few laps tell how fast its steps are ({say.ratio(speedup.mean)})."
     if speedup.low <= 1 <= speedup.high:
         return f"the steps of both cannot be told apart ({say.ratio(speedup.mean)})."
-    plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
-    found = net_of(speedup.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
     between = _between(speedup, say.ratio)
     within = "" if between == _NO_INTERVAL else f" (95% {between})"
+    if is_distorted(gain):
+        return f"{say.ratio(speedup.mean)}{within}; what computing again takes of it is not told under this clock."
+    plan_s = math.fsum(map(gain.plan.mean_s, gain.plan.has))
+    found = net_of(speedup.mean * plan_s, plan_s, gain.plan.mean_s("recompute"))
     return (
         f"{say.ratio(found.net)}{within}: {say.ratio(found.gain)} if nothing were computed again, over 1 and the "
         f"{say.share(found.overhead)} that computing it again takes, by the clock of phases."
@@ -232,6 +247,8 @@ def _speedup_cells(gain: Gain) -> tuple[str, str]:
 
 def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
     row = next((row for row in found.phases if row.phase == phase), None)
+    if found.is_distorted:
+        return _NO_SHARE, _NO_SHARE, _NO_SHARE
     if row is None:
         return "none", "none", ""
     wholes = [math.fsum(getattr(each, name) for each in found.phases) for name in ("reference_s", "plan_s")]
@@ -240,5 +257,11 @@ def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
 
 
 def _bound_cells(pair: tuple[dict[str, float], dict[str, float]], name: str) -> tuple[str, str, str]:
-    theirs, ours = (say.share(each.get(name, 0.0) / math.fsum(each.values())) if each else _NO_SHARE for each in pair)
+    theirs, ours = (_bound_cell(each, name) for each in pair)
     return theirs, ours, ""
+
+
+def _bound_cell(found: Mapping[str, float], name: str) -> str:
+    if not found:
+        return _NO_SHARE
+    return _UNKNOWN if _is_unknown(found, name) else say.share(found.get(name, 0.0) / math.fsum(found.values()))

@@ -185,7 +185,9 @@ def _energy(comparison: Comparison) -> tuple[Block, ...]:
     if comparison.meter.is_absent:
         return (said,)
     found = energy_tables.target_energy_table(comparison)
-    return (said, energy_tables.arm_energy_table(comparison), *((found,) if found.rows else ()))
+    planning = energy_tables.planning_sentence(comparison)
+    told = (said, *((Paragraph(planning),) if planning else ()))
+    return (*told, energy_tables.arm_energy_table(comparison), *((found,) if found.rows else ()))
 
 
 def _rejected(comparison: Comparison) -> tuple[Block, ...]:

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from trimtab.core.energy import Provenance
 from trimtab.core.units import format_bytes, format_count, format_seconds
 from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, Verdict
 
@@ -128,7 +129,8 @@ def is_perplexity(comparison: Comparison) -> bool:
 
 def measure(name: str, comparison: Comparison) -> str:
     """Return what a ratio row's metric is called."""
-    return measure_of(name, comparison.metric)
+    is_estimated = name == "energy" and comparison.meter.provenance is Provenance.ESTIMATED
+    return f"{name}, estimated" if is_estimated else measure_of(name, comparison.metric)
 
 
 def measure_of(name: str, held_out: str) -> str:

@@ -46,8 +46,13 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         *(_each(row, part) for part in (_stage, _split, _sent)),
         "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
         _each(row, _told),
-        str(row.rows_per_s.n),
+        str(_num(row)),
     )
+
+
+def _num(row: ScalingRow) -> int:
+    """Return the rounds that its efficiency is of; of one rank, which has none, those that were timed."""
+    return row.rows_per_s.n if row.efficiency is None else len(row.pairs)
 
 
 def _each(row: ScalingRow, said: Callable[[Sharing], str]) -> str:
@@ -119,7 +124,7 @@ def notes(found: Scaling) -> list[str]:
         said.append("a freed batch had not settled in some round: it is as it was then")
     if shared := {row.crowded for row in found.rows if row.crowded}:
         said.append(f"ranks that share {' or '.join(shared)} say that it runs, and nothing of scaling")
-    if any(row.rows_per_s.n < MIN_PAIRS_FOR_VERDICT for row in found.rows):
+    if any(_num(row) < MIN_PAIRS_FOR_VERDICT for row in found.rows):
         said.append(f"fewer than {MIN_PAIRS_FOR_VERDICT} rounds: each one's efficiency, and no verdict")
     return said
 

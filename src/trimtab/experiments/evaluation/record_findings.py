@@ -1,0 +1,70 @@
+"""Findings of the record of one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trimtab.core.codec import from_jsonable
+from trimtab.core.energy import OTHER_RANKS, MeterFacts
+from trimtab.core.record import RunRecord
+from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.evaluation.result import Finding, Run
+
+
+def of_record(name: str, found: RunRecord) -> Run:
+    """Return what the record of one run shows: no ratio, for it is paired with nothing."""
+    header, steps = found.header, found.steps
+    seconds, rows = math.fsum(step.wall_s for step in steps), sum(step.rows for step in steps)
+    ended = "cut off" if found.end is None else found.end.reason
+    said = f"{header.name}, seed {header.seed}: {len(steps)} windows of {rows:,} rows, ended: {ended}"
+    findings = [Finding("throughput", "run", value=rows / seconds)] if seconds > 0 and rows else []
+    if found.evaluations:
+        metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))
+        findings.append(Finding("final_metric", "run", value=value, said=metric))
+    ending, meter = {} if found.end is None else found.end.detail, _meter_of(found)
+    if meter is None or OTHER_RANKS not in meter.uncounted:  # their rows are in the record, their joules are not
+        findings += [Finding("energy", "run", value=each) for each in _joules_per_row(found)]
+    data = header.detail.get("data", {})
+    return Run(
+        name,
+        "record",
+        header.name,
+        header.environment,
+        Verdict("no verdict", said),
+        tuple(findings),
+        labels={"run": "one run"},
+        data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",
+        meter=_said_of(meter, ending),
+    )
+
+
+def _joules_per_row(found: RunRecord) -> Iterator[float]:
+    """Yield it by the watts that were counted: evaluations cut off up to a second of training before each.
+
+    Of a run that was gone on with it is of what was trained since.
+    """
+    ending = {} if found.end is None else found.end.detail
+    joules, seconds, begun = (ending.get(f"energy_{key}") for key in ("j", "s", "from_step"))
+    steps = [step for step in found.steps if step.index >= (begun or 0)]
+    rows, trained_s = sum(step.rows for step in steps), math.fsum(step.wall_s for step in steps)
+    if isinstance(joules, int | float) and rows:
+        is_timed = isinstance(seconds, int | float) and seconds > 0 and trained_s > 0
+        yield (joules / seconds * trained_s if is_timed else joules) / rows
+
+
+def _meter_of(found: RunRecord) -> MeterFacts | None:
+    """Return what counted a run's joules, or None where its record does not name it."""
+    said = found.header.detail.get("meter")
+    return from_jsonable(MeterFacts, said) if isinstance(said, Mapping) else None
+
+
+def _said_of(meter: MeterFacts | None, ending: Mapping[str, Any]) -> str:
+    """Return what counted a run's joules, or why nothing did; "" where it was not asked to."""
+    provenance = ending.get("energy")
+    if not isinstance(provenance, str):
+        return ""
+    if ending.get("energy_j") is None:
+        return f"not measured: {ending.get('energy_reason', '')}"
+    return provenance if meter is None else meter.describe()

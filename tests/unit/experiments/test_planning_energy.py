@@ -1,0 +1,113 @@
+"""Joules that planning takes: of all of it, beside the trials that read watts of their own."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from tiny_task import load_data, task
+
+from trimtab.core.energy import Provenance
+from trimtab.core.objective import Objective
+from trimtab.experiments.planning import make_plans
+from trimtab.experiments.planning_energy import PlanningMeter
+from trimtab.measure.energy import MeterLost
+from trimtab.measure.meters import Metering
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("brief_trials")
+
+
+class Steady:
+    """A meter of the user's own, of 50 W; loses itself on the readings that it is told to."""
+
+    provenance, sources, period_s = Provenance.MEASURED, ("a plug",), math.inf
+
+    def __init__(self, lost: tuple[int, ...] = ()) -> None:
+        self.lost, self.reads = lost, 0
+
+    def joules(self) -> float:
+        self.reads += 1
+        if self.reads in self.lost:
+            raise MeterLost("unplugged")
+        return 50.0 * time.perf_counter()
+
+
+def planned(metering, **how):
+    return make_plans(task, load_data(), CPU, strong=False, metering=metering, progress=lambda text: None, **how)
+
+
+def test_each_plan_has_the_joules_of_its_seconds():
+    found = planned(Metering(watts=80), adapt=("learning_rate",))
+    for tier, plan in found.plans.items():
+        spent = found.energy[tier]
+        assert (spent.provenance, spent.joules) == (Provenance.ESTIMATED, pytest.approx(80 * spent.seconds, rel=1e-3))
+        assert spent.seconds >= plan.planning_s * (1 - 1e-3)
+    assert found.energy["F"].seconds > found.energy["S"].seconds + 0.5 * found.plans["F"].search_s
+
+
+def test_a_batch_that_is_freed_trains_on_nothing_and_takes_what_its_base_took():
+    found = planned(Metering(watts=80), adapt=("batch",))
+    assert found.energy["F"] == found.energy["S"]
+
+
+def test_without_a_meter_they_are_absent_with_the_reason():
+    (spent,) = planned(None, adapt=()).energy.values()
+    assert (spent.provenance, spent.joules) == (Provenance.ABSENT, None)
+    assert spent.reason
+
+
+def test_a_meter_that_trials_read_too_tells_both_what_it_lost():
+    meter = Steady()
+    counter = PlanningMeter(CPU, Metering(meter=meter))
+    theirs = counter.metering.meter
+
+    def trial() -> str:
+        meter.lost = (meter.reads + 1,)
+        with pytest.raises(MeterLost, match="unplugged"):
+            theirs.joules()
+        return "made"
+
+    made, spent = counter.counted(trial)
+    assert (made, spent.joules, spent.reason) == ("made", None, "unplugged")
+    made, spent = counter.counted(lambda: time.sleep(1.1))
+    assert spent.joules == pytest.approx(50 * spent.seconds, rel=0.05)
+
+
+def test_what_planning_reads_is_told_what_its_trials_lost():
+    """Where energy is weighed trials read the meter themselves, and what it lost then it tells nobody again."""
+    meter, said = Steady(), []
+
+    class Weighed(Steady):
+        def joules(self) -> float:
+            if said and said[-1].endswith(": watts"):
+                said.append("lost")
+                raise MeterLost("unplugged")
+            return super().joules()
+
+    meter = Weighed()
+    how = {
+        "strong": False,
+        "metering": Metering(meter=meter),
+        "objective": Objective(energy=1),
+        "progress": said.append,
+    }
+    (spent,) = make_plans(task, load_data(), CPU, adapt=(), **how).energy.values()
+    assert "lost" in said
+    assert (spent.joules, spent.reason) == (None, "unplugged")
+
+
+def test_it_is_read_while_planning_goes_on():
+    meter = Steady()
+    counter, said = PlanningMeter(CPU, Metering(meter=meter)), []
+
+    def planning() -> None:
+        before = meter.reads
+        time.sleep(1.1)
+        counter.heard(said.append)("trial 3")
+        assert meter.reads == before + 1
+
+    counter.counted(planning)
+    assert said == ["trial 3"]
