@@ -137,7 +137,7 @@ def test_what_a_final_that_asked_for_no_joules_did_not_prove_was_not_lost_there(
     plan = choose(one, BY_ENERGY, Budget())
     assert plan.precision.value == "bf16"
     assert plan.measured is not None  # what is chosen has been run
-    assert plan.measured.energy_j == pytest.approx(plan.baseline.energy_j / 2, rel=0.1)
+    assert plan.measured.energy_j < 0.6 * plan.baseline.energy_j
 
 
 @pytest.mark.parametrize(
