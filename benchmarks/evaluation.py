@@ -143,7 +143,6 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the slices, run nothing")
     parser.add_argument("--summary", action="store_true", help="say how the goals stand, run nothing")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it started, too
     try:
         size = "tiny" if options.quick else options.size
         given = MINUTES[size] if options.slice_minutes is None else options.slice_minutes
@@ -384,5 +383,11 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{row['state']}: {row['slice']}, {row['why']}"
 
 
+def end_with_children() -> None:
+    """Let SIGTERM, which whoever has lent a machine may send, end what this process has started too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 if __name__ == "__main__":
+    end_with_children()
     main()

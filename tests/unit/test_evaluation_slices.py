@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
+import textwrap
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +270,40 @@ def test_a_slice_that_fails_says_why(evaluation, place, made):
     assert lines[1] == "bad: failed, no luck"
     assert lines[3] == "empty: failed, it left no empty.json"
     assert not (place.folder / "done").exists()
+
+
+def test_a_slice_that_needs_the_peak_of_an_arm_that_failed_ends_no_other(evaluation, listed, place, made):
+    (place.folder / "arm.json").write_text('{"peak_bytes": null}')
+    half = listed.Slice("half", "", ("compare", "x", "--memory", f"{listed.HALF}arm.json"), "half/report.json", 1)
+    assert outcomes(evaluation, [half, made("next")], place) == ["failed", "run"]
+    assert ran(place) == ["next.json"]
+
+
+def test_what_it_started_ends_with_it(tmp_path):
+    """It runs in a session of its own, so that a signal to the script alone would leave it at work."""
+    child = f"import os, time; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"""
+        import sys
+        sys.path[:0] = [{str(ROOT / "benchmarks")!r}]
+        import evaluation
+        from pathlib import Path
+        evaluation.end_with_children()
+        evaluation._run([sys.executable, "-c", {child!r}], Path({str(tmp_path)!r}), 60.0)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)]) as script:
+        number = wait_for(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
+
+
+def wait_for(what, limit_s: float = 60.0):
+    end = time.monotonic() + limit_s
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
 
 
 def test_what_is_not_here_is_not_tried(evaluation, place, made):

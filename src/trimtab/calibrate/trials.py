@@ -90,7 +90,7 @@ class _Blocks:
     @property
     def enough(self) -> int:
         """Blocks to run, more of short ones: a single disturbed one then weighs less."""
-        if self.stage.waits:
+        if self.stage.is_brief:
             return min(self.num_blocks, MIN_BLOCKS)
         block_s = self.steps * self.step_s
         affordable = 0 if block_s <= 0 else min(self.most, round(_STAGE_S / block_s))
@@ -180,7 +180,8 @@ def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapsh
         try:
             with subject.start(arm.candidate) as run:
                 step_until_applied(run, subject)
-            return Snapshot(subject.model, subject.optimizer, on_device=True)  # no peak is counted of blocks
+            highest = max((arm.peak_bytes for arm in arms if arm.peak_bytes is not None), default=None)
+            return Snapshot(subject.model, subject.optimizer, peak_bytes=highest)  # no peak is counted of blocks
         except Exception:  # it ran in its warm-up; what fails now will do so in its first block, and be kept there
             continue
     return before

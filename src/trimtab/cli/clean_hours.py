@@ -55,7 +55,7 @@ def clean_hours(
         return None
     if by is None:
         raise ValueGivenError("--by", given="nothing", expected="when the run is to be done: 36h, or a moment")
-    _require_what_they_need(num_ranks, pauses, is_kept=is_kept, has_watts=watts is not None, idle_watts=idle_watts)
+    _require_what_they_need(num_ranks, pauses, is_kept=is_kept)
     pause_s = None if pauses is None else parse_duration("--pauses", pauses)
     takes_s = None if takes is None else parse_duration("--takes", takes)
     wish = Wish(source_named(source, kind), parse_moment("--by", by, time.time()))
@@ -67,22 +67,9 @@ def _refuse_alone(beside: dict[str, Any]) -> None:
         raise ValueGivenError(alone[0], given="it alone", expected="--when-clean beside it")
 
 
-def _require_what_they_need(
-    num_ranks: int, pauses: str | None, *, is_kept: bool, has_watts: bool, idle_watts: float | None
-) -> None:
+def _require_what_they_need(num_ranks: int, pauses: str | None, *, is_kept: bool) -> None:
     if num_ranks > 1:
         way_out = "Ask with --dry-run in one process, and start the job then."
         raise ValueGivenError("--when-clean", given=f"{num_ranks} ranks", expected="one process", way_out=way_out)
     if pauses is not None and not is_kept:
         raise ValueGivenError("--pauses", given="no --checkpoints", expected="a folder that the run is kept in")
-    if idle_watts is not None and not has_watts and _nothing_counts():
-        given = "no --energy-watts, and no meter here"
-        raise ValueGivenError("--idle-watts", given=given, expected="what it draws while it trains, too")
-
-
-def _nothing_counts() -> bool:
-    """Whether this machine has no meter of what trains on it."""
-    from trimtab.experiments.planning import device_here
-    from trimtab.measure.meters import find_meter
-
-    return find_meter(device_here()).facts.is_absent

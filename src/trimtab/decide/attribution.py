@@ -108,8 +108,9 @@ def _told(gain: Gain) -> dict[str, tuple[str, ...]]:
 
 
 def _are_told_apart(gain: Gain) -> bool:
-    """Return whether both arms tell classes of modules apart, or neither: one that is compiled has none."""
-    theirs, ours = (any(" " in name for lap in arm.laps for name in lap.parts) for arm in (gain.reference, gain.plan))
+    """Return whether both arms tell as much apart: one that is compiled no classes, one of a hidden forward nothing."""
+    arms = (gain.reference, gain.plan)
+    theirs, ours = (("forward" in a.has, any(" " in name for lap in a.laps for name in lap.parts)) for a in arms)
     return theirs == ours
 
 

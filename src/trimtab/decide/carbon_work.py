@@ -85,6 +85,9 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
 
     Args:
         watts, idle_watts: as given; None where they were not.
+
+    Raises:
+        ValueGivenError: watts while it waits, and none while it trains.
     """
     if watts is not None:
         waits = "what it holds while it waits is not known, and not counted"
@@ -98,6 +101,9 @@ def power_of(plan: Plan | None, watts: float | None, idle_watts: float | None) -
             "idle watts are not known, and not counted" if idle_w is None else f"{idle_w:.3g} W while it waits{given}"
         )
         return Power(watts, idle_w or 0.0, f"{watts:.3g} W, {plan.meter.provenance} as it was planned; {idle}")
+    if idle_watts is not None:
+        given, expected = "no --energy-watts, and no plan whose meter read them", "what it draws while it trains, too"
+        raise ValueGivenError("--idle-watts", given=given, expected=expected)
     said = f"not known: grams are of {ASSUMED_W:g} W, shares hold for any; waiting is not counted"
     return Power(ASSUMED_W, 0.0, said)
 

@@ -58,10 +58,11 @@ def _may_wait(profile: Profile, fastest: Candidate) -> bool:
     return profile.device.kind == "cuda" and step_s >= _LAUNCHED * (least_s or 0.0)
 
 
-def seems_to_wait(profile: Profile) -> bool:
-    """Return whether, before anything is tried, the loop's own step on a GPU seems to wait for its launches.
+def takes_many_times_its_products(profile: Profile) -> bool:
+    """Return whether, before anything is tried, the loop's own step on a GPU is so long that it may wait for its host.
 
-    By its phases, and by what its products take at the peak of its precision; torch convolves in TF32 by default.
+    By its phases, and by what its products take at the peak of its precision; torch convolves in TF32 by default. One
+    that moves much is as long: which of its modes is faster shows in three laps.
     """
     own = profile.reference.precision
     found = [profile.device.peak(each) for each in ((own, "tf32") if profile.loop.has_convolutions else (own,))]

@@ -13,6 +13,7 @@ from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
 from trimtab.decide.cost_model import CostModel
+from trimtab.decide.readings import speed_ratio
 from trimtab.decide.space import Point
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 
@@ -145,7 +146,7 @@ def _decide(
 
 
 def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> set[Candidate]:
-    """Return of whose joules, which are weighed, finals have too few windows for a verdict: these lost nothing there.
+    """Return of whose joules, which are weighed, finals have too few windows for a verdict, unless they were slower.
 
     A profile that was made without that weight has one window of each.
     """
@@ -153,9 +154,10 @@ def _untold(profile: Profile, rounds: Sequence[str], objective: Objective) -> se
         return set()
     found: set[Candidate] = set()
     for name in rounds:
-        trials = profile.stage(name)
-        few = [trial for trial in trials if len(trial.watts) < MIN_PAIRS_FOR_VERDICT]
-        found |= {trial.candidate for trial in (trials if trials[0] in few else few)}
+        own, *rivals = profile.stage(name)
+        told = len(own.watts) >= MIN_PAIRS_FOR_VERDICT
+        untold = [rival for rival in rivals if not told or len(rival.watts) < MIN_PAIRS_FOR_VERDICT]
+        found |= {rival.candidate for rival in untold if rival.block_s and speed_ratio(rival, own).high >= 1}
     return found
 
 
@@ -189,7 +191,8 @@ def _outcome(
 def _infeasible(profile: Profile, found: Sequence[Point], budget: Budget) -> InfeasibleError:
     near, rounds = space.nearest(found, budget), profile.finals
     if near is None and budget.energy is not None and any(trial.block_s for trial in profile.trials):
-        given = f"a limit of {format_joules(budget.energy)} per step, and a meter that was lost in every trial"
+        why = profile.meter.reason if profile.meter.is_absent else "its meter was lost in every trial"
+        given = f"a limit of {format_joules(budget.energy)} per step, and no joules: {why}"
         way_out = "Leave that limit out, or give watts: trimtab.Metering(watts=...)."
         return InfeasibleError("budget", given=given, expected="joules of at least one that fits", way_out=way_out)
     if near is None:

@@ -57,8 +57,8 @@ class Stage:
 
     Args:
         control: whether the first is run a second time (A/A). accepts: whether a choice is made by it, which takes as
-            many blocks as a verdict does. drops: whether who loses its first blocks is run no further. waits: whether
-            its candidates may all wait for the host, so that more blocks put no more of them in order.
+            many blocks as a verdict does. drops: whether who loses its first blocks is run no further. is_brief:
+            whether three laps are all it takes: more of what may wait for the host put no more of it in order.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Stage:
     control: bool = False
     accepts: bool = False
     drops: bool = True
-    waits: bool = False
+    is_brief: bool = False
 
     @property
     def orders(self) -> bool:
@@ -84,8 +84,8 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
                 accepts = name == ALONE  # whose gain no final would show
-                waits = name == "modes" and compiling.seems_to_wait(profile)
-                return Stage(name, candidates, control=accepts, accepts=accepts, waits=waits)
+                is_brief = name == "modes" and compiling.takes_many_times_its_products(profile)
+                return Stage(name, candidates, control=accepts, accepts=accepts, is_brief=is_brief)
     return _next_final(profile, objective, budget)
 
 

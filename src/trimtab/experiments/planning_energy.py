@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from trimtab.core.energy import Energy
-from trimtab.measure.energy import EnergyClock
+from trimtab.measure.energy import EnergyClock, GivenWatts
 from trimtab.measure.meter_readers import readers_of
 from trimtab.measure.meters import Metering, find_meter
 
@@ -28,7 +28,7 @@ class PlanningMeter:
     def __init__(self, device: torch.device, metering: Metering | None) -> None:
         given = metering or Metering()
         self._meter = find_meter(device, given).meter
-        if given.meter is not None:
+        if given.meter is not None and not isinstance(given.meter, GivenWatts):  # which loses nothing
             self._meter, theirs = readers_of(given.meter, 2)
             given = replace(given, meter=theirs)
         self.metering = given

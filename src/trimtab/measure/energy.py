@@ -17,6 +17,8 @@ from trimtab.core.energy import WINDOW_S, Energy, Provenance, absent, summed
 
 # Of a clock's seconds, what may lie in stretches that are too short for its meter; they are in no joule and no second.
 _SHORT = 0.1
+# A tick reads the meter so often: what ran between the last reading and a pause is lost.
+_DUE_S = WINDOW_S / 4
 
 
 class MeterLost(Exception):
@@ -130,7 +132,7 @@ class EnergyClock:
         self, meter: Meter, *, window_s: float = WINDOW_S, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._meter, self._window_s, self._clock = meter, window_s, clock
-        self._due_s = min(WINDOW_S, meter.period_s / 2)
+        self._due_s = min(_DUE_S, meter.period_s / 2)
         self._begun: _Reading | None = None  # of the stretch so far; None: it does not run
         self._last = _Reading(clock(), None, "it was not started")
         self._whole: Energy | None = None
@@ -157,12 +159,13 @@ class EnergyClock:
             self._last = self._reading(self._last.lost)
 
     def pause(self) -> None:
-        """Stop at the last reading, of a second ago at the most where it was ticked: what was since is left out.
+        """Stop at the last reading, a fourth of a second before the last tick at the most: what was since is left out.
 
         What it ran for from that reading to its last tick is among the stretches that were too short.
         """
         if self._begun is not None:
-            self._short_s += max(0.0, self._ticked_at - self._last.at_s)
+            if self._meter.provenance is Provenance.MEASURED:
+                self._short_s += max(0.0, self._ticked_at - self._last.at_s)
             self._close(self._begun)
             self._begun = None
 

@@ -166,8 +166,9 @@ def _limits(meter: Any) -> tuple[PowerLimit, ...]:
 
 
 def _checked(meter: Meter) -> Meter:
-    if not isinstance(meter, Meter) or meter.provenance not in (Provenance.MEASURED, Provenance.ESTIMATED):
-        expected = "what has provenance (measured or estimated), sources, period_s and joules()"
+    is_one = isinstance(meter, Meter) and meter.provenance in (Provenance.MEASURED, Provenance.ESTIMATED)
+    if not is_one or isinstance(getattr(meter, "uncounted", ()), str):
+        expected = "what has provenance (measured or estimated), sources, period_s and joules(); uncounted, a tuple"
         raise ValueGivenError("meter", given=f"{meter!r:.80}", expected=expected, way_out="See docs/energy.md.")
     return meter
 

@@ -22,7 +22,7 @@ from trimtab.measure.held import (
 )
 from trimtab.measure.process_state import ProcessState
 
-_ROOM = 4  # times what is copied that a device has to have left: trials need memory of their own
+_ROOM = 3  # times what is copied that a GPU has to have beside a peak: for what a trial takes once, as to record it
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -33,13 +33,13 @@ class Snapshot:
     Usable as a context manager: the state is put back on leaving, also after an error.
 
     Args:
-        on_device: whether copies may lie where the tensors do, if there is room: not where a device's peak is counted
-            while they are held.
+        peak_bytes: of a GPU, what runs while it is held: copies lie there too if there is room beside that, and are put
+            back many times as fast. None: on the host, where they are in no peak that is counted meanwhile.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_device: bool = False) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, peak_bytes: int | None = None) -> None:
         self._process = ProcessState.capture()
-        copied = device_copy if on_device and _has_room(model, optimizer) else host_copy
+        copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
         self._grads = [HeldGradient(tensor, copied) for tensor in tensors_of(model)]
         named = {id(t): t for t in tensors_of(model)}
         others = list(reachable(_roots(model, optimizer)))
@@ -64,14 +64,21 @@ class Snapshot:
         self.restore()
 
 
-def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether each GPU that holds any of it has several times as much memory left."""
+def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer, peak_bytes: int) -> bool:
+    """Return whether each GPU that holds any of it has room for copies beside such a peak, and as much again."""
     held = Counter[torch.device]()
     for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(optimizer.state))}.values():
         for each in (tensor, tensor.grad):
             if each is not None and each.is_cuda:
                 held[each.device] += each.numel() * each.element_size()
-    return all(torch.cuda.mem_get_info(device)[0] > _ROOM * size for device, size in held.items())
+    return all(peak_bytes + _ROOM * size < _most_bytes(device) for device, size in held.items())
+
+
+def _most_bytes(device: torch.device) -> float:
+    """Return the bytes that this process may hold on a GPU: what is free or its own, as far as it was let have it."""
+    free, whole = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free + torch.cuda.memory_reserved(device), share * whole)
 
 
 def _tensors(root: Any) -> Iterator[Tensor]:

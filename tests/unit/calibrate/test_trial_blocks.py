@@ -215,7 +215,7 @@ def test_two_whose_order_is_open_go_on_without_the_others(subject, short_steps):
 def test_a_stage_whose_candidates_wait_for_the_host_takes_no_more_than_three_laps(subject, short_steps):
     """Who of them is first is noise, however many laps there are."""
     short_steps.blocks = {WHOLE: [0.27] * 9, THIRD: [0.15, 0.16] * 5, FOURTH: [0.16, 0.15] * 5}
-    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD), waits=True))) == [MIN_BLOCKS] * 3
+    assert blocks_of(*run(subject, Stage("modes", (WHOLE, FOURTH, THIRD), is_brief=True))) == [MIN_BLOCKS] * 3
 
 
 def test_a_lap_that_was_disturbed_takes_more_of_them_to_tell(subject, short_steps):

@@ -154,6 +154,8 @@ def test_a_forward_that_one_arm_hides_is_in_the_rest_of_both():
     rows = {row.phase: row.saved.mean for row in attribute(found).phases}
     assert rows == pytest.approx({"data": 0.0, "optimizer": 0.3, "rest": 0.9})
     assert {each.of for each in shares(found)} == {"data", "optimizer", "rest"}
+    compiled = tuple(replace(each, parts={"forward": each.seconds["forward"]}) for each in made.plan.laps)
+    assert attribute(replace(found, plan=replace(found.plan, laps=compiled))).parts == ()
     assert math.fsum(each.share.mean for each in shares(found)) == pytest.approx(1.0)
     assert "the loop itself" not in bound_seconds(found.reference)
     assert bound_seconds(found.reference)["not known"] == pytest.approx(3.5)

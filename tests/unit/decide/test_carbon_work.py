@@ -40,6 +40,8 @@ def test_watts_are_what_was_given_else_what_the_meter_read():
     read = power_of(METERED, None, None)
     assert (read.watts, read.idle_watts) == (200, 40)
     assert read.known == "200 W, measured as it was planned; 40 W while it waits"
+    with pytest.raises(ValueGivenError, match="--idle-watts: given no --energy-watts, and no plan"):
+        power_of(None, None, 100.0)
     beside = power_of(METERED, None, 100.0)
     assert (beside.watts, beside.idle_watts) == (200, 100)
     assert beside.known == "200 W, measured as it was planned; 100 W while it waits, as given"

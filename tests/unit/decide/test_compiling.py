@@ -63,7 +63,7 @@ def test_what_convolves_saves_less_by_compiling_and_takes_longer():
 
 
 @pytest.mark.parametrize(
-    ("flops", "facts", "waits"),
+    ("flops", "facts", "is_brief"),
     [
         (1e10, {}, False),  # a second a step, in fp32 as long as its products
         (1e10, {"has_convolutions": True}, True),  # which take a tenth of it in TF32
@@ -73,12 +73,12 @@ def test_what_convolves_saves_less_by_compiling_and_takes_longer():
         (None, {}, False),
     ],
 )
-def test_modes_of_a_step_that_waits_for_its_launches_take_fewest_laps(flops, facts, waits):
+def test_modes_of_a_step_that_waits_for_its_launches_take_fewest_laps(flops, facts, is_brief):
     machine = Machine()
     measured(machine, **(STEP | {"flops_per_step": flops} | facts))
     (modes,) = [stage for stage in machine.stages if stage.name == "modes"]
-    assert modes.waits is waits
-    assert not any(stage.waits for stage in machine.stages if stage is not modes)
+    assert modes.is_brief is is_brief
+    assert not any(stage.is_brief for stage in machine.stages if stage is not modes)
 
 
 def test_a_hurried_search_on_a_gpu_compiles_what_promises_much():

@@ -140,6 +140,20 @@ def test_what_a_final_that_asked_for_no_joules_did_not_prove_was_not_lost_there(
     assert plan.measured.energy_j < 0.6 * plan.baseline.energy_j
 
 
+def test_who_lost_a_final_by_its_seconds_lost_it_whatever_its_joules_are():
+    """It was faster where candidates are put in order, and slower in each block beside the loop."""
+
+    def step_of(stage: str, candidate) -> float:
+        if candidate.precision != "bf16":
+            return 1.0
+        return 1.1 if stage.startswith("final") else 0.85
+
+    profile = measured(Machine(step_of=step_of, watts=lambda candidate: 100.0, noise=0.002), can_retain=False)
+    assert any(trial.candidate.precision == "bf16" for trial in profile.stage("final"))
+    one = replace(profile, trials=tuple(replace(trial, watts=trial.watts[:1]) for trial in profile.trials))
+    assert choose(one, Objective(time=1, energy=0.05), Budget()).precision.value == "fp32"
+
+
 @pytest.mark.parametrize(
     ("fused_w", "control_w", "is_fused"), [(115.0, 100.0, False), (100.0, 100.0, True), (100.0, None, False)]
 )
@@ -156,8 +170,9 @@ def test_a_fused_step_is_asked_for_its_joules_where_they_are_weighed(fused_w, co
 
 def test_a_limit_on_joules_whose_meter_was_lost_is_told_as_such():
     profile = measured(Machine(), can_retain=False)
-    with pytest.raises(InfeasibleError, match="a meter that was lost in every trial"):
-        choose(profile, Objective(), Budget(energy=1e6))
+    for meter, why in ((METER, "its meter was lost in every trial"), (profile.meter, "no joules: not looked for")):
+        with pytest.raises(InfeasibleError, match=why):
+            choose(replace(profile, meter=meter), Objective(), Budget(energy=1e6))
 
 
 def test_an_estimate_says_so_in_the_page():

@@ -324,7 +324,8 @@ def test_on_a_gpu_short_arms_of_the_plan_are_as_long_as_its_own_steps_ask():
     assert {name for name, each in rows.items() if each == 24} == {REFERENCE, UNCHANGED, *alone}
     assert {name for name, each in rows.items() if each == 200} == {PLAN, *without}
     plan = replace(Plan.fixed(32, precision="bf16"), measured=Measured(0.1))
-    how = {"quick": False, "brief": True}
-    assert ablate_module._step_within(plan, 1.0, dear=True, **how) == 0.1
-    assert ablate_module._step_within(plan, 0.05, dear=True, **how) == 0.05
-    assert ablate_module._step_within(plan, 1.0, dear=False, **how) == 1.0
+    made, given = Plans({"S": plan}, {"S": None}), Plans({"S": plan})
+    assert ablate_module._step_within(made, 1.0, dear=True) == 0.1
+    assert ablate_module._step_within(made, 0.05, dear=True) == 0.05
+    assert ablate_module._step_within(made, 1.0, dear=False) == 1.0
+    assert ablate_module._step_within(given, 1.0, dear=True) == 1.0  # it may have been measured elsewhere

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 from race_records import climbing, record, timed
 
 from trimtab.core.plan import Plan
-from trimtab.core.record import End
+from trimtab.core.record import End, RunRecord
 from trimtab.decide.ablation import PLAN, PLAN_AGAIN, REFERENCE, UNCHANGED, UNCHANGED_AGAIN, Design
 from trimtab.experiments.ablation.effects import Evidence, products
 from trimtab.experiments.ablation.headline import NOTHING, headline
@@ -28,6 +28,7 @@ from trimtab.experiments.ablation.result import (
     Effect,
 )
 from trimtab.experiments.ablation.times import times
+from trimtab.experiments.comparison.ratio_rows import quality_row
 
 NAMES = ("micro_batch", "precision", "recompute")
 # Logarithms of what each change is worth alone, in speed.
@@ -272,6 +273,20 @@ def test_of_what_is_freed_too_quality_is_told_after_the_same_rows():
     rate = Change("learning_rate_scale", "learning rate scale 3", "F")
     (alone,) = [e for e in measured.effects(rate) if (e.setting, e.metric) == (ALONE, QUALITY)]
     assert alone.ratio.mean == pytest.approx(10.2)  # 0.202 for 0.1, each after its first evaluation
+
+
+def test_quality_is_told_after_nearly_the_same_rows_where_windows_end_beyond_them():
+    def run(at: Sequence[int], level: float) -> RunRecord:
+        return record(blocks=[(max(at), 1.0)], evaluations=[(rows, 1.0, level * rows) for rows in at])
+
+    races = {
+        seed: {"theirs": run((400, 500, 600, 960), 0.001), "ours": run((440, 505, 650, 970), 0.0011)}
+        for seed in range(5)
+    }
+    row = quality_row(races, "ours", "theirs", "F", "accuracy", True, "share", at_equal_rows=True)
+    assert row.ratio.mean == pytest.approx(100 * (0.0011 * 970 - 0.001 * 960))
+    unlike = {seed: race | {"ours": run((440, 550), 0.0011)} for seed, race in races.items()}
+    assert quality_row(unlike, "ours", "theirs", "F", "accuracy", True, "share", at_equal_rows=True) is None
 
 
 def ended(ends: Mapping[str, float], *, seeds: int = 5, noise: float = 0.002, brief: frozenset[str] = frozenset()):

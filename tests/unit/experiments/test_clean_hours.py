@@ -85,8 +85,8 @@ def test_where_no_hour_is_cleaner_it_trains_now_and_says_so(train, tmp_path):
         ),
         (("--when-clean", "great-britain", "--by", "36h", "--takes", "long"), "--takes: given 'long'"),
         (
-            ("--when-clean", "great-britain", "--by", "36h", "--idle-watts", 5),
-            "--idle-watts: given no --energy-watts, and no meter",
+            ("--when-clean", "great-britain", "--by", "36h", "--takes", "5h", "--idle-watts", 5),
+            "--idle-watts: given no --energy-watts, and no plan",
         ),
         (("--when-clean", "great-britain", "--by", "36h", "--ranks", 2), "--when-clean: given 2 ranks; expected one"),
         (("--when-clean", "great-britain", "--by", "36h"), "--when-clean: given a plan without seconds a step"),

@@ -13,7 +13,7 @@ from trimtab.core.energy import Provenance
 from trimtab.core.objective import Objective
 from trimtab.experiments.planning import make_plans
 from trimtab.experiments.planning_energy import PlanningMeter
-from trimtab.measure.energy import MeterLost
+from trimtab.measure.energy import GivenWatts, MeterLost
 from trimtab.measure.meters import Metering
 
 CPU = torch.device("cpu")
@@ -97,6 +97,12 @@ def test_what_planning_reads_is_told_what_its_trials_lost():
     (spent,) = make_plans(task, load_data(), CPU, adapt=(), **how).energy.values()
     assert "lost" in said
     assert (spent.joules, spent.reason) == (None, "unplugged")
+
+
+def test_watts_that_are_given_are_no_meter_to_be_read_by_two():
+    """Trials know them as such, and run no second to read them."""
+    given = GivenWatts(50)
+    assert PlanningMeter(CPU, Metering(meter=given)).metering.meter is given
 
 
 def test_it_is_read_while_planning_goes_on():

@@ -1,4 +1,4 @@
-"""Copies that lie where the tensors do: put back alike, and only where a device has room for them and for trials."""
+"""Copies that lie where the tensors do: put back alike, and only where a device has room for them beside a trial."""
 
 from __future__ import annotations
 
@@ -26,10 +26,27 @@ def trained():
     return model, optimizer, step
 
 
-def test_copies_on_the_device_are_put_back_alike():
+@pytest.mark.parametrize(
+    ("peak_bytes", "has_room", "where"), [(None, True, "host"), (GIB, False, "host"), (GIB, True, "device")]
+)
+def test_copies_lie_where_there_is_room_and_are_put_back_alike(monkeypatch, peak_bytes, has_room, where):
+    copied = {"host": [], "device": []}
+
+    def copying(name):
+        def copy(tensor):
+            copied[name].append(tensor)
+            return tensor.data.clone()
+
+        return copy
+
+    for name in copied:
+        monkeypatch.setattr(module, f"{name}_copy", copying(name))
+    monkeypatch.setattr(module, "_has_room", lambda model, optimizer, peak: has_room)
     model, optimizer, step = trained()
     before = fingerprint(model, optimizer)
-    held = Snapshot(model, optimizer, on_device=True)
+    held = Snapshot(model, optimizer, peak_bytes=peak_bytes)
+    (other,) = copied.keys() - {where}
+    assert (len(copied[where]) > 10, copied[other]) == (True, [])  # weights, gradients, states, statistics
     for _ in range(2):
         step()
         assert fingerprint(model, optimizer) != before
@@ -42,16 +59,19 @@ def tensor_of(size: int, device: str, grad=None):
 
 
 @pytest.mark.parametrize(
-    ("free", "has_room"),
+    ("free", "own", "share", "has_room"),
     [
-        ({"cuda:0": 13 * GIB, "cuda:1": 5 * GIB}, True),  # 3 GiB and 1, four times over
-        ({"cuda:0": 11 * GIB, "cuda:1": 5 * GIB}, False),
-        ({"cuda:0": 13 * GIB, "cuda:1": 3 * GIB}, False),
+        ({"cuda:0": 11 * GIB, "cuda:1": 6 * GIB}, 4 * GIB, 1.0, True),  # a peak of 5 GiB, and three times 3 and 1
+        ({"cuda:0": 9 * GIB, "cuda:1": 6 * GIB}, 4 * GIB, 1.0, False),
+        ({"cuda:0": 11 * GIB, "cuda:1": 3 * GIB}, 4 * GIB, 1.0, False),
+        ({"cuda:0": 60 * GIB, "cuda:1": 60 * GIB}, 4 * GIB, 0.15, False),  # 12 GiB are all that it may have
     ],
 )
-def test_each_device_has_room_for_what_it_holds_and_for_trials(monkeypatch, free, has_room):
+def test_each_device_has_room_for_what_it_holds_and_for_a_trial(monkeypatch, free, own, share, has_room):
     weights, beside = tensor_of(GIB, "cuda:0", grad=tensor_of(GIB, "cuda:0")), tensor_of(GIB, "cuda:1")
     monkeypatch.setattr(module, "tensors_of", lambda model: [weights, beside])
     monkeypatch.setattr(module, "_tensors", lambda root: [tensor_of(GIB, "cuda:0"), weights])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80 * GIB))
-    assert module._has_room(nn.Linear(1, 1), SimpleNamespace(state={})) is has_room
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert module._has_room(nn.Linear(1, 1), SimpleNamespace(state={}), 5 * GIB) is has_room

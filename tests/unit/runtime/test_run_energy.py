@@ -58,10 +58,20 @@ def test_a_line_is_said_every_ten_seconds_and_the_total_is_of_all(world):
     assert (end["energy_j"], end["energy_s"]) == (1250.0, 25.0)
 
 
-def test_the_meter_is_read_no_more_than_once_a_second(world):
+def test_the_meter_is_read_no_more_than_four_times_a_second(world):
     before = world.reads
     steps(world, 20.0, step_s=0.01)
-    assert 15 <= world.reads - before <= 20
+    assert 60 <= world.reads - before <= 80
+
+
+def test_a_run_that_is_evaluated_every_few_seconds_has_a_total(world):
+    for _ in range(5):
+        steps(world, 3.3, step_s=0.11)
+        world.now += 1.0
+        world.recorder.evaluation(64, "accuracy", 0.5)
+    _, end = ended(world)
+    assert end["energy_s"] == pytest.approx(16.5, rel=0.1)
+    assert end["energy_j"] == pytest.approx(50 * end["energy_s"])
 
 
 def test_an_evaluation_is_in_no_joule(world):

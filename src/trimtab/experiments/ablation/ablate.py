@@ -132,8 +132,10 @@ def _raced(
     for seed in seeds_in_time(settings.num_seeds, quick=settings.quick, begun=begun):
         is_brief = settings.is_brief(seed)
         how = {"quick": settings.quick, "brief": is_brief, "dear": kept.device.type == "cuda"}
-        rows, within = (lengths(task, each_s, **how) for each_s in (step_s, _step_within(plan, step_s, **how)))
-        few = _brief_rows(design, makes, rows.few, within.few) if is_brief else dict.fromkeys(makes, task.budget_rows)
+        rows, own_s = lengths(task, step_s, **how), _step_within(plans, step_s, dear=how["dear"])
+        within = lengths(task, own_s, **how).few
+        within = within if within < task.budget_rows else rows.few
+        few = _brief_rows(design, makes, rows.few, within) if is_brief else dict.fromkeys(makes, task.budget_rows)
         entries = _entries(task, design, makes, few, rows.control)
         entries = [each for each in entries if design.controls.get(each.name, each.name) not in refusals]
         races[seed] = kept.race(entries, seed, settings.num_seeds, brief=is_brief, cap_s=settings.cap_s)
@@ -151,13 +153,15 @@ def _loops(arms: Mapping[str, Plan], rows: int) -> dict[str, MakeLoop]:
     return {REFERENCE: ReferenceLoop} | plans
 
 
-def _step_within(plan: Plan, reference_s: float, *, dear: bool, **_: bool) -> float:
+def _step_within(plans: Plans, reference_s: float, *, dear: bool) -> float:
     """Return the seconds by which short arms of the plan are as long as they are: on a GPU its own, where it is faster.
 
-    Of a plan that is many times as fast, as many steps as of the loop fill no block that joules are read of.
+    Of a plan that is many times as fast, as many steps as of the loop are one block, on which its ratio would rest. One
+    that was given may have been measured elsewhere.
     """
-    own_s = None if plan.measured is None else plan.measured.step_s
-    return min(own_s, reference_s) if dear and own_s is not None else reference_s
+    measured = _whole(plans).measured
+    own_s = measured.step_s if measured is not None and plans.profiles else reference_s
+    return min(own_s, reference_s) if dear else reference_s
 
 
 def _brief_rows(design: Design, makes: Mapping[str, MakeLoop], few: int, within: int) -> dict[str, int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
 from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.stats import (
+    ALIKE,
     Races,
     as_ratio,
     cpu_ratios,
@@ -78,7 +80,7 @@ def quality_row(
 
     Args:
         unit: of the metric, as `Metric` has it: "share", "percent" or "relative". at_equal_rows: whether tier F is
-            judged there too.
+            judged there too, at the last rows that are nearly alike: windows of several batches end beyond them.
     """
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
@@ -89,7 +91,9 @@ def quality_row(
         common = mine.keys() & yours.keys()
         if at_the_ends and mine and yours:
             differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
-        elif not at_the_ends and common:
+        elif tier == "F" and (last := _last_alike(mine, yours)) is not None:
+            differences.append(difference(mine[last[0]], yours[last[1]], higher_is_better, unit))
+        elif tier != "F" and common:
             differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None
@@ -97,6 +101,12 @@ def quality_row(
     ratio = as_ratio(interval, differences)
     verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
+
+
+def _last_alike(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
+    """Return the last rows of each that are within `ALIKE` of one another, or None."""
+    pairs = [(ours, theirs) for ours in mine for theirs in yours if abs(ours - theirs) <= ALIKE * theirs]
+    return max(pairs, key=lambda pair: (min(pair), -abs(pair[0] - pair[1])), default=None)
 
 
 def difference(ours: float, theirs: float, higher_is_better: bool, unit: str) -> float:

@@ -14,6 +14,7 @@ from trimtab.experiments.comparison.result import Ratio
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 # In a header's detail: the rows an arm was to train on.
 GIVEN_ROWS = "given_rows"
+ALIKE = 0.02  # of their rows, by which two runs of as many may differ: windows of several batches end beyond a budget
 FAILED = " failed in "  # in a sentence on arms of which one did
 
 

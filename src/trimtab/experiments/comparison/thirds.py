@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import mean_interval, ratio_interval, share_interval
 from trimtab.experiments.comparison.result import Ratio, ThirdRow
-from trimtab.experiments.comparison.stats import Races, as_ratio, blocks, curve, to_the_end
+from trimtab.experiments.comparison.stats import ALIKE, Races, as_ratio, blocks, curve, to_the_end
 
 THIRDS = ("early", "middle", "late")
-_ALIKE = 0.02  # of the rows that two runs trained on
 _EDGES = (0.0, 1 / 3, 2 / 3, 1.0)
 _NO_PROGRESS = "its metric did not get better there in every pair"
 _NOT_SEEN = "its metric was not evaluated early enough"
@@ -72,7 +71,7 @@ def _saved(courses: Sequence[tuple[_Course, _Course]], warm: float) -> list[Rati
     of several batches end a little beyond a budget.
     """
     begins, ends = [max(begin, warm) for begin in _EDGES[:-1]], _EDGES[1:]
-    are_unlike = any(abs(ours.rows / theirs.rows - 1) > _ALIKE for ours, theirs in courses)
+    are_unlike = any(abs(ours.rows / theirs.rows - 1) > ALIKE for ours, theirs in courses)
     if are_unlike or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
         return [None] * len(ends)
     each = [

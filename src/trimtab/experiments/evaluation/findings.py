@@ -11,13 +11,12 @@ from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_inte
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
 from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, TargetRow, Verdict
-from trimtab.experiments.comparison.stats import FAILED, as_ratio, crossing
+from trimtab.experiments.comparison.stats import ALIKE, FAILED, as_ratio, crossing
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
 
 NO_VERDICT = "no verdict"
-_ALIKE = 0.02  # of the rows that two arms trained on, where their ends are compared
 
 _Point = tuple[int, float, float]  # of a curve: rows, seconds, metric
 
@@ -215,7 +214,7 @@ def _after(ends: Sequence[tuple[_Point, _Point]], rows: int) -> tuple[str, tuple
     said = "" if between[0] == "100" else f"after {between[0]}% of the reference's rows"
     if between[1] not in (between[0], "100"):
         said = f"after {between[0]}% of the reference's rows, which itself came to {between[1]}%"
-    is_whole = [all(abs(share - 1) <= _ALIKE for share in shares) for shares in (ours, theirs)]
+    is_whole = [all(abs(share - 1) <= ALIKE for share in shares) for shares in (ours, theirs)]
     return said, (is_whole[0], is_whole[1])
 
 
