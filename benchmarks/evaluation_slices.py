@@ -16,6 +16,7 @@ TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluatio
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
 MINUTES = {"cpu": 20.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
 CAP_S, AROUND_S = 90, 130  # of training of an arm in a race to a target; of a race's start and its evaluations
+COUNTED_S = 50  # of counting what each arm of an ablation holds, on its first race
 MINUTE_S = 60  # of training, where a minute is all that a target may take
 CONTROL_S = 60  # that an arm trains for at the most which runs once more, or for its throughput alone
 HALF = "half of "  # a limit of half the peak that a file of an arm holds
@@ -316,7 +317,9 @@ def _whole(kind: str, task: str, minutes: float) -> Iterator[Slice]:
     says = f"{task}, S, P0 to P3 to targets"
     yield from _races(f"{kind}-whole", says, raced, _FIVE, minutes, "gpu", whole=True)
     changes = 4 if kind == "gpt2" else 3
-    cap_s = (60 * minutes - 2 * AROUND_S - 2 * CONTROL_S) // (3 + 2 * changes)  # beside the loop twice and the plan
+    cap_s = (60 * minutes - AROUND_S - COUNTED_S - 2 * CONTROL_S) // (
+        3 + 2 * changes
+    )  # beside the loop twice and the plan
     of = (f"{GPU_TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
     says = f"{task}, the paper's components to targets"
     yield from _ablations(f"{kind}-ablate-paper", says, of, "--cap", f"{cap_s:g}", minutes=minutes, needs=("gpu",))

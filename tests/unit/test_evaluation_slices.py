@@ -585,7 +585,7 @@ def test_seconds_of_an_arm_are_held_against_a_bar_whether_or_not_another_arrives
 
     def at(*seconds):
         found = replace(of, target_rows=(replace(open_row, arm_s=seconds),))
-        return stands(goals, says, tmp_path, {"resnet-freed": of_comparison("resnet-freed", found)})
+        return stands(goals, says, tmp_path, {"resnet-minute": of_comparison("resnet-minute", found)})
 
     assert at(50.0, 51.0, 52.0, 50.0, 51.0)[0] == "met"
     assert at(70.0, 71.0, 72.0, 70.0, 71.0)[0] == "missed"

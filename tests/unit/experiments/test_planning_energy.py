@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_task import load_data, task
 
+from trimtab.calibrate import power
 from trimtab.core.energy import Provenance
-from trimtab.core.objective import Objective
 from trimtab.experiments.planning import make_plans
 from trimtab.experiments.planning_energy import PlanningMeter
 from trimtab.measure.energy import GivenWatts, MeterLost
@@ -76,9 +77,10 @@ def test_a_meter_that_trials_read_too_tells_both_what_it_lost():
     assert spent.joules == pytest.approx(50 * spent.seconds, rel=0.05)
 
 
-def test_what_planning_reads_is_told_what_its_trials_lost():
-    """Where energy is weighed trials read the meter themselves, and what it lost then it tells nobody again."""
-    meter, said = Steady(), []
+def test_what_planning_reads_is_told_what_its_trials_lost(monkeypatch):
+    """A final reads the meter itself, and what it lost then it tells nobody again."""
+    monkeypatch.setattr(power, "WINDOW_S", 0.01)
+    said = []
 
     class Weighed(Steady):
         def joules(self) -> float:
@@ -87,14 +89,9 @@ def test_what_planning_reads_is_told_what_its_trials_lost():
                 raise MeterLost("unplugged")
             return super().joules()
 
-    meter = Weighed()
-    how = {
-        "strong": False,
-        "metering": Metering(meter=meter),
-        "objective": Objective(energy=1),
-        "progress": said.append,
-    }
-    (spent,) = make_plans(task, load_data(), CPU, adapt=(), **how).energy.values()
+    how = {"metering": Metering(meter=Weighed()), "progress": said.append}
+    longer = replace(task, planned_rows=task.batch_rows * 10**6)  # whose planning has time to read watts
+    (spent,) = make_plans(longer, load_data(), CPU, adapt=(), strong=False, **how).energy.values()
     assert "lost" in said
     assert (spent.joules, spent.reason) == (None, "unplugged")
 
