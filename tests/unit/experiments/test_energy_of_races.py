@@ -37,6 +37,7 @@ from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.meter import RaceMeter
 from trimtab.experiments.racing.race import Entry, Racer, race
 from trimtab.experiments.report.energy_tables import arm_energy_table, planning_sentence
+from trimtab.experiments.report.wording import measure
 from trimtab.measure.energy import GivenWatts
 from trimtab.recipes.reference import ReferenceLoop
 
@@ -174,6 +175,12 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
 )
 def test_joules_of_planning_are_those_of_the_meter_of_the_races(spent, is_told):
     assert of_planning({"S": spent}, MEASURED) == ({"S": spent} if is_told else {})
+
+
+def test_the_name_of_an_estimate_says_that_it_is_one():
+    for kind, said in ((Provenance.MEASURED, "energy"), (Provenance.ESTIMATED, "energy, estimated")):
+        found = SimpleNamespace(meter=MeterFacts(kind, ("a",)), metric="accuracy")
+        assert (measure("energy", found), measure("throughput", found)) == (said, "throughput")
 
 
 def test_a_report_says_what_planning_took():

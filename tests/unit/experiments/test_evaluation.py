@@ -995,6 +995,8 @@ def test_joules_are_shown_with_what_counted_them_or_why_nothing_did(tmp_path):
     assert rows[1][2:5] == [counted_by, "2 J", "-20.00%"]
     assert rows[2][1:4] == ["one run", "estimated", "2 J"]
     assert rows[3][2:4] == ["not measured: gone", "not measured"]
+    every = [row for row in evaluation_object([metered, given], "")["rows"] if row["metric"] == "energy"]
+    assert [row["meter"] for row in every] == [counted_by, "estimated"]
 
 
 def test_a_perplexity_that_rises_is_told_as_a_rise(tmp_path):

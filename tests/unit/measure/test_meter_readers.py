@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from trimtab.core.energy import PowerLimit, Provenance
+from trimtab.core.errors import ValueGivenError
 from trimtab.measure.energy import GivenWatts, Meter, MeterLost
 from trimtab.measure.meter_readers import readers_of
+from trimtab.measure.meters import Metering, find_meter
 
 
 class Counter:
@@ -27,10 +30,17 @@ class Counter:
         return self.shows
 
 
+class Partial(Counter):
+    """One that says what it does not count."""
+
+    uncounted = ("the fans",)
+
+
 def test_a_reader_is_the_meter_that_it_reads():
     one, other = readers_of(Counter(), 2)
     assert isinstance(one, Meter)
     assert (one.provenance, one.sources, one.period_s) == (Provenance.MEASURED, ("a counter",), 7.0)
+    assert (one.uncounted, readers_of(Partial(), 1)[0].uncounted) == ((), ("the fans",))
     assert [one.joules(), other.joules(), one.joules()] == [10.0, 20.0, 30.0]
 
 
@@ -56,6 +66,14 @@ def test_what_has_no_words_is_told_all_the_same():
         one.joules()
     with pytest.raises(MeterLost, match="could not be read"):
         other.joules()
+
+
+def test_what_a_meter_does_not_count_is_named_in_a_tuple():
+    assert find_meter(torch.device("cpu"), Metering(meter=Partial())).facts.uncounted == ("the fans",)
+    spelt = Partial()
+    spelt.uncounted = "the fans"  # whose letters would be named one by one
+    with pytest.raises(ValueGivenError, match="uncounted, a tuple"):
+        find_meter(torch.device("cpu"), Metering(meter=spelt))
 
 
 def test_limits_are_the_meters():

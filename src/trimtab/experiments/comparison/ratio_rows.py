@@ -85,22 +85,29 @@ def quality_row(
     pairs = to_the_end(races, arm, against)
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
         return None
-    differences, at_the_ends = [], tier == "F" and not at_equal_rows
+    how = _at_the_ends if tier == "F" and not at_equal_rows else _last_alike if tier == "F" else _last_common
+    differences = []
     for ours, theirs in pairs:
         mine, yours = by_rows(ours, metric), by_rows(theirs, metric)
-        common = mine.keys() & yours.keys()
-        if at_the_ends and mine and yours:
-            differences.append(difference(mine[max(mine)], yours[max(yours)], higher_is_better, unit))
-        elif tier == "F" and (last := _last_alike(mine, yours)) is not None:
+        if (last := how(mine, yours)) is not None:
             differences.append(difference(mine[last[0]], yours[last[1]], higher_is_better, unit))
-        elif tier != "F" and common:
-            differences.append(difference(mine[max(common)], yours[max(common)], higher_is_better, unit))
     if not differences:
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
     verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
+
+
+def _at_the_ends(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
+    """Return the last rows of each, or None."""
+    return (max(mine), max(yours)) if mine and yours else None
+
+
+def _last_common(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
+    """Return the last rows that both were evaluated after, or None."""
+    last = max({*mine} & {*yours}, default=None)
+    return None if last is None else (last, last)
 
 
 def _last_alike(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:

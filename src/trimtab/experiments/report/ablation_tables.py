@@ -27,7 +27,7 @@ _ALL = ("all changes", "together, over each alone")
 _READ = {
     "throughput": "Above 1 is faster.",
     "peak_memory": "Below 1 is better. Counted, so that there is no interval.",
-    "final_metric_difference": "Above 0 is better. After the same rows, paired by seed.",
+    "final_metric_difference": "Above 0 is better. After the same rows (of what is freed within 2%), paired by seed.",
 }
 _NOT_TRIED = Verdict("no verdict", "it could not be tried so")
 _COLUMNS = ("Estimate", "95% interval", "n", "Verdict")
