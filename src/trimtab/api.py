@@ -50,6 +50,10 @@ _APART = (
     "This plan shares nothing between the ranks there are: each trains a model of its own, unless the loop reduces "
     "gradients itself. Plan on all of them, or wrap the model in DistributedDataParallel."
 )
+_IN_EVALUATION = (
+    "The model is in evaluation mode, and is measured so: nothing is dropped, and batch statistics are not computed. "
+    "Call model.train() before it is planned, if it trains in that mode."
+)
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 
 
@@ -105,9 +109,15 @@ def profile(
     budget = _typed("budget", budget, Budget, Budget())
     objective = _typed("objective", objective, Objective, Objective())
     metering = _typed("metering", metering, Metering, Metering())
-    batch = example_batch if longest_batch is None else as_many_rows(longest_batch, example_batch)
+    batch, example = example_batch, None
+    if longest_batch is not None:
+        batch, example = as_many_rows(longest_batch, example_batch), example_batch
+    if not model.training:
+        warnings.warn(_IN_EVALUATION, stacklevel=2)
     named = checks.names("blocks", blocks)
-    subject = Subject(model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named)
+    subject = Subject(
+        model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named, example=example
+    )
     metered = find_meter(subject.device, metering)
     objective, facts = measurable(objective, budget, metered, metering.without)
     metered = dataclasses.replace(metered, facts=facts)
@@ -264,7 +274,7 @@ def plan(
         chosen = of_replicas(of_any_rank(found) if is_shared else found, kept)
         if trains and data is not None:
             loop = Subject(model, optimizer, loss_fn, example_batch)
-            chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps))
+            chosen = adapted(loop, chosen, freed, data, progress, RunLength.of(data, total_steps), found.budget)
         if rule is not None:
             wanted = default_rule(chosen) if batch_rule is None else rule
             chosen = chosen.freed(wanted, FREED if wanted.spans_batches else CUT)

@@ -15,10 +15,11 @@ from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
+from trimtab.core.objective import Budget
 from trimtab.core.plan import KEEP_DROPOUT, KEEP_OPTIMIZER, KEEP_SCHEDULE, Plan
 from trimtab.decide.learning_rate import choose_rate
 from trimtab.decide.short_race import judge
-from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule
+from trimtab.decide.tier_f import adapt_dropout, adapt_learning_rate, adapt_optimizer, adapt_schedule, within
 from trimtab.runtime.data_position import length_of
 from trimtab.runtime.dropout import droppers
 from trimtab.runtime.muon import hidden_matrices
@@ -92,6 +93,7 @@ def adapted(
     data: Iterable[Any],
     progress: Say,
     length: RunLength = RunLength(),
+    budget: Budget | None = None,
 ) -> Plan:
     """Return a tier-S plan carried to tier F by what is found on `data`; leaves no trace.
 
@@ -99,16 +101,16 @@ def adapted(
     shape of its schedule, and Muon, each by a race, at a rate of its own range test where the rate is freed.
 
     Args:
-        length: of the run.
+        length: of the run. budget: whose limits on a step hold for what takes longer, too.
 
     Raises:
         ModelError, OptimizerError: there is nothing that Muon could step. ValueGivenError: too few batches.
     """
     if "optimizer" in freed:
         hidden_matrices(subject.model, subject.optimizer)
-    by_range = "learning_rate" in freed
+    by_range, budget = "learning_rate" in freed, budget or Budget()
     if "dropout" in freed:
-        base = _dropout_raced(subject, base, data, progress, length.passes)
+        base = _dropout_raced(subject, base, data, progress, length.passes, budget)
     stands = find_rate(subject, base, data, progress, length.steps) if by_range else base
     if "schedule" in freed and stands.schedule.value != "user":
         stands = _schedule_raced(subject, stands, data, progress)
@@ -119,7 +121,7 @@ def adapted(
     rival = find_rate(subject, rival, data, progress, length.steps) if by_range else rival
     if rival.schedule.value != "user" and stands.schedule.value != "user":
         rival = replace(rival, schedule=stands.schedule)
-    verdict = judge(short_race(subject, stands, rival, data, progress), "Muon")
+    verdict = within(budget, rival, judge(short_race(subject, stands, rival, data, progress), "Muon"))
     return adapt_optimizer(stands, rival, verdict, time.perf_counter() - begin)
 
 
@@ -151,14 +153,16 @@ def _schedule_raced(subject: Subject, stands: Plan, data: Iterable[Any], progres
     return adapt_schedule(stands, rival, judge(pairs, "a straight line down"), time.perf_counter() - begin)
 
 
-def _dropout_raced(subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None) -> Plan:
+def _dropout_raced(
+    subject: Subject, stands: Plan, data: Iterable[Any], progress: Say, passes: float | None, budget: Budget
+) -> Plan:
     """Return a plan without dropout, where the loss of unseen batches is sooner as low without it; or as it stands."""
     if why := _not_raced(subject, data, passes):
         return replace(stands, dropout=replace(KEEP_DROPOUT, reason=why))
     begin = time.perf_counter()
     rival = replace(stands, dropout=_NONE_DROPPED)
     pairs = short_race(subject, stands, rival, data, progress, by_unseen=True)
-    verdict = judge(pairs, "no dropout")
+    verdict = within(budget, rival, judge(pairs, "no dropout"))
     where = f"for a run of {passes:.2g} passes over its data, by the loss of batches not trained on yet"
     told = replace(verdict, reason=f"{where}: {verdict.reason}")
     return adapt_dropout(stands, rival, told, time.perf_counter() - begin)

@@ -3,8 +3,9 @@
 In fp32, on the user's own model and batch: the gradient of the whole batch against that of an unequal split weighted
 as the run weighs it. In training mode, because that is what trains: a balancing loss or a centring may exist in no
 other. Only dropout is off (a split draws other masks from the same distribution). A model whose gradient is random
-even so, or that does not run so, is proved in evaluation mode, and the verdict says it. One whose modules keep state of
-the batch, as batch statistics are, needs no proof to be refused.
+even so, or that does not run so, is proved in evaluation mode, and the verdict says it. One that is handed over in that
+mode is proved as it would train: nobody asks again. One whose modules keep state of the batch, as batch statistics are,
+needs no proof to be refused.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from trimtab.calibrate.own_forward import require_own_forward
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
+from trimtab.measure.process_state import fp32_places
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.splitting import normalises_by_batch
 
 TOLERANCE = 1e-4
 _SUMMED = "; it is a sum over rows: its mean, or (loss_sum, count), may be split"
+_BY_TERMS = "; a mean over terms that rows have unlike numbers of, as tokens, may be split as (loss_sum, count)"
+_WIDER = "weights in fp32 may be split, and a plan's bf16 computes as fast with them"
+_FP32_BYTES, _ROUNDED = 4, 0.02  # half precision rounds a gradient by less
 
 
 def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
     """Return whether micro-batches smaller than the batch compute the same gradient. Leaves no trace.
 
+    Of the longest batch and of an example both: a mean over tokens is split as it should be where no row has padding.
     Where the whole batch does not fit in memory, the proof is on as many of its first rows as do.
 
     Args:
@@ -43,11 +50,21 @@ def check_splitting(subject: Subject, precision: str = "fp32") -> Check:
     Raises:
         LossError: the loss function's result is not a loss.
     """
+    check = _check_of_batch(subject, precision)
+    if subject.example is None or not check.splittable:
+        return check
+    other = _check_of_batch(replace(subject, batch=subject.example, example=None), precision)
+    return check if other.splittable else replace(other, reason=f"{other.reason}; of the example batch")
+
+
+def _check_of_batch(subject: Subject, precision: str) -> Check:
     rows = subject.rows
     while True:
         part = subject if rows == subject.rows else _leading(subject, rows)
         try:
-            with Snapshot(subject.model, subject.optimizer):
+            with Snapshot(subject.model, subject.optimizer):  # which puts modes of products back too
+                for place in fp32_places():
+                    place.fp32_precision = "ieee"
                 check = _check(part, precision)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -89,9 +106,20 @@ def _check(subject: Subject, precision: str) -> Check:
         return Check(False, "the gradient of the whole batch is zero or not finite: nothing can be proved" + proof.mode)
     if proof.difference > TOLERANCE:
         reason = f"the gradient of an unequal split differs by {proof.difference:.2g}, relative"
-        return Check(False, reason + proof.mode + (_SUMMED if proof.is_sum else ""), proof.difference)
+        return Check(False, reason + proof.mode + _hint(subject, proof), proof.difference)
     reason = f"an unequal split changes the gradient by {proof.difference:.1e}, relative (limit {TOLERANCE:g})"
     return Check(True, reason + proof.mode, proof.difference)
+
+
+def _hint(subject: Subject, proof: _Proof) -> str:
+    """Return what may be behind a gradient that a split changes, and the way out."""
+    if proof.is_sum:
+        return _SUMMED
+    halves = {p.dtype for p in subject.model.parameters() if p.requires_grad and p.element_size() < _FP32_BYTES}
+    if halves and proof.difference is not None and proof.difference < _ROUNDED:
+        name = str(halves.pop()).removeprefix("torch.")
+        return f"; its weights are {name}, and so are sums of its gradients: {_WIDER}"
+    return _BY_TERMS
 
 
 def _unequal_split(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
@@ -112,7 +140,8 @@ def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Modu
     require_own_forward(subject, precision)
     changed = {name for name, buffer in model.named_buffers() if not _same(buffer, before.get(name))}
     owners = {name.rpartition(".")[0] for name in changed}
-    return tuple(module for name, module in model.named_modules() if name in owners)
+    by_batch = () if model.training else tuple(filter(normalises_by_batch, model.modules()))  # once it trains
+    return tuple(module for name, module in model.named_modules() if name in owners or module in by_batch)
 
 
 def _same(left: Tensor, right: Tensor | None) -> bool:
@@ -207,9 +236,9 @@ def _drops_out(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module, keep: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Run the model in evaluation mode, but for the modules to keep in the mode they are in."""
+    """Run the model in evaluation mode, but for the modules to keep in the mode they train in."""
     modes = [(module, module.training) for module in model.modules()]
-    training = {id(module) for module in keep if module.training}
+    training = {id(module) for module in keep if module.training or not model.training}
     for module, _ in modes:
         module.training = id(module) in training
     try:

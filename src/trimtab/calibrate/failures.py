@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from trimtab.core.profile import OUT_OF_MEMORY
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 
 def describe(error: BaseException) -> str:
     """Return an error's kind and its first line, at most 200 characters of it."""
     if is_out_of_memory(error):
-        return "out of memory"
+        return OUT_OF_MEMORY
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,8 +40,9 @@ def short_race(
 ) -> tuple[ShortPair, ...]:
     """Return the pairs that were run: all, or until the rival lost one. Leaves no trace.
 
-    A schedule by progress is run through whole in each training. Pairs differ in batches and random numbers; within one
-    they are the same, but that the plan as it stands, run again, draws others.
+    A schedule by progress is run through whole in each training. Pairs differ in batches, or in their order where there
+    are few, and in random numbers; within one they are the same, but that the plan as it stands, run again, draws
+    others.
 
     Args:
         batches: training batches; gone through again where they end. A loader is left as `borrowed` says.
@@ -62,6 +64,9 @@ def short_race(
             if len(data) < num_steps:
                 given, expected = f"{len(data)} batches", f"at least the {num_steps} of one training of the race"
                 raise ValueGivenError("data", given=given, expected=expected)
+
+            if index:
+                random.Random(index).shuffle(data)  # few batches, never shuffled, are the same in each pair
 
             def run(name: str, plan: Plan, seed: int, data: list[Any] = data, index: int = index) -> ShortRun:
                 progress(f"race of {name}, pair {index + 1} of {num_pairs}")

@@ -30,7 +30,7 @@ def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | No
     whole_s = sum(phases.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
     unit = cost.step_s / whole_s
     k = plan.num_micro_batches
-    sizes, shares = zip(*_blocks(model), strict=True)
+    gathered, sizes, shares = zip(*_blocks(model), strict=True)
     return StepShape(
         unit * phases["forward"] / k,
         unit * phases["backward"] / k,
@@ -38,6 +38,7 @@ def step_shape(model: nn.Module, profile: Profile, plan: Plan) -> StepShape | No
         sizes,
         shares if any(shares) else (1.0,) * len(sizes),
         sum(1 for p in model.parameters() if p.requires_grad),
+        gathered,
     )
 
 
@@ -54,8 +55,8 @@ def _phases_there(profile: Profile, plan: Plan) -> Mapping[str, float]:
     return {"forward": k * micro_s / 3, "backward": 2 * k * micro_s / 3, "optimizer": step_s}
 
 
-def _blocks(model: nn.Module) -> list[tuple[int, float]]:
-    """Return bytes and a share of the seconds, of the model outside of its blocks, then of each block."""
+def _blocks(model: nn.Module) -> list[tuple[int, int, float]]:
+    """Return bytes, those that are trained, and a share of the seconds: of the model outside its blocks, then each."""
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks = [modules[name] for name in find_blocks(model)]
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -65,6 +66,7 @@ def _blocks(model: nn.Module) -> list[tuple[int, float]]:
     groups = [outside, *(list(block.parameters()) for block in blocks)]
     return [
         (
+            sum(p.numel() * 4 for p in group),
             sum(p.numel() * 4 for p in group if p.requires_grad),
             float(sum(p.numel() for p in group if p in multiplied or p not in looked_up)),
         )

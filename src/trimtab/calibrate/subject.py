@@ -30,7 +30,8 @@ class Subject:
 
     `frees_batch`: windows may span several batches, so that the first's gradients are beside the next one's forward.
     `start_bytes`: what a run of it keeps besides, to begin a window anew; trials keep nothing, and end where they fail.
-    `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree.
+    `named_blocks`: the modules that may be computed again, by name; none: those of the model's tree. `example`: what a
+    loader yields, where `batch` is the longest it has: splitting has to keep its gradient too.
 
     Raises:
         ModelError, OptimizerError, BatchError, ValueGivenError: these do not fit together, or cannot be measured.
@@ -45,6 +46,7 @@ class Subject:
     frees_batch: bool = False
     start_bytes: int = 0
     named_blocks: tuple[str, ...] = ()
+    example: Any = None
 
     def __post_init__(self) -> None:
         check_ownership(self.model, self.optimizer)

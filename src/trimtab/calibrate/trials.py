@@ -28,7 +28,7 @@ from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Door, Guard
 from trimtab.calibrate.subject import Subject
 from trimtab.core.compiled import is_recorded
-from trimtab.core.profile import ALONE, Candidate, Trial
+from trimtab.core.profile import ALONE, SLICED, Candidate, Trial
 from trimtab.core.units import format_seconds
 from trimtab.decide.laps import still_open
 from trimtab.decide.readings import MIN_BLOCKS
@@ -43,7 +43,8 @@ from trimtab.runtime.cuda_graphs import steps_to_launch
 from trimtab.runtime.engine import Run
 from trimtab.runtime.modes import retained_memory
 
-_OTHER_KERNELS = ("modes", "head")  # stages whose candidates run kernels that nobody has run yet
+_MODES = ("modes", SLICED)
+_OTHER_KERNELS = (*_MODES, "head")  # stages whose candidates run kernels that nobody has run yet
 _FAR_SLOWER = 2.5
 _STAGE_S = 2.5  # of one candidate's blocks, where more than the asked number fit
 _MOST = 3  # times the asked number of blocks, at the most
@@ -145,7 +146,7 @@ def run_stage(
             elif not _recall(arm, stage, known):
                 progress(f"{stage.name}: {arm.candidate.describe()}")
                 if stage.name in _OTHER_KERNELS and arm is not arms[0]:
-                    told_s = arms[0].first_s if stage.name == "modes" else None
+                    told_s = arms[0].first_s if stage.name in _MODES else None
                     door = door or Door(subject, stage.candidates[0], told_s, guard)
                     arm.error = door.refusal(arm.candidate)
                 if arm.error is None:
@@ -167,7 +168,7 @@ def run_stage(
 
 def _slowest(stage: Stage, step_s: float) -> float:
     """Return above which time per step a candidate gets no blocks: a budget may need one however slow it is."""
-    return _FAR_SLOWER * step_s if stage.name == "modes" else math.inf
+    return _FAR_SLOWER * step_s if stage.name in _MODES else math.inf
 
 
 def _with_optimizer_state(subject: Subject, arms: Sequence[_Arm], before: Snapshot) -> Snapshot:

@@ -58,10 +58,11 @@ class StepShape:
     Args:
         forward_s, backward_s: seconds of a micro-batch.
         optimizer_s: seconds of the optimizer's step of all parameters.
-        block_bytes: of each block's fp32 parameters, in the forward's order; their gradients have as many. What lies
-            outside of the blocks is a block too.
+        block_bytes: of each block's fp32 parameters that are trained, in the forward's order; their gradients have as
+            many. What lies outside of the blocks is a block too.
         block_shares: of the seconds that each block takes; made to sum to 1.
         num_tensors: parameters by number; None: one a block.
+        gathered_bytes: of each block's parameters, those that are not trained too; None: all of them are.
 
     Raises:
         ValueGivenError: a figure is out of range, or there are not as many shares as blocks.
@@ -73,6 +74,7 @@ class StepShape:
     block_bytes: tuple[int, ...]
     block_shares: tuple[float, ...]
     num_tensors: int | None = None
+    gathered_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s"):
@@ -82,6 +84,9 @@ class StepShape:
             checks.integer("step.num_tensors", self.num_tensors)
         for each in self.block_bytes:
             checks.integer("step.block_bytes", each, low=0)
+        if self.gathered_bytes is not None and len(self.gathered_bytes) != len(self.block_bytes):
+            given = f"{len(self.gathered_bytes)} sizes of {len(self.block_bytes)} blocks"
+            raise ValueGivenError("step.gathered_bytes", given=given, expected="one of each block")
         object.__setattr__(self, "block_shares", self._of_one())
 
     def _of_one(self) -> tuple[float, ...]:

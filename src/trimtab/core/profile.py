@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,10 @@ from trimtab.core.work import Operation, StepWork
 PROFILE_SCHEMA = 10
 # The stage that times a part of a step alone.
 ALONE = "optimizer"
+# The stage that asks modes again in slices of the batch, where none ran whole.
+SLICED = "modes in slices"
+# The error of a trial that memory ran out in.
+OUT_OF_MEMORY = "out of memory"
 # What the stages that decide are called, the first of them; others have a number behind it.
 FINAL = "final"
 
@@ -265,8 +270,16 @@ class Profile:
         return tuple(trial for trial in self.trials if trial.stage == name)
 
     def error_of(self, candidate: Candidate) -> str | None:
-        """Return what a candidate failed with in any of its trials, or None."""
-        return next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
+        """Return what a candidate failed with in any of its trials, or None.
+
+        Where memory ran out in it in no more rows, it does whatever the allocator's mode, and fused or not.
+        """
+        own = next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
+        return own or next((t.error for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
+
+    @functools.cached_property
+    def _ran_out(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.error == OUT_OF_MEMORY and trial.is_whole)
 
     def power_w(self, candidate: Candidate) -> float | None:
         """Return the watts of a candidate's whole steps, as they were read last in any trial or control; or None."""
@@ -307,3 +320,9 @@ class Profile:
         if self.loop.faults_per_step is None or self.loop.fault_s is None or step_s <= 0:
             return None
         return min(0.99, self.loop.faults_per_step * self.loop.fault_s / step_s)
+
+
+def _needs_as_much(ours: Candidate, theirs: Candidate) -> bool:
+    """Return whether a candidate needs the memory that another does, or more of it."""
+    is_alike = ours.alike(theirs, "micro_batch", "allocator", "fused_optimizer")
+    return is_alike and ours.micro_batch >= theirs.micro_batch

@@ -51,9 +51,10 @@ def reduced(plan: Plan, kept: Collection[str], reference: Reference) -> Plan:
 
 
 def _loop_values(plan: Plan, reference: Reference) -> dict[str, Scalar]:
-    """Return what each choice is where nothing is changed."""
+    """Return what each choice is where nothing is changed. A step that is fused, and not by the plan, is the loop's."""
     kept: dict[str, Scalar] = {f.name: f.default.value for f in fields(Plan) if isinstance(f.default, Choice)}
     kept |= {"micro_batch": plan.batch_rows, "precision": reference.precision, "clip_norm": reference.clip_norm}
+    kept |= {} if plan.fused_optimizer.changed else {"fused_optimizer": plan.fused_optimizer.value}
     return kept if plan.num_ranks == 1 else kept | {"zero_stage": 0}
 
 

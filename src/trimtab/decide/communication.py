@@ -87,7 +87,7 @@ def _sharded(how: Parallelism, link: Link, shape: StepShape, k: int, share: floa
 
 def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
     """Return what a forward that gathers the blocks' parameters waits for."""
-    blocks = zip(shape.block_bytes, shape.block_shares, strict=True)
+    blocks = zip(_gathered(shape), shape.block_shares, strict=True)
     sent = SENT[how.gather_dtype]
     return spent_on_blocks(
         [BlockTimes(share * shape.forward_s, all_gather_s(link, how.ranks, sent * size)) for size, share in blocks]
@@ -96,15 +96,19 @@ def _forward(how: Parallelism, link: Link, shape: StepShape) -> Spent:
 
 def _backward(how: Parallelism, link: Link, shape: StepShape, *, gathers: bool, reduces: bool) -> Spent:
     """Return what a backward waits for; blocks run from the last to the first."""
-    blocks = zip(reversed(shape.block_bytes), reversed(shape.block_shares), strict=True)
+    blocks = zip(*map(reversed, (_gathered(shape), shape.block_bytes, shape.block_shares)), strict=True)
     gathered, sent = SENT[how.gather_dtype], SENT[how.reduce_dtype]
     return spent_on_blocks(
         [
             BlockTimes(
                 share * shape.backward_s,
-                all_gather_s(link, how.ranks, gathered * size) if gathers else 0.0,
+                all_gather_s(link, how.ranks, gathered * whole) if gathers else 0.0,
                 reduce_scatter_s(link, how.ranks, sent * size) if reduces else 0.0,
             )
-            for size, share in blocks
+            for whole, size, share in blocks
         ]
     )
+
+
+def _gathered(shape: StepShape) -> tuple[int, ...]:
+    return shape.block_bytes if shape.gathered_bytes is None else shape.gathered_bytes

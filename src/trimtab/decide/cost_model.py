@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trimtab.core.compiled import is_by_compiler, is_recorded
-from trimtab.core.profile import Candidate, Profile, Traced, Trial
+from trimtab.core.profile import SLICED, Candidate, Profile, Traced, Trial
 from trimtab.decide import recomputing
 from trimtab.decide.readings import ratio_by_longest
 from trimtab.decide.roofline import step_seconds
@@ -35,7 +35,7 @@ BUT_MODE = ("fused_optimizer", "micro_batch", "allocator", "loss_chunk", "compil
 # And but the way in which its model runs.
 BUT_WAY = tuple(name for name in BUT_MODE if name != "compiled")
 # Stages of whole steps, each of which begins with a mode.
-_STAGES = ("modes", "head", "sizes", "graphs", "compile")
+_STAGES = ("modes", SLICED, "head", "sizes", "graphs", "compile")
 # Share of blocks that an interval leaves out, half of them below; and by how much nine of ten predictions were too long
 # or too short, at the most (docs/memory.md has of how many it holds).
 _OUTSIDE, _MISSED = 0.05, 0.15
@@ -72,10 +72,9 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        modes = [trial for trial in profile.stage("modes") if trial.block_s and not trial.control]
-        sliced = [trial for trial in profile.stage("sizes") if trial.block_s and not trial.control]
-        self._unit = next(iter([*modes, *sliced]), None)
-        like = modes or sliced[:1]
+        ran = [self._ran(stage) for stage in ("modes", SLICED)]
+        like = next(filter(None, ran), self._ran("sizes")[:1])
+        self._unit = like[0] if like else None
         self._modes = {t.candidate: 1 / ratio_by_longest(t, self._unit, like) for t in like if self._unit}
         self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
         self._saved |= self._against("graphs", "compiled") | self._against("compile", "compiled")
@@ -219,9 +218,11 @@ class CostModel:
         found = (*self._modes.values(), *map(self._relative, also))
         return min((each for each in found if each), default=None)
 
+    def _ran(self, stage: str) -> list[Trial]:
+        return [trial for trial in self._profile.stage(stage) if trial.block_s and not trial.control]
+
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
-        trials = [trial for trial in self._profile.stage(stage) if not trial.control and trial.block_s]
-        unit_s = self._unit_s
+        trials, unit_s = self._ran(stage), self._unit_s
         if len(trials) < 2 or not unit_s:
             return {}
         first, *others = trials
@@ -247,8 +248,7 @@ class CostModel:
         if not (unit_s := self._unit_s):
             return found
         for name in ("graphs", "compile"):
-            trials = [trial for trial in self._profile.stage(name) if not trial.control and trial.block_s]
-            for trial in trials[1:]:
+            for trial in (trials := self._ran(name))[1:]:
                 if is_recorded(trial.candidate.compiled):
                     own = self._own(trials[0], unit_s)
                     found[trial.candidate] = own / ratio_by_longest(trial, trials[0], trials)
@@ -256,7 +256,7 @@ class CostModel:
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
-        trials = [trial for trial in self._profile.stage("sizes") if not trial.control and trial.block_s]
+        trials = self._ran("sizes")
         if not trials:
             return {}
         first, relative = trials[0], self._relative(trials[0].candidate)

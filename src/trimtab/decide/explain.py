@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from trimtab.core import compiled
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
-from trimtab.core.profile import ALONE, FINAL, Candidate, Profile, Trial
+from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, Trial
 from trimtab.decide import search
 from trimtab.decide.compiling import stage_of, unpaid
 from trimtab.decide.cost_model import Predicted
@@ -184,7 +184,7 @@ class Told:
             return "as the loop has it: nothing tried is predicted to be better by enough to be run against it"
         if self.outcome is not None and self.outcome.unread:
             return f"as the loop has it: {self.outcome.unread}"
-        if self.profile.objective.energy > 0:
+        if self.profile.objective.time != 1.0:
             return "as the loop has it: by the weights given nothing tried is clearly better"
         control = None if self.outcome is None else self.outcome.control
         resolved = resolution(control)
@@ -220,7 +220,7 @@ class Told:
 
     def _others(self, name: str) -> Iterator[Trial]:
         """Yield trials of other values of a setting, those first that differ from the winner in least else."""
-        stages = [*search.STAGES[:-1], *self.profile.finals]
+        stages = [SLICED, *search.STAGES[:-1], *self.profile.finals]
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         is_fusing = name == "fused_optimizer"

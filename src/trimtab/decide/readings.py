@@ -64,14 +64,15 @@ def score_ratio(ours: Trial, theirs: Trial, objective: Objective, unit: Trial) -
 def control_interval(profile: Profile, stage: str, objective: Objective | None = None) -> Interval | None:
     """Return an A/A control's ratio: a stage's incumbent against itself. None without one, or where it failed.
 
-    Of speeds; of C where that weighs energy, whose watts have noise of their own: none where the meter was lost.
+    Of speeds; of C where that weighs more than time: it is then what a rival is better by. Watts have noise of their
+    own: none where the meter was lost.
     """
     trials = profile.stage(stage)
     control = next((trial for trial in trials if trial.control), None)
     if control is None or min(len(control.block_s), len(trials[0].block_s)) < 2:
         return None
-    if objective is not None and objective.energy > 0:
-        if not (control.watts and trials[0].watts):
+    if objective is not None and objective.time != 1.0:
+        if objective.energy > 0 and not (control.watts and trials[0].watts):
             return None
         known = replace(control, peak_bytes=trials[0].peak_bytes)  # of one loop: the control's is not counted again
         return score_ratio(known, trials[0], objective, trials[0])

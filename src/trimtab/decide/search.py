@@ -1,6 +1,7 @@
 """Which candidates to measure next: a pure function of the profile.
 
-    modes      -> precision and memory layout together, each at the largest micro-batch that is traced to fit
+    modes      -> precision and memory layout together, each at the largest micro-batch that is traced to fit; where
+                  none of these runs, sizes of the loop as it is come next, then all modes in the largest that ran
     optimizer  -> the optimizer's step alone, as it is against fused
     head       -> the fastest mode, its logits a chunk at a time
     sizes      -> slices of the batch, where the check allows splitting
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import ALONE, FINAL, Candidate, Profile
+from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile
 from trimtab.decide import compiling
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
@@ -79,14 +80,25 @@ class Stage:
 
 def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage | None:
     """Return the next stage to measure, or None when the search is over."""
-    for name in STAGES[:-1]:
+    for name in _order(profile):
         if not profile.stage(name) and not _is_left_out(name, profile, budget):
             candidates = _CANDIDATES[name](profile, budget)
             if len(candidates) > 1 or (name == "modes" and candidates):
                 accepts = name == ALONE  # whose gain no final would show
-                is_brief = name == "modes" and compiling.takes_many_times_its_products(profile)
+                is_brief = name in ("modes", SLICED) and compiling.takes_many_times_its_products(profile)
                 return Stage(name, candidates, control=accepts, accepts=accepts, is_brief=is_brief)
     return _next_final(profile, objective, budget)
+
+
+def _order(profile: Profile) -> tuple[str, ...]:
+    """Return the names of the stages before the final: modes that ran in no size are asked again in one that does."""
+    first = ("modes", "sizes", SLICED) if profile.stage("modes") and not _ran(profile, "modes") else ("modes",)
+    return (*first, *(name for name in STAGES[:-1] if name not in first))
+
+
+def _ran(profile: Profile, stage: str) -> list[Candidate]:
+    """Return what ran in a stage, in its order."""
+    return [trial.candidate for trial in profile.stage(stage) if trial.block_s and not trial.control]
 
 
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
@@ -221,6 +233,12 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     return tuple(map(fitting, mode_candidates(profile)))
 
 
+def _sliced(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
+    """Return the modes in the largest size that ran; none where nothing did."""
+    sizes = [candidate.micro_batch for candidate in _ran(profile, "sizes")]
+    return tuple(replace(each, micro_batch=sizes[0]) for each in mode_candidates(profile)) if sizes else ()
+
+
 def _optimizer(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     first = _fastest(profile)
     if first.fused_optimizer or not profile.loop.supports_fused:
@@ -275,8 +293,7 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
-    ran = any(trial.block_s for trial in profile.stage("modes"))
-    few = ran and _is_told(profile, budget)
+    few = bool(_ran(profile, "modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
     larger = [rows for rows in head if rows > first.micro_batch]
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
@@ -292,7 +309,7 @@ def _is_told(profile: Profile, budget: Budget) -> bool:
 def _fastest(profile: Profile) -> Candidate:
     """Return the fastest mode, or the first that was tried where no other is faster by what is worth a run."""
     model = CostModel(profile)
-    tried = [trial.candidate for trial in profile.stage("modes") if trial.candidate in model.modes]
+    tried = [each for name in ("modes", SLICED) for each in _ran(profile, name) if each in model.modes]
     if not tried:
         return next(iter(model.modes), base_candidate(profile))
     fastest, first = (model.predict(each).step_s or 0.0 for each in (model.modes[0], tried[0]))
@@ -351,6 +368,7 @@ def chunking_refusal(profile: Profile) -> str | None:
 
 _CANDIDATES: dict[str, Callable[[Profile, Budget], tuple[Candidate, ...]]] = {
     "modes": _modes,
+    SLICED: _sliced,
     "optimizer": _optimizer,
     "head": _head,
     "sizes": _sizes,

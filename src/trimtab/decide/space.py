@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.core.profile import FINAL, SLICED, Candidate, Profile
 from trimtab.decide import recomputing
 from trimtab.decide.compiling import paying, tried
 from trimtab.decide.cost_model import CostModel, Predicted
@@ -137,6 +137,7 @@ def put_first(profile: Profile, objective: Objective, budget: Budget) -> tuple[C
     chosen += [lightest] if lightest is not None else []
     chosen += _without_recomputing(fitting, scores, chosen)
     chosen += _with_head_whole(fitting, chosen)
+    chosen += _of_sizes_that_ran(fitting, scores, chosen, profile)
     chosen += _doubted(fitting, best, scores, profile) if chosen and not profile.hurried else []
     return tuple(dict.fromkeys(p.candidate for p in chosen if p.candidate != profile.reference_candidate))
 
@@ -166,6 +167,20 @@ def _with_head_whole(fitting: Sequence[Point], chosen: Sequence[Point]) -> list[
         return []
     whole = replace(chosen[0].candidate, loss_chunk=None)
     return [point for point in fitting if point.candidate == whole]
+
+
+def _of_sizes_that_ran(
+    fitting: Sequence[Point], scores: dict[Candidate, float], chosen: Sequence[Point], profile: Profile
+) -> list[Point]:
+    """Return the best of a size that its modes ran in, where none ran whole: the best of all may be one that does not.
+
+    It is proved beside a larger one.
+    """
+    ran = max((t.candidate.micro_batch for t in profile.stage(SLICED) if t.block_s), default=math.inf)
+    safe = [point for point in fitting if point.candidate.micro_batch <= ran]
+    if not chosen or not safe or chosen[0].candidate.micro_batch <= ran:
+        return []
+    return [simplest(safe, {p.candidate: scores[p.candidate] for p in safe}, profile.reference_candidate)]
 
 
 def score(point: Point, objective: Objective, reference: Point) -> float:

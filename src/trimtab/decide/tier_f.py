@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from trimtab.core.objective import Budget
 from trimtab.core.plan import (
     KEEP_BATCH,
     KEEP_DROPOUT,
@@ -18,6 +19,7 @@ from trimtab.core.plan import (
 )
 from trimtab.core.schedule import WARMUP_FRACTION
 from trimtab.decide.learning_rate import RateChoice
+from trimtab.decide.readings import over_budget
 from trimtab.decide.short_race import Verdict
 
 _LATER = "later to the same loss"
@@ -118,6 +120,19 @@ def adapt_schedule(stands: Plan, rival: Plan, verdict: Verdict, search_s: float)
         return replace(_searched(stands, search_s), schedule=kept)
     won = replace(theirs, reason=verdict.reason, losers=(*mine.losers, Rejected(mine.value, _LATER)))
     return replace(_searched(stands, search_s), schedule=won)
+
+
+def within(budget: Budget, rival: Plan, verdict: Verdict) -> Verdict:
+    """Return a race's verdict; no gain where a step of the rival, as the race found it, breaks a hard limit.
+
+    Its joules are told by the plan's watts.
+    """
+    cost = rival.measured or rival.predicted
+    if cost is None or not verdict.is_gain:
+        return verdict
+    energy_j = None if cost.energy_j is None else cost.energy_j * verdict.step_ratio
+    over = over_budget(cost.step_s * verdict.step_ratio, None, budget, energy_j)
+    return verdict if over is None else replace(verdict, is_gain=False, reason=f"{over}; {verdict.reason}")
 
 
 def _searched(plan: Plan, search_s: float) -> Plan:

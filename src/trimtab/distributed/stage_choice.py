@@ -29,7 +29,7 @@ from trimtab.runtime.engine import LossFn
 
 RankLoop = tuple[nn.Module, Optimizer, LossFn, Any]  # of one rank, with its share of a batch, on the model's device
 
-NO_JOULES = "energy is weighed, and no trace tells what another stage takes"
+NO_JOULES = "energy counts, and no trace tells what another stage takes"
 ADAPTS = "a plan that adapts, or measures noise, is made for replicas"
 _BUT = ("micro_batch", "allocator", "fused_optimizer")  # as what the stage is chosen by does
 
@@ -63,14 +63,14 @@ class Share:
 def share_of(profile: Profile, loop: RankLoop, progress: Callable[[str], None], *, adapts: bool = False) -> Share | str:
     """Return what this job's stage is chosen by, or why its ranks hold the whole model: "" where memory is ample.
 
-    Nothing is traced unless memory is limited or weighed.
+    Nothing is traced unless memory is limited or weighed, or a window's seconds are limited, to which sending adds.
 
     Args:
         adapts: whether the plan is to change more than the maths allow, or to measure noise.
     """
-    if profile.budget.memory_bytes is None and profile.objective.memory == 0:
+    if profile.budget.memory_bytes is None and profile.objective.memory == 0 and profile.budget.time is None:
         return ""
-    if profile.objective.energy > 0:
+    if profile.objective.energy > 0 or profile.budget.energy is not None:
         return NO_JOULES
     if adapts:
         return ADAPTS

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from trimtab.calibrate.step_shape import step_shape
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Calibration, ring_link
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -42,9 +43,14 @@ def plan_ranks(
             None: this machine's, on which one rank's share is measured. engine: what is to share the model.
 
     Raises:
-        ValueGivenError: more ranks than rows of a batch, or a link or device that is not known. InfeasibleError: no
-            stage meets the limits. ModelError: the steps of ranks cannot be traced.
+        ValueGivenError: energy is weighed or limited, more ranks than rows of a batch, or a link or device that is not
+            known. InfeasibleError: no stage meets the limits. ModelError: the steps of ranks cannot be traced.
     """
+    if objective.energy > 0 or budget.energy is not None:
+        given, expected = "energy that counts, on several ranks", "time and memory: no trace tells a stage's joules"
+        raise ValueGivenError(
+            "energy", given=given, expected=expected, way_out="Leave the energy out, or the ranks."
+        )
     share = task_of_rank(task, ranks)
     ring_link(link, device or device_name(device_here()), ranks)  # or it is refused, before anything is measured
     if device is None:

@@ -119,7 +119,7 @@ def make_plans(
     (base, found), spent = meter.counted(lambda: _same_maths(task, data, subject, limits, **how))
     plans, profiles, energy = {"S": base}, {"S": found}, {"S": spent}
     if adapt:
-        searched = (subject, base, adapt, batches, progress, _length(task, data))
+        searched = (subject, base, adapt, batches, progress, _length(task, data), limits.budget)
         plans["F"], spent = meter.counted(lambda: _freed(*searched))
         energy["F"] = summed((energy["S"], spent), in_turn=True) if TRAINED & set(adapt) else energy["S"]
     if strong and task.strong is not None:
@@ -180,9 +180,10 @@ def _freed(
     batches: Iterator[Any],
     progress: Callable[[str], None],
     length: RunLength,
+    budget: Budget,
 ) -> Plan:
     """Return the plan of tier F: what is found by training first, then the batch."""
-    plan = adapted(subject, base, adapt, batches, progress, length) if TRAINED & set(adapt) else base
+    plan = adapted(subject, base, adapt, batches, progress, length, budget) if TRAINED & set(adapt) else base
     return plan.freed(default_rule(plan), FREED) if "batch" in adapt else plan
 
 

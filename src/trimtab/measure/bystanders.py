@@ -1,4 +1,6 @@
-"""Modules that a loss runs beside the model (a GAN's other network, a teacher): found, and left as they were."""
+"""Modules that a loss or a hook runs beside the model (a GAN's other network, a teacher, an average of the weights):
+found, and left as they were.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,22 @@ class Bystanders:
     """Buffers and gradients of the modules that a loss refers to, but for the model's; a context manager.
 
     Found are globals and closures of functions, arguments of partials, owners of methods and what these hold. Their
-    parameters are not copied: a loss steps none.
+    parameters are not copied: a loss steps none. Those of modules that hooks of the optimizer refer to are: averages of
+    weights are kept so.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         own = {id(tensor) for tensor in tensors_of(model)}
-        found = {id(each): each for module in modules_of(loss_fn) for each in tensors_of(module)}
-        others = [tensor for key, tensor in found.items() if key not in own]
-        self._buffers = [HeldTensor(each) for each in others if not isinstance(each, nn.Parameter)]
+        kept, read = ({id(t): t for m in modules_of(by) for t in tensors_of(m)} for by in (_hooks(optimizer), loss_fn))
+        others = [tensor for key, tensor in (read | kept).items() if key not in own]
+        written = [each for each in others if id(each) in kept or not isinstance(each, nn.Parameter)]
+        self._tensors = [HeldTensor(each) for each in written]
         self._grads = [HeldGradient(each) for each in others]
 
     def restore(self) -> None:
         """Put everything back."""
-        for buffer in self._buffers:
-            buffer.restore()
+        for tensor in self._tensors:
+            tensor.restore()
         for grad in self._grads:
             grad.restore()
 
@@ -49,14 +53,19 @@ class Bystanders:
 
 @contextlib.contextmanager
 def unchanged_by(loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Snapshot]:
-    """Leave a loop as it was found, with what its loss runs beside the model; yields what holds the loop."""
-    with Snapshot(model, optimizer) as snapshot, Bystanders(loss_fn, model):
+    """Leave a loop as it was found, with what loss and hooks run beside the model; yields what holds the loop."""
+    with Snapshot(model, optimizer) as snapshot, Bystanders(loss_fn, model, optimizer):
         yield snapshot
 
 
-def modules_of(loss_fn: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a function refers to, as far as that shows."""
-    seen, pending = set[int](), [(loss_fn, 0)]
+def _hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
+    """Return what runs with each step of an optimizer."""
+    return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+
+
+def modules_of(user: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function refers to, or several, as far as that shows."""
+    seen, pending = set[int](), [(user, 0)]
     while pending:
         value, depth = pending.pop()
         if id(value) in seen or depth > _DEPTH:

@@ -53,6 +53,13 @@ def unused_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device))
 
 
+def most_bytes(device: torch.device) -> float:
+    """Return the bytes that this process may hold on a GPU: what is free or its own, as far as it was let have it."""
+    free, whole = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free + torch.cuda.memory_reserved(device), share * whole)
+
+
 def alive_between_steps(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield what a model and its optimizer hold between two steps: parameters, buffers and the optimizer's state."""
     yield from model.parameters()

@@ -20,6 +20,7 @@ from trimtab.measure.held import (
     reachable,
     tensors_of,
 )
+from trimtab.measure.memory import most_bytes
 from trimtab.measure.process_state import ProcessState
 
 _ROOM = 3  # times what is copied that a GPU has to have beside a peak: for what a trial takes once, as to record it
@@ -65,20 +66,13 @@ class Snapshot:
 
 
 def _has_room(model: nn.Module, optimizer: torch.optim.Optimizer, peak_bytes: int) -> bool:
-    """Return whether each GPU that holds any of it has room for copies beside such a peak, and as much again."""
+    """Return whether each GPU that holds any of it has room beside such a peak for `_ROOM` times what is copied."""
     held = Counter[torch.device]()
     for tensor in {id(t): t for t in (*tensors_of(model), *_tensors(optimizer.state))}.values():
         for each in (tensor, tensor.grad):
             if each is not None and each.is_cuda:
                 held[each.device] += each.numel() * each.element_size()
-    return all(peak_bytes + _ROOM * size < _most_bytes(device) for device, size in held.items())
-
-
-def _most_bytes(device: torch.device) -> float:
-    """Return the bytes that this process may hold on a GPU: what is free or its own, as far as it was let have it."""
-    free, whole = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    return min(free + torch.cuda.memory_reserved(device), share * whole)
+    return all(peak_bytes + _ROOM * size < most_bytes(device) for device, size in held.items())
 
 
 def _tensors(root: Any) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import MakeLoop
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import ahead, placed
@@ -32,8 +33,10 @@ def main(make_loop: MakeLoop) -> None:
     batches = ahead(held.batches(options.seed, task.batch_rows), device)
     rows, seconds = 0, 0.0
     for step in range(1, options.steps + 1):
+        synchronize(device)
         start = time.perf_counter()
         rows += loop.step(batches)
+        synchronize(device)
         seconds += time.perf_counter() - start
         if step % max(1, options.steps // 10) == 0:
             metric = task.metric.evaluate(loop.model, data.held_out)

@@ -139,6 +139,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif _is_dataclass(value):
+        _require_in_fields(value, path)
         for name in _set_fields(value):
             yield from _leaves(getattr(value, name), f"{path}.{name}")
     else:
@@ -170,6 +171,19 @@ def _is_dataclass(value: Any) -> bool:
 def _set_fields(value: Any) -> list[str]:
     """Return the fields that have a value: one of `init=False` may have none."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _require_in_fields(value: Any, path: str) -> None:
+    """Raise `BatchError` for tensors that are none of its fields: each part of a batch would hold them whole."""
+    fields = set(_set_fields(value))
+    apart = [name for name, each in getattr(value, "__dict__", {}).items() if name not in fields]
+    if others := [name for name in apart if isinstance(getattr(value, name, None), Tensor)]:
+        raise BatchError(
+            f"{path}.{others[0]}",
+            given=f"a tensor that is no field of {type(value).__name__}",
+            expected="tensors in fields, which are split by rows and moved to the device",
+            way_out="Declare it as a field, or compute it in the loss.",
+        )
 
 
 def _rebuild_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:

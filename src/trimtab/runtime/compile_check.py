@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.decide.statistics import Interval, ratio_interval
+from trimtab.measure.memory import most_bytes
 from trimtab.measure.spent import stamp
 from trimtab.measure.window_clock import seconds_between, wait_for
 from trimtab.runtime.compiled import CompiledCall
@@ -19,6 +20,7 @@ from trimtab.runtime.compiled import CompiledCall
 # is not counted.
 WARM_UP, PAIRS = 20, 12
 WINDOWS = WARM_UP + 2 * PAIRS + 1  # after so many it is decided
+_MORE = 1.5  # times the peak so far that a GPU has to have: as it was, a model may hold what its compiler left out
 Note = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -26,7 +28,8 @@ class CompileCheck:
     """Runs a few windows uncompiled, in pairs with compiled ones, and leaves off what is slower.
 
     A window is what lies between two steps of the optimizer, the loop's own work in it; a pair whose forwards were of
-    other shapes, as with an evaluation in one, says nothing. Of several ranks each decides for itself.
+    other shapes, as with an evaluation in one, says nothing. Of several ranks each decides for itself. Where memory may
+    not do for uncompiled windows, none is run: the plan may be one that fits by being compiled.
 
     Args:
         note: called with an event's name and figures.
@@ -50,10 +53,19 @@ class CompileCheck:
         self._stamps.append(self._host[-1] if event is None else event)
         self._work.append(self._call.take_shapes())
         done = len(self._stamps)
+        if done == WARM_UP and not self._has_room():
+            self._is_decided, self._call.shapes = True, None
+            return
         self._call.is_on = _is_compiled_in(done)
         if done >= WINDOWS:
             self._is_decided, self._call.shapes = True, None
             self._decide()
+
+    def _has_room(self) -> bool:
+        """Return whether a GPU has memory for more than was held so far."""
+        if self._device.type != "cuda":
+            return True
+        return _MORE * torch.cuda.max_memory_allocated(self._device) <= most_bytes(self._device)
 
     def _decide(self) -> None:
         self._gain = self._measured()

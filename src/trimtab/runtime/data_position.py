@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
@@ -21,6 +24,13 @@ from trimtab.runtime.batches import holds_nan, iterate
 from trimtab.runtime.joining import NoRows
 
 _RANDOM = ("random", "generators")
+_NONE = object()
+_MOVED = (
+    "The stream draws from torch's global generator now and then, as a loader does that begins again, and so does what "
+    "lies between its draws. Gone on with from a checkpoint it may come in another order, in which rows are trained on "
+    "twice or never: pass the loader itself to run.windows, pass by pass, or give it a generator of its own "
+    "(DataLoader(..., generator=torch.Generator()))."
+)
 
 
 class DataPosition(Part):
@@ -74,6 +84,7 @@ class DataPosition(Part):
                 self.over()
             if innermost(loader) is not innermost(self._loader):
                 self._forget()
+            self._loader = loader  # a run may be saved before anything is drawn from it
         self._handled = sys.exception()
         return self._batches(loader)
 
@@ -82,6 +93,7 @@ class DataPosition(Part):
         self._loader, self._is_open = loader, True
         if saved is not None:
             self._compare(saved["length"], _lengths_of(loader))
+            _set_epoch(loader, saved["epoch"])
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -90,7 +102,7 @@ class DataPosition(Part):
             if self._begun is None:
                 self._drawn, self._begun = 0, _random_of(loader) if self._is_kept else {}
             batches = iterate("loader", loader)
-        for batch in batches:
+        for batch in _noticing(batches) if self._is_kept and _is_stream(loader) else batches:
             self._drawn += 1
             yield batch
         self._is_drawn = True
@@ -189,6 +201,8 @@ class DataPosition(Part):
             raise LoopError("run.position.state_dict", given="a run that is closed", expected="one that is not")
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
+        if self._saved is not None:  # nothing was drawn since it was loaded
+            return dict(self._saved)
         # Who saves as an error is handled means to go on with the pass; a generator is closed by one.
         error = sys.exception()
         is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
@@ -203,12 +217,17 @@ class DataPosition(Part):
             "begun": self._begun if under_way else None,
             "here": _random_of(self._loader),
             "loader": self._loader.state_dict() if under_way and is_stateful(self._loader) else None,
+            "epoch": _epoch_of(self._loader),
         }
 
     def loading(self, state: Any) -> Load:
         """Return what continues from `state_dict()`; the loader itself is looked at once it is there."""
         where = "state.data"
-        require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader"))
+        if isinstance(state, Mapping):
+            state = dict(state) | {"epoch": state.get("epoch")}  # none of those that were saved before it was kept
+        require_keys(where, state, ("passes", "drawn", "is_drawn", "length", "begun", "here", "loader", "epoch"))
+        if state["epoch"] is not None:
+            checks.integer(f"{where}.epoch", state["epoch"], low=0)
         passes, drawn = (checks.integer(f"{where}.{name}", state[name], low=0) for name in ("passes", "drawn"))
         if not isinstance(state["length"], Mapping):
             raise FormatError(f"{where}.length", given=repr(state["length"]), expected="numbers by their names")
@@ -240,6 +259,30 @@ def _is_stream(loader: Any) -> bool:
     """
     inner = innermost(loader)
     return isinstance(inner, Iterator) and length_of(inner) is None
+
+
+def _noticing(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield a stream's batches; warn once where some draws move torch's generator, and what lies between them does too.
+
+    One that was begun is drawn once more from what it began with, and nothing trains between the draws then. Where each
+    draw moves it, it may be what is made of a row, and not the order of rows.
+    """
+    after, moved, between = None, set[bool](), False
+    while not (between and len(moved) > 1):
+        before = torch.get_rng_state()
+        batch = next(batches, _NONE)
+        if batch is _NONE:
+            return
+        now = torch.get_rng_state()
+        if after is not None:
+            between = between or not torch.equal(after, before)
+            moved.add(not torch.equal(before, now))
+        after = now
+        if between and len(moved) > 1:
+            warnings.warn(_MOVED, RuntimeWarning, stacklevel=2)
+        yield batch
+    for batch in batches:  # not `yield from`, which would end the stream with this
+        yield batch
 
 
 def innermost(loader: Any) -> Any:
@@ -277,6 +320,19 @@ def _lengths_of(loader: Any) -> dict[str, int]:
     """Return the batches of a pass, and the rows of the data set, where they are told."""
     told = {"batches": loader, "rows": getattr(innermost(loader), "dataset", None)}
     return {name: number for name, each in told.items() if (number := length_of(each)) is not None}
+
+
+def _epoch_of(loader: Any) -> int | None:
+    """Return by which pass a loader that counts them itself orders its rows, as Accelerate's does; None of others."""
+    inner = innermost(loader)
+    number = getattr(inner, "iteration", None) if callable(getattr(inner, "set_epoch", None)) else None
+    return number if isinstance(number, int) else None
+
+
+def _set_epoch(loader: Any, epoch: int | None) -> None:
+    """Have a loader that counts its passes itself begin with this one; one that does not is left alone."""
+    if epoch is not None and _epoch_of(loader) is not None:
+        innermost(loader).set_epoch(epoch)
 
 
 def _in_words(length: Mapping[str, int], names: Sequence[str]) -> str:

@@ -101,8 +101,13 @@ class _All:
         self._stacks.pop().__exit__(*error)
 
 
-# Names of each module's buffers that a forward was seen to move.
-_moving: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+# Names of each module's buffers that a forward was seen to move, in training mode and out of it.
+_moving: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def _moved_by(module: nn.Module) -> set[str] | None:
+    """Return the names of those that the module moves in the mode it is in; None of one that was not seen in it."""
+    return _moving.get(module, {}).get(module.training)
 
 
 class _Buffers:
@@ -119,17 +124,17 @@ class _Buffers:
         The first time by their values, for which the device is waited for: batch statistics move without a new version.
         """
         seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
-        copies = {(m, name): b.clone() for m, name, b, _ in seen if name in _moving.get(m, (name,))}
-        new = {module for module in self._modules if module not in _moving}
+        new = {module for module in self._modules if _moved_by(module) is None}
+        copies = {(m, name): b.clone() for m, name, b, _ in seen if m in new or name in (_moved_by(m) or ())}
         yield
+        for module in new:
+            _moving.setdefault(module, {})[module.training] = set()
         for module, name, buffer, version in seen:
             now, copy = module._buffers.get(name), copies.get((module, name))
-            moved = now is not buffer or buffer._version != version or name in _moving.get(module, ())
+            moved = now is not buffer or buffer._version != version or name in (_moved_by(module) or ())
             if moved or (module in new and copy is not None and not _is_same(copy, buffer)):
-                _moving.setdefault(module, set()).add(name)
+                _moving[module][module.training].add(name)
                 self._before[module, name] = buffer if copy is None else copy
-        for module in new:
-            _moving.setdefault(module, set())
 
     @contextlib.contextmanager
     def as_they_were(self) -> Iterator[None]:

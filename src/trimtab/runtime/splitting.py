@@ -19,8 +19,13 @@ def keeps_maths(plan: Plan, model: nn.Module) -> bool:
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Return whether a module normalises by its batch."""
-    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
+    """Return whether one of its modules normalises by its batch."""
+    return any(map(normalises_by_batch, model.modules()))
+
+
+def normalises_by_batch(module: nn.Module) -> bool:
+    """Return whether a module does, where it is in training mode."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def for_model(plan: Plan, model: nn.Module) -> Plan:

@@ -18,9 +18,11 @@ from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import short_race
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import ModelError, OptimizerError, ValueGivenError
-from trimtab.core.plan import Plan
+from trimtab.core.objective import Budget
+from trimtab.core.plan import Measured, Plan
 from trimtab.decide.learning_rate import RatePoint
 from trimtab.decide.short_race import ShortPair, ShortRun, Verdict
+from trimtab.decide.tier_f import adapt_optimizer, within
 from trimtab.measure.snapshot import fingerprint
 
 ROWS = 4
@@ -422,6 +424,35 @@ def test_passes_are_known_by_length_and_steps():
     assert adapting.RunLength.of(torch.utils.data.DataLoader(Endless()), 100).passes is None
 
 
+def test_pairs_of_few_batches_that_are_not_shuffled_differ_in_their_order(monkeypatch):
+    monkeypatch.setattr("trimtab.calibrate.short_race.is_lost", lambda pair: False)
+    seen = []
+
+    def noted(model, batch):
+        seen.append(int(batch[0][0, 0]))
+        return loss_fn(model, batch)
+
+    its = subject()
+    noting = Subject(its.model, its.optimizer, noted, its.batch)
+    data = [(torch.full((ROWS, 6), i), torch.full((ROWS, 6), i)) for i in range(8)]
+    short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
+    orders = [seen[i : i + 16 : 2] for i in range(0, len(seen), 48)]  # of each pair's first training
+    assert [sorted(order) for order in orders] == [list(range(8))] * 3
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_rival_whose_step_breaks_a_limit_does_not_win():
+    plan = replace(STANDS, measured=Measured(0.095, 100, energy_j=1.0))
+    won = Verdict(True, "sooner", 1.3)
+    assert within(Budget(), plan, won) is won
+    assert within(Budget(time=0.13), plan, won) is won
+    for limit in (Budget(time=0.1), Budget(energy=1.2)):
+        found = within(limit, plan, won)
+        assert not found.is_gain
+        assert "over the budget" in found.reason
+        assert adapt_optimizer(plan, replace(plan, optimizer=MUON.optimizer), found, 1.0).optimizer.value == "user"
+
+
 def test_what_is_unseen_is_of_one_pass():
     """Two trainings of 8 batches in each pass of 20: the last four of each are dropped."""
     seen = []
@@ -434,8 +465,8 @@ def test_what_is_unseen_is_of_one_pass():
     noting = Subject(its.model, its.optimizer, noted, its.batch)
     data = [(torch.full((ROWS, 6), i % 11), torch.full((ROWS, 6), i % 11)) for i in range(20)]
     short_race(noting, STANDS, STANDS, data, lambda text: None, 8, 3, by_unseen=True, same_step=True)
-    firsts = [seen[i] for i in range(0, len(seen), 16)]  # each batch is evaluated, then trained on
-    assert set(firsts) <= {0, 8}
+    trainings = [set(seen[i : i + 16]) for i in range(0, len(seen), 16)]  # each batch is evaluated, then trained on
+    assert all(each in ({*range(8)}, {8, 9, 10, *range(5)}) for each in trainings)
     few = data[:5]
     with pytest.raises(ValueGivenError, match="at least the 8 of one training"):
         short_race(noting, STANDS, STANDS, few, lambda text: None, 8, 1, by_unseen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
+from trimtab.measure.process_state import fp32_places
 from trimtab.measure.snapshot import fingerprint
 
 ROWS = 16
@@ -348,3 +351,55 @@ def test_where_no_two_rows_fit_there_is_no_proof():
 
     check = check_splitting(subject(mlp(), never))
     assert (check.splittable, check.reason) == (False, "the batch runs out of memory in fp32: nothing can be proved")
+
+
+def test_the_example_is_proved_beside_the_longest_batch():
+    """Means over tokens split as they should where no row has padding: the longest batch shows nothing else."""
+    longest = subject(mlp(), token_mean, token_batch((9,) * 8))
+    assert check_splitting(longest).splittable
+    check = check_splitting(replace(longest, example=token_batch()))
+    assert not check.splittable
+    assert check.reason.endswith("; of the example batch")
+    assert check_splitting(replace(longest, loss_fn=token_sum, example=token_batch())).splittable
+
+
+class Subtracting(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(8), Subtracting()], ids=["batch norm", "a mean of its own"])
+def test_a_model_that_is_handed_over_in_evaluation_mode_is_proved_as_it_trains(module):
+    model = mlp(module).eval()
+    assert not check_splitting(subject(model)).splittable
+    assert not any(each.training for each in model.modules())
+    assert check_splitting(subject(mlp(nn.LayerNorm(8), nn.Dropout(0.5)).eval())).splittable
+
+
+def test_a_refusal_tells_the_way_out():
+    tokens = check_splitting(subject(mlp(), token_mean, token_batch()))
+    assert tokens.reason.endswith("as tokens, may be split as (loss_sum, count)")
+    inputs, targets = class_batch()
+    half = check_splitting(subject(mlp().bfloat16(), class_mean, (inputs.bfloat16(), targets)))
+    assert not half.splittable
+    assert "its weights are bfloat16" in half.reason
+    assert "weights in fp32 may be split" in half.reason
+
+
+def test_the_proof_is_in_fp32_whatever_products_the_loop_has_in_less():
+    """And their modes are as they were afterwards."""
+    (products, *_), before = fp32_places(), [place.fp32_precision for place in fp32_places()]
+    seen = []
+
+    def noting(model, batch):
+        seen.append({place.fp32_precision for place in fp32_places()})
+        return class_mean(model, batch)
+
+    try:
+        products.fp32_precision = "tf32"
+        assert check_splitting(subject(mlp(), noting)).splittable
+        assert products.fp32_precision == "tf32"
+    finally:
+        for place, mode in zip(fp32_places(), before, strict=True):
+            place.fp32_precision = mode
+    assert set().union(*seen) == {"ieee"}

@@ -52,6 +52,13 @@ def test_a_change_is_what_differs_from_the_loop_whatever_the_plan_calls_it():
     assert (back.precision.value, back.clip_norm.value, back.tier) == ("bf16", 1.0, "S")
 
 
+def test_a_step_that_the_loop_fuses_itself_is_no_change():
+    own = replace(Plan.fixed(32).fused_optimizer, value=True)
+    plan = replace(Plan.fixed(32, precision="bf16"), fused_optimizer=own)
+    assert changes_of(plan, PLAIN) == ("precision",)
+    assert reduced(plan, (), PLAIN).fused_optimizer.value is True
+
+
 def test_what_belongs_to_a_change_goes_with_it():
     plan = Plan.fixed(32, batch_rule=BatchRule("goodput"))
     plan = plan.recomputing("(0) 1", ("a", "b"), "memory")

@@ -142,6 +142,14 @@ def test_memory_may_be_weighed_against_time():
     assert balanced.winner.candidate.micro_batch == 32  # C falls from 1 to (1.2 + 0.1) / 2
 
 
+def test_the_control_is_of_what_is_weighed():
+    """Speeds that are 12% apart by chance say less of C where half of it is memory, and nothing where all of it is."""
+    noisy = (1.0, 1.12, 0.9, 1.0, 1.0)
+    lighter = trial(HALF, 1.05, 580)
+    assert winner(lighter, control=noisy, objective=Objective(0.0, 1.0)) == HALF
+    assert winner(lighter, control=noisy, objective=Objective()) == REFERENCE
+
+
 def test_memory_is_weighed_in_a_rivals_units_where_the_reference_did_not_run():
     broken = Trial("final", REFERENCE, error="out of memory")
     again = Trial("final", HALF, STEADY, control=True)

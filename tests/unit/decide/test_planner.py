@@ -209,12 +209,25 @@ def test_a_loop_that_cannot_run_as_it_is_may_run_in_slices():
     """The user's batch runs out of memory: a plan is found, its baseline is not measured."""
     machine = Machine(fails=lambda stage, c: "out of memory" if c.micro_batch > 16 and stage != "optimizer" else None)
     profile = measured(machine, supports_fused=False, can_retain=False)
-    assert CostModel(profile).modes == (Candidate("fp32", "keep", False, 16),)
+    assert {mode.micro_batch for mode in CostModel(profile).modes} == {16}
     plan = choose(profile, Objective(), Budget())
     assert plan.micro_batch.value == 16
     assert plan.baseline is None
     assert "reference: not measured" in str(plan)
     assert "cannot stay (out of memory)" in plan.micro_batch.reason
+
+
+def test_a_loop_that_cannot_run_whole_is_asked_for_its_modes_in_slices():
+    """What is fastest is found though nothing ran at the whole batch."""
+    machine = Machine(
+        speed={"bf16": 3.0},
+        fails=lambda stage, c: "out of memory" if c.micro_batch > 16 else None,
+    )
+    profile = measured(machine)
+    stages = list(dict.fromkeys(trial.stage for trial in profile.trials))
+    assert stages[:4] == ["modes", "sizes", "modes in slices", "optimizer"]
+    plan = choose(profile, Objective(), Budget())
+    assert (plan.micro_batch.value, plan.precision.value) == (16, "bf16")
 
 
 def test_a_screened_precision_is_a_loser_that_was_never_tried():

@@ -76,6 +76,17 @@ def test_memory_that_is_weighed_is(profile, of_two):
     assert isinstance(stage_choice.share_of(weighed, loop_of(), silent), stage_choice.Share)
 
 
+def test_seconds_that_are_limited_are_those_of_a_window_with_what_is_sent(profile, of_two):
+    limited = replace(profile, budget=Budget(time=1e3))
+    assert isinstance(stage_choice.share_of(limited, loop_of(), silent), stage_choice.Share)
+
+
+def test_joules_that_are_limited_are_held_against_one_process(profile, of_two, monkeypatch):
+    monkeypatch.setattr(stage_choice, "trace_here", refuses)
+    limited = replace(profile, budget=Budget(2**30, energy=50.0))
+    assert stage_choice.share_of(limited, loop_of(), silent) == stage_choice.NO_JOULES
+
+
 def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):
     monkeypatch.setattr(stage_choice, "trace_here", refuses)
     plan = chosen(profile, loop_of(), adapts=True)

@@ -7,10 +7,15 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trimtab.measure.bystanders import Bystanders, modules_of
 
 OTHER = nn.BatchNorm1d(2)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Owner:
@@ -72,7 +77,7 @@ def test_what_a_loss_moves_is_put_back(loss_fn):
     OTHER.weight.grad = torch.ones(2)
     gradient, before = OTHER.weight.grad, {name: value.clone() for name, value in OTHER.state_dict().items()}
     assert list(modules_of(loss_fn)) == [OTHER]
-    with Bystanders(loss_fn, model):
+    with Bystanders(loss_fn, model, sgd(model)):
         loss_fn(model, batch).backward()
         assert int(OTHER.num_batches_tracked) == 1 + int(before["num_batches_tracked"])
         assert OTHER.bias.grad is not None
@@ -84,7 +89,7 @@ def test_what_a_loss_moves_is_put_back(loss_fn):
 
 def test_the_model_itself_is_none_of_them():
     model = nn.BatchNorm1d(2)
-    with Bystanders(closure(model), model):
+    with Bystanders(closure(model), model, sgd(model)):
         model(torch.randn(5, 2)).sum().backward()
     assert int(model.num_batches_tracked) == 1
     assert model.weight.grad is not None
@@ -97,3 +102,17 @@ def test_a_name_that_is_not_bound_yet_is_no_module():
     assert list(modules_of(loss_fn)) == []
     later = nn.Identity()
     assert list(modules_of(loss_fn)) == [later]
+
+
+def test_an_average_of_weights_that_a_hook_keeps_is_put_back():
+    model = nn.Linear(3, 2)
+    optimizer, average = sgd(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+    with Bystanders(lambda model, batch: model(batch).sum(), model, optimizer):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        assert int(average.n_averaged) == 2
+        assert not torch.equal(average.module.weight, before["module.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())

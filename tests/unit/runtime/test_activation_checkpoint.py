@@ -546,3 +546,19 @@ def test_compiling_blocks_with_buffers_and_recomputing_them_is_refused():
     with pytest.raises(UsageError, match="compiles too"):
         trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
     assert {type(block) for block in model.blocks} == {Block}
+
+
+def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
+    """Whether a module moves its buffers is looked at in each mode that it runs in."""
+
+    def made():
+        model = net(norm="batch")
+        for block in model.blocks:
+            block.norm.eval()
+        return model
+
+    def both(model, schedule):
+        return [*trained(model, schedule), *trained(model.train(), schedule)]
+
+    for ours, theirs in zip(both(made(), SCHEDULES["every_block"]), both(made(), keep_all(L)), strict=True):
+        assert torch.equal(ours, theirs)

@@ -17,7 +17,7 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.decide.accounts import Account
 from trimtab.measure.gradient_norms import GradientNorms
-from trimtab.runtime.compile_check import PAIRS, WARM_UP
+from trimtab.runtime.compile_check import PAIRS, WARM_UP, CompileCheck
 from trimtab.runtime.compiled import CompiledCall, is_compiled
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -180,6 +180,25 @@ def test_compiling_that_made_it_slower_is_left_off_and_the_record_says_so(monkey
     assert not any(on[WARM_UP + 2 * PAIRS + 1 :])
     assert (off["pays"], off["gain"]) == (False, pytest.approx(-0.2))
     assert last["gain"] == off["gain"]
+
+
+@pytest.mark.parametrize(("peak", "checks"), [(50, True), (60, False)])
+def test_where_memory_may_not_do_uncompiled_no_window_is(peak, checks, monkeypatch):
+    """A plan may fit by being compiled: its run does not end for being looked at."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    monkeypatch.setattr("trimtab.runtime.compile_check.most_bytes", lambda device: 80)
+    monkeypatch.setattr("trimtab.runtime.compile_check.stamp", lambda device: None)
+    model, optimizer, _ = loop()
+    monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
+    call = CompiledCall(model, lambda: None)
+    check = CompileCheck(call, optimizer, torch.device("cuda"), lambda name, detail: None)
+    on = []
+    for _ in range(WARM_UP + 2 * PAIRS - 1):
+        check._stepped()
+        on.append(call.is_on)
+    assert all(on[: WARM_UP - 1])
+    assert all(on) is not checks
+    assert (call.shapes is None) is not checks
 
 
 def test_compiling_that_pays_stays_on(monkeypatch, tmp_path):

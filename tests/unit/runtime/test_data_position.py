@@ -301,3 +301,80 @@ def test_the_pass_after_a_batch_that_was_drawn_anew_is_as_it_would_have_been(kin
         return [repr(batch) for batch in position.batches(loader)]
 
     assert next_pass(draws=True) == next_pass(draws=False)
+
+
+def test_a_pass_that_nothing_was_drawn_from_yet_is_saved_as_its_own_loader_is():
+    """As after a long evaluation, or for a signal that came while a run was set up."""
+    position = DataPosition(is_kept=True)
+    list(position.batches([1, 2]))
+    position.over()
+    loader = shuffled(generator=torch.Generator().manual_seed(9))
+    position.batches(loader)
+    saved = position.state_dict()
+    whole = [repr(batch) for batch in position.batches(loader)]
+    assert saved["length"] == {"batches": 6, "rows": 23}
+    other = DataPosition(is_kept=True)
+    other.loading(saved)()
+    again = lost(shuffled(generator=torch.Generator().manual_seed(10)))
+    assert repr(other.state_dict()) == repr(saved)
+    assert [batch.split(", tensor(")[0] for batch in map(repr, other.batches(again))] == [
+        batch.split(", tensor(")[0] for batch in whole
+    ]
+
+
+class Counted:
+    """A loader that orders its rows by how often it was gone through, as Accelerate's."""
+
+    def __init__(self):
+        self.iteration = 0
+
+    def set_epoch(self, epoch):
+        self.iteration = epoch
+
+    def __iter__(self):
+        yield from torch.randperm(6, generator=torch.Generator().manual_seed(self.iteration)).tolist()
+        self.iteration += 1
+
+
+@pytest.mark.parametrize("at", [2, 6, 8, 12, 15])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_loader_that_counts_its_passes_goes_on_in_its_own(at, between):
+    seeded()
+    whole, saved = train(DataPosition(is_kept=True), Counted(), 3, 18, saves_after=at, between=between)
+    position = DataPosition(is_kept=True)
+    position.loading(saved)()
+    rest, _ = train(position, Counted(), 3, 18 - at)
+    assert [seen[:2] for seen in rest] == [seen[:2] for seen in whole[at:]]
+
+
+def test_a_position_from_before_passes_were_counted_is_gone_on_with():
+    position = DataPosition(is_kept=True)
+    next(position.batches([1, 2, 3]))
+    saved = {name: each for name, each in position.state_dict().items() if name != "epoch"}
+    other = DataPosition(is_kept=True)
+    other.loading(saved)()
+    assert list(other.batches([1, 2, 3])) == [2, 3]
+
+
+def cycle(loader):
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize(
+    ("options", "trains", "warns"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"generator": torch.Generator().manual_seed(4)}, True, False),
+    ],
+)
+def test_a_stream_that_reshuffles_by_the_generator_that_training_moves_is_warned_of(options, trains, warns, recwarn):
+    loader = DataLoader(list(range(8)), batch_size=4, shuffle=True, **options)
+    batches = DataPosition(is_kept=True).batches(cycle(loader))
+    for _ in range(9):
+        next(batches)
+        if trains:
+            torch.rand(1)
+    said = [str(each.message) for each in recwarn if "global generator" in str(each.message)]
+    assert len(said) == warns
