@@ -178,9 +178,16 @@ def ablation(found: Ablation) -> Iterator[str]:
         yield f"| {change} | {setting} | {figure} | {_value(row)} | {row['n']} | {row['verdict']} |"
 
 
+def speed_bound(bound: str) -> str:
+    """Return in words a bound on how many times as fast something is: it stands among changes in time."""
+    words = {"<=": "at most", ">=": "at least"}
+    side, _, times = bound.partition(" ")
+    return f"{words[side]} {times} the speed" if side in words else bound or "not known"
+
+
 def _value(row: Row) -> str:
     if "bound" in row:
-        return row["bound"] or "not known"
+        return speed_bound(row["bound"])
     form = "{:+.2f}" if row["metric"] == "final_metric_difference" else "{:.3f}x"
     if row["mean"] is None:
         return "not known"

@@ -112,12 +112,12 @@ def profile(
     batch, example = example_batch, None
     if longest_batch is not None:
         batch, example = as_many_rows(longest_batch, example_batch), example_batch
-    if not model.training:
-        warnings.warn(_IN_EVALUATION, stacklevel=2)
     named = checks.names("blocks", blocks)
     subject = Subject(
         model, optimizer, loss_fn, batch, reference.clip_norm, frees_batch, named_blocks=named, example=example
     )
+    if not model.training:
+        warnings.warn(_IN_EVALUATION, stacklevel=2)
     metered = find_meter(subject.device, metering)
     objective, facts = measurable(objective, budget, metered, metering.without)
     metered = dataclasses.replace(metered, facts=facts)

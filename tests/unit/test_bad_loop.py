@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy
@@ -105,7 +106,24 @@ def test_means_and_sums_do_not_mix_in_a_window(loop, sum_first):
 
 # The run: batches.
 
+
+@dataclasses.dataclass
+class Counting:
+    """Holds what is of all its rows beside its fields."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __post_init__(self):
+        self.number = (self.y != -100).sum()
+
+
 BATCHES = {
+    "a tensor that is no field": (
+        lambda k: Counting(**k.batch),
+        "batch.number",
+        "a tensor that is no field of Counting",
+    ),
     "a custom object": (lambda k: Unknown(), "batch", "Unknown"),
     "one inside": (lambda k: k.batch | {"boxes": Unknown()}, "batch['boxes']", "Unknown"),
     "rows that differ": (lambda k: k.batch | {"y": k.batch["y"][:3]}, "batch", "batch['x']: 6, batch['y']: 3"),

@@ -255,6 +255,11 @@ def test_ranks_of_this_machines_device_are_joined_by_its_own_link(trimtab, monke
     assert from_json(Plan, here.out).elsewhere == f"4 ranks of NVIDIA H100 80GB HBM3, over {name}"
 
 
+def test_joules_of_several_ranks_are_refused_before_anything_is_measured(trimtab):
+    asked = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--energy-weight", "1")
+    explained(trimtab(*asked), "energy: given energy that counts, on several ranks")
+
+
 def test_a_device_without_a_link_of_its_own_is_refused_by_its_name(trimtab, monkeypatch):
     monkeypatch.setattr(machine, "cpu_name", lambda: "an abacus")
     explained(

@@ -16,6 +16,10 @@ from trimtab.runtime.compiled import noting_calls
 from trimtab.runtime.window import Window
 
 _WAY_OUT = "Call run.backward(loss) once for every micro-batch, inside the loop over the window."
+_STEPPED = (
+    "run.train_step steps by itself: to step in the loop, call run.accumulate(window, loss_fn) in its place. "
+    "A window that is opened up needs run.backward(loss) once for every micro-batch."
+)
 _GIVE_UP = "Finish it, or give it up with run.discard()."
 
 
@@ -99,7 +103,7 @@ class LoopOrder:
     def require_complete(self, verb: str) -> Window:
         """Every micro-batch of the window had its backward; returns the window."""
         if self.window is None:
-            raise LoopError(verb, given="no window", expected="a window's micro-batches first", way_out=_WAY_OUT)
+            raise LoopError(verb, given="no window", expected="a window's micro-batches first", way_out=_STEPPED)
         if not self._last or self._awaiting_backward:
             raise LoopError(
                 verb,

@@ -175,3 +175,16 @@ def test_windows_that_are_none_are_refused(k, share):
     shape = StepShape(1.0, 2.0, 0.5, (100,), (1.0,))
     with pytest.raises(ValueGivenError, match=r"k: |overlap_share: "):
         window_s(Parallelism(2), link_of(0.0, 1.0), shape, k, overlap_share=share)
+
+
+def test_what_is_not_trained_is_gathered_and_not_reduced():
+    """A model of which a tenth is trained: by its gathers it is as the whole, by what it reduces as a tenth."""
+    link, how = link_of(0.0, 1e3), Parallelism(4, 3, overlaps=False)
+    whole = StepShape(1.0, 2.0, 0.5, (1000, 1000), (0.5, 0.5))
+    frozen = replace(whole, block_bytes=(100, 100), gathered_bytes=(1000, 1000))
+    gathered = 2 * 2 * all_gather_s(link, 4, 1000)  # in the forward and in the backward
+    assert window_s(how, link, frozen, 1).communication_s == pytest.approx(
+        gathered + (window_s(how, link, whole, 1).communication_s - gathered) / 10
+    )
+    with pytest.raises(ValueGivenError, match=r"gathered_bytes.*1 sizes of 2 blocks"):
+        replace(whole, gathered_bytes=(1,))

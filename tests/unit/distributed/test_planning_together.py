@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 import trimtab
+from trimtab.calibrate.step_shape import step_shape
 from trimtab.core.errors import InfeasibleError, UsageError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.parallelism import StepShape
 from trimtab.core.plan import Plan
 from trimtab.core.progress import silent
+from trimtab.decide.planner import choose
 from trimtab.distributed import backends, planning, stage_choice
 
 
@@ -85,6 +87,14 @@ def test_joules_that_are_limited_are_held_against_one_process(profile, of_two, m
     monkeypatch.setattr(stage_choice, "trace_here", refuses)
     limited = replace(profile, budget=Budget(2**30, energy=50.0))
     assert stage_choice.share_of(limited, loop_of(), silent) == stage_choice.NO_JOULES
+
+
+def test_parameters_that_are_not_trained_are_gathered_and_not_reduced(profile):
+    model, *_ = loop_of()
+    model[0].requires_grad_(False)
+    shape = step_shape(model, profile, choose(profile, Objective(), Budget()))
+    assert sum(shape.gathered_bytes) == 4 * sum(p.numel() for p in model.parameters())
+    assert sum(shape.block_bytes) == 4 * sum(p.numel() for p in model[2].parameters())
 
 
 def test_a_plan_that_adapts_is_for_replicas(profile, of_two, monkeypatch):

@@ -15,7 +15,7 @@ from tiny_task import BATCH_ROWS, load_data, task
 from trimtab.core.codec import to_jsonable
 from trimtab.core.energy import Energy, MeterFacts, PowerLimit, Provenance, absent
 from trimtab.core.record import Evaluation, Event, RunRecord, read_record, write_record
-from trimtab.decide.statistics import ratio_interval
+from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.distributed.alone import ALONE
 from trimtab.distributed.energy import RankMeter
 from trimtab.experiments.comparison import stats
@@ -32,6 +32,7 @@ from trimtab.experiments.comparison.energy_rows import (
 from trimtab.experiments.comparison.ratio_rows import throughput_row
 from trimtab.experiments.comparison.result import Arm
 from trimtab.experiments.comparison.target_rows import Charge, target_row
+from trimtab.experiments.comparison.verdicts import speed_verdict
 from trimtab.experiments.doctor import energy_finding
 from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.meter import RaceMeter
@@ -91,6 +92,26 @@ def test_too_few_pairs_and_estimates_allow_no_verdict():
     assert (row.verdict.kind, "estimated" in row.verdict.sentence) == ("no verdict", True)
     ratio = stats.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
+
+
+@pytest.mark.parametrize("saved", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("control", "kinds"),
+    [
+        (
+            ratio_interval([0.97, 1.03, 0.98, 1.02, 1.0]),
+            ("gain", "harm"),
+        ),  # it holds 1, which is then what to be clear of
+        (ratio_interval([1.05, 1.06, 1.05, 1.06, 1.055]), ("no gain", "no gain")),
+    ],
+)
+def test_joules_are_judged_by_the_rule_of_seconds(saved, control, kinds):
+    """Between 2 and 8% of them saved or lost, where the reference against itself is within 3.2%, or off by 5.5%."""
+    pairs = [math.exp(-saved * share) for share in (0.02, 0.08, 0.05, 0.06, 0.04)]
+    found, speeds = (stats.as_ratio(ratio_interval(each), each) for each in (pairs, [1 / pair for pair in pairs]))
+    turned = Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n)
+    kind = energy_verdict(found, control, "a", "b").kind
+    assert kind == speed_verdict(speeds, turned, "a", "b").kind == kinds[saved < 0]
 
 
 def test_joules_are_paired_by_lap():

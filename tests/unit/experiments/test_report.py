@@ -37,6 +37,7 @@ from trimtab.experiments.comparison.result import (
     Verdict,
 )
 from trimtab.experiments.comparison.rows import benchmark_object
+from trimtab.experiments.racing import inspect_arm
 from trimtab.experiments.report import (
     gain_tables,
     gains_report,
@@ -575,7 +576,8 @@ def test_the_plan_for_the_strong_recipe_is_paid_back_against_that() -> None:
     shown = row_of(plan_tables.cost_table(case), 2)
     assert shown["Saved per step"] == wording.seconds(saved)
     assert shown["Break-even"] == f"{math.ceil(12.0 / saved):,} steps"
-    assert (shown["Charged"], shown["Throughput"]) == ("12 s", "no gain")  # it did no harm
+    # This report was written when the verdict was still called "no gain".
+    assert (shown["Charged"], shown["Throughput"]) == ("12 s", "no harm")
     assert row_of(plan_tables.cost_table(case), 0)["Throughput"] == "gain"
 
 
@@ -684,6 +686,38 @@ def test_a_difference_is_written_in_the_unit_of_its_metric(unit, higher_is_bette
     row = RatioRow("final_metric_difference", "plan_S", "reference", "S", interval([3.0] * 5), Verdict("gain", ""))
     case = replace(CASES["gpt"], unit=unit, higher_is_better=higher_is_better, ratios=(row,))
     assert columns(tables.ratio_table(case, "S"), "Estimate") == [said]
+
+
+def test_a_speed_up_is_not_called_a_time() -> None:
+    """Below 1 would read as less time, beside a peak of which less is better."""
+    for case in (CASES["gpt"], CASES["resnet"]):
+        (tile,) = [tile for tile in key_figures(case) if "planning counted" in tile.label]
+        assert tile.label.startswith(f"Speed-up to {case.metric} ")
+
+
+def test_which_side_of_nothing_is_better_stands_with_a_difference() -> None:
+    """Of a perplexity too, where what is above nothing is a fall."""
+    case = CASES["gpt"]
+    name = "final held-out perplexity, difference (above 0 is better)"
+    assert name in columns(tables.ratio_table(case, "S"), "Measure")
+    assert name.capitalize() in {tile.label for tile in key_figures(case)}
+
+
+def test_that_no_harm_is_done_is_no_missing_gain() -> None:
+    """Reports that were written before have the name that it had."""
+    case = CASES["gpt"]
+    (row,) = [row for row in case.ratios if row.metric == "do_no_harm"]
+    for verdict in (row.verdict, replace(row.verdict, kind="no harm")):
+        alone = replace(case, ratios=(replace(row, verdict=verdict),))
+        (shown,) = tables.ratio_table(alone, "S").rows
+        assert shown[-1] == Verdict("no harm", row.verdict.sentence)
+        (flat,) = [each for each in benchmark_object(alone)["rows"] if each["metric"] == "do_no_harm_ratio"]
+        assert flat["verdict"] == "no harm"
+
+
+def test_phases_of_arms_say_how_little_they_are_of() -> None:
+    note = tables.phase_table(CASES["gpt"]).note
+    assert f"the mean of {inspect_arm._PHASE_STEPS} steps, clocked one arm after the other" in note
 
 
 def test_the_plan_for_the_strong_recipe_is_no_tier() -> None:

@@ -196,11 +196,11 @@ def test_the_row_of_the_control_needs_no_control():
 @pytest.mark.parametrize(
     ("found", "kind"),
     [
-        (ratio(1.0, 0.97, 1.03), "no gain"),
+        (ratio(1.0, 0.97, 1.03), "no harm"),
         (ratio(1.0, 0.969, 1.03), "no verdict"),  # not shown, which is no harm
         (ratio(0.97, 0.95, 0.99), "no verdict"),
         (ratio(0.95, 0.93, 0.9699), "harm"),
-        (ratio(1.3, 1.2, 1.4), "no gain"),  # it only asks for no harm
+        (ratio(1.3, 1.2, 1.4), "no harm"),  # it only asks for no harm
         (ratio(1.0, 0.99, 1.01, n=4), "no verdict"),
     ],
 )
@@ -575,6 +575,15 @@ def test_a_difference_is_read_by_the_metrics_unit(ours, theirs, unit, rising, ex
     assert row.ratio.pairs == pytest.approx((expected,), nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("unit", "said"), [("share", "+0.30 points"), ("percent", "+0.00 points"), ("relative", "+0.38 percent")]
+)
+def test_the_verdict_on_quality_has_the_unit_of_its_metric(unit, said):
+    row = quality(*finals([0.3] * 5), unit=unit)
+    assert row is not None
+    assert row.verdict.sentence.startswith(f"quality within the limit: {said} (95% ")
+
+
 def test_a_diverged_arm_is_not_of_equal_quality():
     ours, theirs = [climbing([1, 2], [0.8, math.nan])] * 5, [climbing([1, 2], [0.8, 0.8])] * 5
     assert quality(ours, theirs).verdict.kind == "no verdict"
@@ -639,7 +648,7 @@ def test_nor_on_the_harm_it_does(who):
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
-    assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no gain"
+    assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no harm"
 
 
 @FAILS

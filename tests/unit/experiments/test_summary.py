@@ -151,6 +151,17 @@ def test_each_target_is_shown_charged_and_uncharged():
     assert charged.against_s == pytest.approx((35.0,) * 5)
 
 
+def test_what_a_plan_searched_for_is_charged_beside_a_recipe_by_hand_too():
+    found = races()
+    for race in found.values():
+        race["strong"] = arm(10.0)
+    rows = [r for r in comparison(found).target_rows if (r.arm, r.against, r.target) == ("plan_F", "strong", 0.7)]
+    assert [each.charged for each in rows] == [False, True]
+    free, charged = rows
+    assert charged.arm_s == pytest.approx([5.0 + seconds for seconds in free.arm_s])
+    assert charged.against_s == free.against_s
+
+
 def test_the_headline_names_throughput_and_the_hardest_charged_target():
     found = comparison()
     charged = [r for r in found.target_rows if r.arm == "plan_F" and r.charged][-1]
@@ -387,6 +398,14 @@ def test_a_shorter_horizon_of_tier_f_is_told():
     assert not any("that horizon" in note for note in comparison(same).notes)
 
 
+def test_a_plan_for_a_longer_run_than_was_raced_is_told():
+    longer = replace(TASK, planned_rows=100 * TASK.budget_rows)
+    (told,) = [note for note in comparison(its=longer).notes if "planned as a run" in note]
+    assert told.endswith(f"rows, 100 times the rows that were raced ({TASK.budget_rows:,})")
+    for its in (TASK, replace(TASK, planned_rows=TASK.budget_rows)):
+        assert not any("planned as a run" in note for note in comparison(its=its).notes)
+
+
 def test_a_paper_recipe_that_was_only_timed_is_told():
     found = races()
     detail = {BRIEF: True, WHY_TIMED: "the reference trains longer than 120 s"}
@@ -430,7 +449,7 @@ def test_peers_and_do_no_harm():
     assert row(result, "throughput", "paper").ratio.mean == pytest.approx(0.5)
     assert row(result, "throughput", "plan_S", "strong").ratio.mean == pytest.approx(0.8, rel=1e-4)
     harm = row(result, "do_no_harm", "strong_plan", "strong")
-    assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no gain")
+    assert (harm.ratio.mean, harm.verdict.kind) == (pytest.approx(1.0), "no harm")
     assert {(r.arm, r.tier) for r in result.thirds} >= {("plan_S", "S"), ("paper", "")}
     against = {(r.arm, r.against) for r in result.target_rows}
     assert against == {

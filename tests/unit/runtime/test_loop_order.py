@@ -284,3 +284,13 @@ def test_a_window_that_is_accumulated_is_stepped_by_the_caller():
         run.step()
         assert run.applied_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("verb", ["step", "unscale"])
+def test_after_a_window_that_stepped_by_itself_the_error_says_so(run, verb):
+    run.train_step(run.window(torch.randn(ROWS, 3)), loss_fn)
+    with pytest.raises(LoopError, match=r"run\.train_step steps by itself.*run\.accumulate\(window, loss_fn\)"):
+        getattr(run, verb)()
+    assert run.applied_steps == 1
+    run.accumulate(run.window(torch.randn(ROWS, 3)), loss_fn)
+    getattr(run, verb)()

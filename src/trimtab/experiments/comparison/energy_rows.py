@@ -11,7 +11,7 @@ from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
-from trimtab.experiments.comparison.verdicts import figures
+from trimtab.experiments.comparison.verdicts import clear_side, figures
 
 # In a header's detail: the facts of the meter.
 METER = "meter"
@@ -99,9 +99,10 @@ def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: st
         return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         return Verdict("no verdict", f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
-    resolved = resolution(control)
-    if ratio.high < min(1.0, control.low) and 1 / ratio.mean - 1 > resolved:
-        return Verdict("gain", found)
-    if ratio.low > max(1.0, control.high) and ratio.mean - 1 > resolved:
-        return Verdict("harm", found)
-    return Verdict("no gain", f"{found}; the A/A control resolves {100 * resolved:.2g}%")
+    # Rows per joule are judged as rows per second are: above 1 is better.
+    side = clear_side(ratio.inverse, Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n))
+    if isinstance(side, Verdict):
+        return side
+    if side:
+        return Verdict("gain" if side > 0 else "harm", found)
+    return Verdict("no gain", f"{found}; the A/A control resolves {100 * resolution(control):.2g}%")

@@ -32,7 +32,7 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
         found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
-    found += _horizon(races) + _only_timed(races) + _rates(task, races)
+    found += _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
     return found + sources(races) + spread(plans, races)
 
 
@@ -54,6 +54,14 @@ def ends(races: stats.Races) -> dict[str, str]:
         for name, found in ends.items()
         if any(e in _ENDS for e in found)
     }
+
+
+def _planned(task: Task) -> list[str]:
+    """Say where the plans are made for another run than was raced: what planning takes is measured by that one."""
+    if task.planned_rows in (None, task.budget_rows):
+        return []
+    times = f"{task.planned_rows / task.budget_rows:g} times the rows that were raced"
+    return [f"planned as a run of {task.planned_rows:,} rows, {times} ({task.budget_rows:,})"]
 
 
 def _horizon(races: stats.Races) -> list[str]:

@@ -95,7 +95,7 @@ def quality_row(
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    verdict = unless_failed(quality_verdict(ratio, tier), races, arm, against)
+    verdict = unless_failed(quality_verdict(ratio, tier, unit), races, arm, against)
     return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
 
 

@@ -15,6 +15,7 @@ from trimtab.core.profile import Trial
 from trimtab.core.step_memory import StepMemory
 
 RESULT_SCHEMA = 6
+NO_HARM = "no harm"  # the verdict of a plan that was shown to do a tuned loop none
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the figures allow to be said: kind is "gain", "no gain", "harm" or "no verdict"."""
+    """What the figures allow to be said: kind is "gain", "no gain", "harm", "no harm" or "no verdict"."""
 
     kind: str
     sentence: str
@@ -119,6 +120,12 @@ class RatioRow:
     verdict: Verdict
     cpu: Ratio | None = None
     whole: int | None = None
+
+    @property
+    def shown(self) -> Verdict:
+        """The verdict by its name: of "do no harm" that holds, older reports say "no gain"."""
+        was_named_otherwise = self.metric == "do_no_harm" and self.verdict.kind == "no gain"
+        return Verdict(NO_HARM, self.verdict.sentence) if was_named_otherwise else self.verdict
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,11 @@ def _ratio_row(comparison: Comparison, row: RatioRow) -> dict[str, Any]:
     resolved = resolution_of(comparison.resolution) if row.metric in _TIMED else {}
     cpu = _cpu(row.cpu) if row.metric == "throughput" else {}
     whole = {} if row.whole is None else {"n_whole": row.whole}
-    return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.verdict.kind}
+    return head | interval_of(row.ratio) | whole | cpu | resolved | {"verdict": row.shown.kind}
 
 
 def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str, Any]:
-    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster.
+    """Return a rung; its ratio is ours over theirs in seconds, so below 1 is faster; a bound is of speeds.
 
     Args:
         control: the A/A ratio that it is resolved by.

@@ -224,9 +224,7 @@ def _target_rows(
             kind = ARMS[name]
             if kind.times is None:
                 continue
-            for charge in (None, _charge(name, plans, races)) if kind.is_charged else (None,):
-                rows.append(target_row(races, name, "reference", kind.tier, *metric, charge, control))
-            for peer in kind.times:
-                if peer in present:
-                    rows.append(target_row(races, name, peer, kind.tier, *metric, None, control))
+            charges = (None, _charge(name, plans, races)) if kind.is_charged else (None,)
+            for against in ("reference", *(peer for peer in kind.times if peer in present)):
+                rows += [target_row(races, name, against, kind.tier, *metric, charge, control) for charge in charges]
     return [row for row in rows if row is not None]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
-from trimtab.experiments.comparison.result import Ratio, Verdict
+from trimtab.experiments.comparison.result import NO_HARM, Ratio, Verdict
 
 NON_INFERIOR = 0.97
 QUALITY = 0.5  # points of accuracy, or percent of perplexity
@@ -89,7 +89,7 @@ def non_inferiority(ratio: Ratio) -> Verdict:
     low, high = bounds
     found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
     if low >= NON_INFERIOR:
-        return Verdict("no gain", f"do no harm: {found}")
+        return Verdict(NO_HARM, f"do no harm: {found}")
     if high < NON_INFERIOR:
         return Verdict("harm", f"harm: {found}")
     return Verdict("no verdict", f"not shown: {found}")
@@ -117,17 +117,20 @@ def pairs_for_power(ratios: Sequence[float]) -> int | None:
     return max(MIN_PAIRS_FOR_VERDICT, math.ceil((z * statistics.stdev(logs) / margin) ** 2))
 
 
-def quality_verdict(ratio: Ratio, tier: str) -> Verdict:
+def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
     """Return the verdict on a difference of the final metric: clear of 0 and beyond half a point or percent.
 
     An interval within it shows that there is none; of tier F, one not below it that nothing is lost. Tier S keeps the
     maths: better is not its claim.
+
+    Args:
+        unit: of the metric, as `Metric` has it.
     """
     bounds = _finite(ratio)
     if isinstance(bounds, Verdict):
         return bounds
     low, high = bounds
-    found = f"{ratio.mean:+.2f} (95% {low:+.2f} to {high:+.2f}), limit {QUALITY}"
+    found = f"{quality_figures(ratio, unit)}, limit {QUALITY}"
     if tier == "F" and low > 0 and ratio.mean > QUALITY:
         return Verdict("gain", f"quality is higher: {found}")
     if low >= -QUALITY and (tier == "F" or high <= QUALITY):

@@ -45,9 +45,13 @@ def of_comparison(name: str, found: Comparison) -> Run:
 
 
 def _gains(found: Comparison) -> Iterator[Finding]:
-    of_plan = [row for row in found.ratios if (row.metric, row.arm, row.against) == ("throughput", "plan_S", REFERENCE)]
-    is_proved = any(row.verdict.kind == "gain" for row in of_plan)
-    yield from gain_findings(found.gain, found.thirds, is_proved=is_proved)
+    # An arm that failed in some race has no verdict, and so no gain.
+    faster = {
+        row.arm
+        for row in found.ratios
+        if (row.metric, row.against, row.verdict.kind) == ("throughput", REFERENCE, "gain")
+    }
+    yield from gain_findings(found.gain, found.thirds, faster)
 
 
 def _label(arm: Arm) -> str:
@@ -76,7 +80,9 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
             yield _quality(found, row)
             continue
         measure = row.metric
-        values = (_value(measure, found.arm(name)) for name in (row.arm, row.against))
+        values = [_value(measure, found.arm(name)) for name in (row.arm, row.against)]
+        if measure == "energy":
+            values = [_of_a_row(joules, found) for joules in values]
         has_verdict = _has_verdict(row)
         said = "" if has_verdict else row.verdict.sentence
         arm = found.arm(row.arm)
@@ -85,6 +91,15 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
         yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
+
+
+def _of_a_row(joules: float | None, found: Comparison) -> float | None:
+    """Return joules of a batch as those of a row, as records tell them; None where no plan says how many rows it has.
+
+    A plan has the rows of one rank, whose joules are of all.
+    """
+    batches = {plan.batch_rows * found.num_ranks for plan in found.plans.values()}
+    return joules / batches.pop() if joules is not None and len(batches) == 1 else None
 
 
 def _has_verdict(row: RatioRow) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from trimtab.core.errors import FormatError
 from trimtab.core.phases import Gain
@@ -16,21 +16,26 @@ from trimtab.experiments.phase_page import PhasePage
 
 REFERENCE = "reference"
 _UNPROVED = "laps of one process: no races show that the plan gains"
+_NOT_FASTER = "its races do not show that it is faster"
+_LAPPED = "plan_S"  # the arm whose laps are clocked
 _PARTS = {MEMORY_BOUND: "memory"}  # as the paper's claims name it
 
 
-def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], *, is_proved: bool) -> Iterator[Finding]:
+def gain_findings(gain: Gain | None, thirds: Sequence[ThirdRow], faster: Collection[str]) -> Iterator[Finding]:
     """Yield shares of what a step saves by phase and bound, where it was clocked, and of a run by third.
 
     Args:
-        is_proved: whether races have shown that the plan gains. Laps are of one seed and of arms that are built once,
-            and have no control: alone they allow no verdict.
+        faster: arms of which races have shown that they gain, by their control, and that failed in none. Laps are of
+            one seed and of arms that are built once, and thirds are of the races that an arm survived: alone neither
+            allows a verdict.
     """
     if gain is not None:
-        yield from _shares(gain, is_proved)
+        yield from _shares(gain, _LAPPED in faster)
     for row in thirds:
         if row.against == REFERENCE and row.saved is not None:
-            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, part=row.third)
+            is_proved = row.arm in faster
+            how = {"said": "" if is_proved else _NOT_FASTER, "part": row.third, "has_verdict": is_proved}
+            yield Finding("gain_share", row.arm, REFERENCE, row.tier, figure=row.saved, **how)
 
 
 def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
@@ -39,7 +44,7 @@ def _shares(gain: Gain, is_proved: bool) -> Iterator[Finding]:
         figure = as_ratio(each.share, each.each)
         part = _PARTS.get(each.of, each.of)
         how = {"said": said, "part": part, "has_verdict": is_proved}
-        yield Finding("gain_share", "plan_S", REFERENCE, "S", figure=figure, **how)
+        yield Finding("gain_share", _LAPPED, REFERENCE, "S", figure=figure, **how)
 
 
 def of_phases(name: str, found: PhasePage) -> Run:
@@ -63,7 +68,7 @@ def of_phases(name: str, found: PhasePage) -> Run:
         gain.task,
         gain.environment,
         Verdict("no verdict", said),
-        tuple(gain_findings(gain, found.thirds[0] if found.thirds else (), is_proved=False)),
+        tuple(gain_findings(gain, found.thirds[0] if found.thirds else (), faster=())),
         labels={"plan_S": gain.changes or "the plan"},
         gain=gain,
     )

@@ -1,4 +1,4 @@
-"""Which runs are of one machine: figures of different ones stand side by side, and in no ratio together."""
+"""Which runs are of one kind of machine: figures of different ones stand side by side, and in no ratio together."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def sameness(runs: Sequence[Run]) -> tuple[str, ...]:
         found.append("Of some runs the machine was not recorded: what they show is held against nothing.")
     if len(machines) > 1:
         found.append(
-            f"The runs are of {len(machines)} machines. Every ratio is of one run, and so of one machine; figures of "
-            "different machines are not to be held against each other."
+            f"The runs are of {len(machines)} kinds of machine. Every ratio is of one run, and so of one machine; "
+            "figures of different machines are not to be held against each other."
         )
     differ = _differing(runs)
     if len(machines) == 1 and () not in machines:
-        found.append(f"All runs are of one machine{'' if differ else ' and of the same versions'}.")
+        found.append(f"All runs are of one kind of machine{'' if differ else ' and of the same versions'}.")
     if differ:
         found.append(f"Not all runs are of the same {', '.join(differ)}.")
     for task in dict.fromkeys(run.task for run in runs):

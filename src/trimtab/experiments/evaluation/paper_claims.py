@@ -12,6 +12,7 @@ from trimtab.experiments.comparison.result import Ratio, Verdict
 from trimtab.experiments.evaluation.paper_figures import (
     ABOUT,
     CLAIMS,
+    GPU,
     IMAGES,
     LEAST,
     MOST,
@@ -28,6 +29,7 @@ LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
 _AT_LEAST, _AT_MOST = ">= ", "<= "  # how a time that is bounded is told
 _BOUNDS = (_AT_LEAST, _AT_MOST)
 NEAR = 0.1  # of the whole, around a share that is claimed, what is about it
+_ABSOLUTE = ("mfu",)  # which is of a device, as no ratio of two loops on it is
 _THIRDS = (("early",), ("middle",), ("late",))
 # What a claim is over: the reference; of an efficiency nothing else; of a component the loop without it.
 _AGAINST = ("reference", "", "alone")
@@ -86,7 +88,7 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
             if _is_even(by, finding) and here == PASS:
                 here = NO_VERDICT
             status = NOT_COMPARABLE if elsewhere else here
-            why = label + (elsewhere or finding.said or _because(by, here, finding))
+            why = label + (elsewhere or (finding.told or _because(by, here, finding)) + _its_gpu(run, here))
             yield Judged(claim, run, finding, status, here, why)
 
 
@@ -183,9 +185,17 @@ def _elsewhere(claim: Claim, run: Run, finding: Finding) -> str:
         found.append("a smaller task")
     if not run.has_gpu:
         found.append("on a CPU")
+    elif claim.measure in _ABSOLUTE and not run.has_gpu_of(GPU):
+        found.append(f"on another GPU ({run.environment['gpu']}), of another peak")
     if claim.target is not None and finding.target != claim.target:
         found.append(f"to {finding.target:g}, not to {claim.target:g}")
     return "; ".join(found)
+
+
+def _its_gpu(run: Run, here: str) -> str:
+    """Name the device of what passes or fails by the paper's ratios on another one than the paper's."""
+    is_another = here in (PASS, FAIL) and run.has_gpu and not run.has_gpu_of(GPU)
+    return f"; on another GPU, {run.environment['gpu']}" if is_another else ""
 
 
 def met(sense: str, bar: float, finding: Finding) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MACHINE = "4x NVIDIA RTX 3090, AMD Ryzen 9 5950X, PyTorch 2.0.1 (section IV.C)"
+GPU = "RTX 3090"
+MACHINE = f"4x NVIDIA {GPU}, AMD Ryzen 9 5950X, PyTorch 2.0.1 (section IV.C)"
 BATCH_IMAGES = 128  # section IV.B
 
 

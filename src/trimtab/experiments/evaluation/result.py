@@ -11,6 +11,7 @@ from trimtab.experiments.comparison.result import Ratio, Verdict
 # Of an environment: what makes a machine another one, and what a figure depends on beside it.
 MACHINE = ("cpu", "cpu_cores", "gpu", "os")
 VERSIONS = ("trimtab", "sources", "torch", "cuda", "numpy", "python", "threads")
+_BOUNDS = {">= ": "at least", "<= ": "at most"}  # how what is said of a time that is bounded begins
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Finding:
     charged: bool = False
     ranks: int | None = None
     part: str = ""
+
+    @property
+    def told(self) -> str:
+        """What is said, as a person reads it: of a bound also that it is of speeds, which amid changes is not seen."""
+        for sign, words in (_BOUNDS if self.target is not None else {}).items():
+            if self.said.startswith(sign):
+                return f"{words} {self.said.removeprefix(sign)} the speed"
+        return self.said
 
 
 @dataclass(frozen=True)
@@ -100,3 +109,7 @@ class Run:
     def has_gpu(self) -> bool:
         """Whether its figures are of a GPU: where there is one, loops run on it."""
         return "gpu" in self.environment
+
+    def has_gpu_of(self, model: str) -> bool:
+        """Whether its figures are of a GPU of a model; one of another that goes by a longer name, as a Ti, is not."""
+        return self.environment.get("gpu", "").endswith(model)

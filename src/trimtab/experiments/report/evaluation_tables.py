@@ -51,8 +51,9 @@ def claim_table(judged: Mapping[Claim, Sequence[Judged]], title: str, runs: Sequ
         tuple(rows),
         "Nothing was measured of it.",
         "Pass: the whole interval is beyond what is claimed; fail: short of it. Between them, or below 5 pairs, there "
-        "is no verdict. What was measured on another kind of machine or at another size is never a pass. Of a final "
-        "perplexity the change is told as it is, so that more is worse.",
+        "is no verdict. What was measured on a CPU or at another size is never a pass. Ratios of another GPU than the "
+        "paper's, which is then named, are held against the paper's ratios; a share of its peak FLOP/s is not. Of a "
+        "final perplexity the change is told as it is, so that more is worse.",
         _FIGURES,
     )
 
@@ -81,11 +82,16 @@ def _verdict(each: Judged) -> Verdict:
 def figures(finding: Finding, run: Run) -> tuple[str, str, str]:
     """Return a finding's figure, its interval and its pairs, as text; what is said where it is not known."""
     if finding.figure is None:
-        return say.one_line(finding.said) or say.UNMEASURED, "", ""
+        return say.one_line(finding.told) or say.UNMEASURED, "", ""
     is_turned = finding.measure in _DIFFERENCES and not run.higher_is_better
     figure = turned(finding.figure) if is_turned else finding.figure
     value, interval = say.estimate(figure, words_of(finding, run))
     return value, interval, str(figure.n)
+
+
+def _sign_of(run: Run) -> str:
+    """Say how the change of a metric is told of which less is better; a run's own report has it the other way round."""
+    return "" if run.higher_is_better else f"Of {say.one_line(run.metric)} the change as it is: below 0 is better."
 
 
 def turned(difference: Ratio) -> Ratio:
@@ -108,7 +114,8 @@ def goal_table(goals: Sequence[tuple[str, str, str]]) -> Table:
     """Return how goals stand, which are of trimtab's plans and not of the paper."""
     rows = tuple((say.one_line(says), Verdict(status, say.one_line(told))) for says, status, told in goals)
     note = (
-        "Met and missed by the whole interval, or by a count; not shown: between them, or too few pairs for a verdict."
+        "Met and missed by the whole interval, or by a count; not shown: between them, or too few pairs for a verdict. "
+        "Of quality a difference above 0 is better."
     )
     return Table("", ("Goal", "Stands"), rows, "There is none.", note)
 
@@ -138,7 +145,7 @@ def beside_table(table: MainTable, run: Run, arm: str) -> Table:
     tier = next((each.tier for each in run.findings if each.arm == arm and each.tier), "")
     label = say.one_line(run.labels.get(arm, arm)) + (f" (tier {tier})" if tier else "")
     columns = ("Measure", "Paper", "Reference", "This arm", "Change", "95% interval", "n")
-    return Table(f"{label}, against the reference", columns, rows, "", "", columns[1:])
+    return Table(f"{label}, against the reference", columns, rows, "", _sign_of(run), columns[1:])
 
 
 def _beside(table: MainTable, line: Line, run: Run, arm: str) -> Iterator[tuple[Cell, ...]]:
@@ -225,6 +232,7 @@ def component_table(run: Run, tier: str) -> Table:
         "worth in the plan over what it is worth alone, of quality beyond that. A loop again is the same loop once "
         "more: what is no further from nothing than that is not told from nothing."
     )
+    note = " ".join(filter(None, (note, _sign_of(run))))
     return Table(f"{_title(run)}: {say.TIERS[tier]}", columns, rows, "It changes nothing.", note, columns[4:])
 
 
@@ -319,7 +327,7 @@ def _machines(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def energy_table(runs: Sequence[Run]) -> Table:
-    """Return joules per row of each arm, over those of the reference, with what counted them or why nothing did."""
+    """Return joules per row of each arm, over those of another, with what counted them or why nothing did."""
     rows = tuple(
         row
         for number, run in enumerate(runs, 1)
@@ -327,18 +335,22 @@ def energy_table(runs: Sequence[Run]) -> Table:
         for row in _joules(f"{number}: {say.one_line(run.task)}", run)
     )
     note = (
-        "Below nothing: the arm takes less. Joules are of the whole device or processor, with all else that ran there."
+        "Below nothing: the arm takes less than the reference, where no other is named. Joules are of the whole device "
+        "or processor, with all else that ran there."
     )
     columns = ("Run", "Arm", "Meter", "Energy per row", *_FIGURES)
     return Table("", columns, rows, "No run was asked for joules.", note, columns[3:])
 
 
 def _joules(name: str, run: Run) -> Iterator[tuple[str, ...]]:
-    found = [each for each in run.findings if each.measure == "energy" and each.value is not None]
+    found = [each for each in run.findings if each.measure == "energy" and (each.value, each.figure) != (None, None)]
     for each in found:
         figure = figures(each, run) if each.figure is not None else ("", "", "")
         arm = say.one_line(run.labels.get(each.arm, each.arm))
-        yield name, arm, say.one_line(run.meter), format_joules(each.value or 0.0), *figure
+        if each.against not in ("", "reference"):
+            arm += f", against {say.one_line(run.labels.get(each.against, each.against))}"
+        joules = say.UNMEASURED if each.value is None else format_joules(each.value)
+        yield name, arm, say.one_line(run.meter), joules, *figure
     if not found:
         yield name, "", say.one_line(run.meter), say.UNMEASURED, "", "", ""
 

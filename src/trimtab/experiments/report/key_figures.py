@@ -45,7 +45,8 @@ def _target_tile(comparison: Comparison, arm: Arm) -> tuple[Tile, ...]:
         return ()
     order = {target: rung for rung, target in enumerate(comparison.targets)}
     row = max(rows, key=lambda row: (row.reached_arm > 0, order.get(row.target, -1)))
-    label = f"Time to {comparison.metric} {say.metric(row.target)}, planning counted"
+    # The figure is a speed-up, above 1 better: called a time it would read the other way round.
+    label = f"Speed-up to {comparison.metric} {say.metric(row.target)}, planning counted"
     value, _ = tables.target_estimate(row)
     if row.ratio and not row.bound and row.reached_arm:
         return (tile_of(label, row.ratio, say.ratio, f"against {say.named(comparison, row.against, _LABEL)}"),)

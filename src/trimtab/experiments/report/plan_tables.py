@@ -213,4 +213,4 @@ def _speed_verdict(key: str, comparison: Comparison) -> str:
     """Return the verdict on a plan's speed against the loop that it was made for."""
     rows = [row for row in comparison.ratios if (row.arm, row.against) == (PLAN_ARMS.get(key), _loop(key))]
     row = next((row for row in rows if row.metric in ("throughput", "do_no_harm")), None)
-    return say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED
+    return say.honest(row.shown, row.ratio.n, counted=row.ratio.counted).kind if row else say.UNMEASURED

@@ -10,6 +10,7 @@ from trimtab.experiments.comparison.result import Arm, Comparison, RatioRow, Tar
 from trimtab.experiments.report import wording as say
 
 Cell = str | Verdict
+_PHASE_STEPS = 4  # that each arm is clocked for: a constant of `racing.inspect_arm`, which needs torch
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def versus(comparison: Comparison, row: RatioRow | TargetRow) -> str:
 def _ratio_rows(row: RatioRow, comparison: Comparison) -> Iterator[tuple[Cell, ...]]:
     """Yield a ratio's row, and the same by processor time, where that was recorded, which has no verdict."""
     words, name = say.words_for(row, comparison), say.measure(row.metric, comparison)
-    verdict = say.honest(row.verdict, row.ratio.n, counted=row.ratio.counted)
+    verdict = say.honest(row.shown, row.ratio.n, counted=row.ratio.counted)
     yield (name, *say.estimate(row.ratio, words), say.pairs(row), verdict)
     if row.cpu is not None:
         yield (f"{name}, by processor time", *say.estimate(row.cpu, words), say.pairs(row), "")
@@ -232,7 +233,13 @@ def phase_table(comparison: Comparison) -> Table:
     names = phase_names(comparison)
     rows = tuple((say.arm_name(arm), *(say.seconds(arm.phases_s.get(name)) for name in names)) for arm in arms)
     columns = ("Arm", *(name.replace("_", " ") for name in names))
-    return Table("Seconds per batch by phase", columns, rows, "No phases were measured.", "", columns[1:], folded=True)
+    note = (
+        f"Of each arm the mean of {_PHASE_STEPS} steps, clocked one arm after the other and paired with nothing: what "
+        "differs by little here may be noise."
+    )
+    return Table(
+        "Seconds per batch by phase", columns, rows, "No phases were measured.", note, columns[1:], folded=True
+    )
 
 
 def phase_names(comparison: Comparison) -> tuple[str, ...]:

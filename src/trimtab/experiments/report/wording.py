@@ -136,7 +136,7 @@ def measure(name: str, comparison: Comparison) -> str:
 def measure_of(name: str, held_out: str) -> str:
     """Return what a measure is called, of a task with this held-out metric."""
     if name == "final_metric_difference":
-        return f"final {one_line(held_out)}, difference"
+        return f"final {one_line(held_out)}, difference (above 0 is better)"
     return name.replace("_", " ")
 
 
