@@ -17,7 +17,7 @@ from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
 from trimtab.experiments.comparison.arm_facts import ArmFacts
-from trimtab.experiments.comparison.notes import WHY_TIMED
+from trimtab.experiments.comparison.notes import WHY_TIMED, notes
 from trimtab.experiments.comparison.result import Comparison, Verdict
 from trimtab.experiments.comparison.rows import benchmark_object
 from trimtab.experiments.comparison.stats import GIVEN_ROWS
@@ -632,3 +632,14 @@ def test_a_report_written_before_these_fields_is_read():
     for old in data["target_rows"]:
         del old["arm_rows"], old["against_rows"]
     assert len(from_json(Comparison, json.dumps(data)).ratios) == len(data["ratios"])
+
+
+def test_races_that_show_another_speed_than_trials_told_say_so():
+    def said(verified):
+        made = plans()
+        ours = replace(made.plans["S"], verified=verified)
+        return [each for each in notes(TASK, Plans(made.plans | {"S": ours}), (), races()) if "its trials told" in each]
+
+    assert said((1.9, 2.1)) == said(None) == []  # they are raced at 2.0
+    (told,) = said((1.2, 1.4))
+    assert "1.20 to 1.40 times the speed, the races show 1.9" in told

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trimtab.calibrate.adapting import RACED
 from trimtab.core.plan import Plan
 from trimtab.core.units import format_seconds
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, ratio_interval
 from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.result import TargetRow
@@ -33,7 +34,22 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
     found += _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
-    return found + sources(races) + spread(plans, races)
+    return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
+
+
+def _unlike_trials(plans: Plans, races: stats.Races) -> list[str]:
+    """Say where the races of tier S show another speed than its trials did: each has its steps among others."""
+    told, ratios = plans.plans["S"].verified, stats.throughput_ratios(races, "plan_S", "reference")
+    if told is None or len(ratios) < MIN_PAIRS_FOR_VERDICT:
+        return []
+    raced = ratio_interval(ratios)
+    if told[0] <= raced.high and raced.low <= told[1]:
+        return []
+    trials, shown = (f"{low:.2f} to {high:.2f} times" for low, high in (told, (raced.low, raced.high)))
+    return [
+        f"tier S: its trials told {trials} the speed, the races show {shown}; they hold the loop's steps in a process "
+        "that trains, the trials some of them among those of other settings"
+    ]
 
 
 def _search(freed: Plan) -> str:

@@ -177,7 +177,8 @@ def _figure(ratio: Ratio, words: Callable[[float], str]) -> str:
 def projection_sentences(gain: Gain) -> tuple[str, ...]:
     """Return eqs. 21 to 23 of what steps took without the clock of phases, where these tell both arms apart."""
     speedup = speedup_of(gain)
-    return f"Net speed-up [21]: {_net(gain, speedup)}", f"Doubling [22, 23]: {_doubling(gain, speedup)}"
+    net, doubling = _net(gain, speedup), _doubling(gain, speedup)
+    return f"Net speed-up [21], by laps in one process: {net}", f"Doubling [22, 23], by these laps: {doubling}"
 
 
 def _net(gain: Gain, speedup: Interval) -> str:
