@@ -147,5 +147,7 @@ def test_a_plan_is_made_of_the_longest_batch_that_it_is_given(tmp_path, first):
     loader = DataLoader(data[first:] + data[:first], ROWS // K, collate_fn=padded)
     fitted(Noting(), strategy, tmp_path, loader, accumulate_grad_batches=K)
     assert strategy.plan.batch_rows == ROWS // K
-    assert {length for _, length in planned} == {longest["labels"].shape[1]}
+    assert planned[-1][1] == longest["labels"].shape[1]  # an example is proved to split before anything is measured
+    most = sum(length == longest["labels"].shape[1] for _, length in planned)
+    assert most > 0.7 * len(planned)
     assert max(rows for rows, _ in seen) == ROWS // K

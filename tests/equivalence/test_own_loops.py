@@ -118,7 +118,8 @@ def in_no_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_no_time")
-def test_a_plan_is_made_for_the_longest_batch_alone():
+def test_a_plan_is_made_for_the_longest_batch():
+    """It is measured on that alone; the example is proved to split besides, before anything is."""
     model, optimizer = Case(Reader, sgd, word_loss, SENTENCES, torch.float32).build()
     example, longest = SENTENCES[0], SENTENCES[2]
     seen = []
@@ -128,7 +129,10 @@ def test_a_plan_is_made_for_the_longest_batch_alone():
         return word_loss(model, batch)
 
     trimtab.plan(model, optimizer, noting, example, longest_batch=longest, num_blocks=3)
-    assert set(seen) == {12}
+    proof = seen.index(12, len(seen) - seen[::-1].index(example[0].shape[1]))
+    assert set(seen) == {12, example[0].shape[1]}
+    assert proof < 40
+    assert set(seen[proof:]) == {12}
 
 
 # Two networks: a run of each.

@@ -83,6 +83,7 @@ NO_LOSS = {
     "run.batch.probing": "decides when a larger window is tried, which none of these runs does",
     "data.passes": "is for the loop, which may end by it",
     "data.length": "refuses other data",
+    "data.epoch": "is of a loader that counts its passes, as none of these does (test_data_position.py)",
     "data.here.random.cuda": "is of accelerators",
 }
 NAMED = IN_STATE | NO_LOSS

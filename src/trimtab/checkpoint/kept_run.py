@@ -382,10 +382,11 @@ def _nothing() -> None:
 def _opened(folder: Path) -> Lock:
     """Return the lock of a run's folder, made where it is not there."""
     try:
-        if not folder.exists():
-            with contextlib.suppress(FileExistsError):  # another run makes it too, and the lock says whose it is
-                folder.mkdir()
-            sync(folder.parent)  # or a power cut takes it, with all that is in it by then
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)  # another run may make it too, and the lock says whose it is
+        for each in missing:
+            sync(each.parent)  # or a power cut takes it, with all that is in it by then
         return locked(folder)
     except OSError as error:
         given, expected = f"{folder} ({error.strerror or error})", "a folder that can be written, or made"

@@ -52,7 +52,7 @@ def profile(
     """Measure a task's loop and the settings worth trying on it."""
 
     from trimtab.api import Metering
-    from trimtab.core.codec import to_json
+    from trimtab.core.codec import to_json, write_result
     from trimtab.core.objective import Budget, Objective
     from trimtab.experiments.planning import device_here, make_plans
     from trimtab.experiments.text import profile_text
@@ -72,9 +72,9 @@ def profile(
             **how,
         )
     found = plans.profiles["S"]
-    if out is not None:
-        out.write_text(to_json(found, indent=1), encoding="utf-8")
     typer.echo(to_json(found) if as_json else profile_text(found))
+    if out is not None:
+        write_result(out, to_json(found, indent=1))
 
 
 def plan(
@@ -98,7 +98,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Decide what to change, and say why."""
-    from trimtab.core.codec import to_json
+    from trimtab.core.codec import to_json, write_result
     from trimtab.core.objective import Budget, Objective
     from trimtab.experiments.decided import decided
 
@@ -124,9 +124,9 @@ def plan(
         how["metering"] = Metering(energy_watts, without=without_meter)
     with ProgressBar() as progress:
         found = decided(task, limits, weights, progress=progress, **how)
-    if out is not None:
-        out.write_text(to_json(found.plan, indent=1), encoding="utf-8")
     typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
+    if out is not None:
+        write_result(out, to_json(found.plan, indent=1))
 
 
 def _plan_ranks(

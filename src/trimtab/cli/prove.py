@@ -202,7 +202,7 @@ def phases(
     as_json: Json = False,
 ) -> None:
     """Say where the gain comes from: which phases of a step a plan shortens, and what bounds those that are left."""
-    from trimtab.core.codec import to_json, write_whole
+    from trimtab.core.codec import to_json, write_result
     from trimtab.experiments.comparison.gain_rows import phase_object
     from trimtab.experiments.phases_command import Asked, phases_of
 
@@ -210,9 +210,9 @@ def phases(
     found = phases_of(Asked(tuple(sources), memory, plan_file, rounds, ranks))
     if found is None:
         return
-    if out is not None:
-        write_whole(out, to_json(found, indent=1))
     print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
+    if out is not None:
+        write_result(out, to_json(found, indent=1))
 
 
 def report(

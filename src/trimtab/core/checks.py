@@ -24,10 +24,11 @@ def number(
 
 
 def figure(field: str, value: object) -> float:
-    """Return a float, which may be infinite or no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return a float, which may be infinite or no number; of an array or a tensor without a dimension too."""
+    is_number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
+    if isinstance(value, bool) or not is_number:
         raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected="a number")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> int:

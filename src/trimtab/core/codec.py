@@ -66,6 +66,18 @@ def write_whole(path: str | Path, text: str) -> None:
     write_over(Path(path), text.encode())
 
 
+def write_result(path: Path, text: str) -> None:
+    """Write what a command was asked to: a file as `write_whole` does; to anything else, as a pipe, what it is given.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_whole(path.resolve(), text)  # behind a link, which stays
+
+
 def read_json(cls: type[T], path: str | Path) -> T:
     """Return a `cls` from a JSON file."""
     try:

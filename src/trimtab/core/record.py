@@ -112,6 +112,12 @@ class RunRecord:
     end: End | None = None
 
 
+_THERE = (
+    "A run with checkpoints goes on with the record that it began: RecordWriter(path, header, continues=True). "
+    "Another run's has another path."
+)
+
+
 class RecordWriter:
     """Appends lines to a file; each line is whole before the next begins, on a full disk too.
 
@@ -119,10 +125,17 @@ class RecordWriter:
         path: of a new file; or of any, where it `continues`: a run that is gone on with says how much of it stands, and
             one that begins writes it anew, where it is empty or was begun by that run. Was that by another plan, what
             there is stays beside it, as `NAME.1`.
+
+    Raises:
+        FileExistsError: a file is there, and it does not continue; says how it would.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
-        self._file = Appended(Path(path), is_new=not continues)
+        try:
+            self._file = Appended(Path(path), is_new=not continues)
+        except FileExistsError as error:
+            error.add_note(_THERE)
+            raise
         self._header, self._is_open_ended, self._is_named = header, continues, False
         if not continues:
             self.write(header)

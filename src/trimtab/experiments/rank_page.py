@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.core import checks
-from trimtab.core.codec import to_json, write_whole
+from trimtab.core.codec import to_json, write_result, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -67,7 +67,7 @@ class RankPage:
 
     def write(self, out: Path) -> Path | None:
         """Write the plan, and beside it what `deepspeed.initialize` is given; returns where that is."""
-        out.write_text(to_json(self.plan, indent=1), encoding="utf-8")
+        write_result(out, to_json(self.plan, indent=1))
         if self.config is None:
             return None
         beside = out.with_suffix(".deepspeed.json")

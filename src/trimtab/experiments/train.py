@@ -138,7 +138,7 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:
-    value = task.metric.evaluate(model, held_out)
+    value = task.metric.check(task.metric.evaluate(model, held_out))
     run.evaluated(value, task.metric.name)
     return value
 

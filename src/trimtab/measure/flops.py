@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ def count_flops(function: Callable[[], object]) -> float | None:
     counted as it was.
     """
     try:
-        mapping = _cpu_attention() | _chunked_loss()
+        mapping = _own_formulas() | _chunked_loss()
         with eagerly(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
             function()
     except NotImplementedError:
@@ -36,11 +37,25 @@ def count_flops(function: Callable[[], object]) -> float | None:
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Return FLOP of one call of an operator, by its shapes; 0 where torch's table does not have it."""
-    if operator in _ATTENTION:
+    if operator in _OWN:
         shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
-        return float(_ATTENTION[operator](*shapes, **kwargs, out_shape=None))
+        return float(_OWN[operator](*shapes, **kwargs, out_shape=None))
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+
+
+def _own_formulas() -> dict[Any, Any]:
+    return _cpu_attention() | {torch.ops.aten.convolution_backward: _convolution_backward}
+
+
+def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Return FLOP of the gradients that are asked for, each of as many products as the forward.
+
+    torch's own formula has those of a weight as if it were not in groups.
+    """
+    is_transposed, asked = args[4], args[7]
+    positions = math.prod((rows if is_transposed else grad)[2:])
+    return 2 * rows[0] * positions * math.prod(weight) * sum(asked[:2])
 
 
 def _cpu_attention() -> dict[Any, Any]:
@@ -64,4 +79,4 @@ def _chunked_loss() -> dict[Any, Any]:
     return {} if chunked_loss.OPERATOR is None else {chunked_loss.OPERATOR: chunked_loss.flops}
 
 
-_ATTENTION = {operator.default: formula for operator, formula in _cpu_attention().items()}
+_OWN = {operator.default: formula for operator, formula in _own_formulas().items()}

@@ -117,8 +117,12 @@ def at_hand(data_set: DataSet) -> str | None:
 
 def cache_folder() -> Path:
     """Return the folder for downloads and derived files; it may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trimtab"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "trimtab"
+    try:
+        return Path.home() / ".cache" / "trimtab"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "trimtab"
 
 
 def sha256_file(path: Path) -> str:
@@ -135,10 +139,18 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         temporary = Path(stream.name)
         try:
             yield stream
+            os.fchmod(stream.fileno(), 0o666 & ~_umask())  # others may share a cache; a temporary file is one user's
             stream.close()
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """Return the bits that new files go without; to be read, they have to be set."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def _in_named_folder(data_set: DataSet) -> Found | str:

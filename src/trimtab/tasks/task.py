@@ -53,11 +53,12 @@ class Metric:
         checks.one_of("metric.unit", self.unit, METRIC_UNITS)
 
     def check(self, value: float) -> float:
-        """Return a value of the metric.
+        """Return a value of the metric as a float, of a tensor of one element too.
 
         Raises:
-            ValueGivenError: it cannot be one of its unit.
+            ValueGivenError: it is no number, or cannot be one of its unit.
         """
+        value = checks.figure(f"metric {self.name}", value)
         if self.unit == "share" and 1 + 1e-9 < value < math.inf:
             raise ValueGivenError(
                 f"metric {self.name}",

@@ -864,12 +864,17 @@ def test_what_was_saved_before_anything_was_noted_is_gone_on_with(saved):
         assert run.num_windows == 4
 
 
-@pytest.mark.parametrize(("where", "why"), [("absent/run", "No such file"), ("file", "Not a directory")])
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, where, why):
+def test_a_folder_is_made_with_those_that_it_lies_in(tmp_path):
+    with Loop(tmp_path / "runs" / "mine").start() as run:
+        run.checkpoint()
+    assert (tmp_path / "runs" / "mine" / "step-0").is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
-    said = rf"checkpoints\.folder: given .*{where} \({why}.*\); expected a folder that can be written, or made"
+    said = r"checkpoints\.folder: given .*file \(Not a directory.*\); expected a folder that can be written, or made"
     with pytest.raises(FormatError, match=said):
-        Loop(tmp_path / where).start()
+        Loop(tmp_path / "file").start()
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.chain import Chain, ChainModel, DearPart, Stage
-from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable
+from trimtab.core.codec import from_json, from_jsonable, read_json, to_json, to_jsonable, write_result
 from trimtab.core.energy import MeterFacts, PowerLimit, Provenance
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
@@ -423,3 +425,20 @@ def test_mappings_come_back_as_mappings():
     back = from_json(Profile, to_json(PROFILE))
     assert back == PROFILE
     assert isinstance(back.environment, Mapping)
+
+
+def test_a_result_is_written_whole_behind_its_link_or_to_what_is_no_file(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "plan.json")
+    write_result(tmp_path / "link", "first")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "plan.json").read_text() == "first"
+    write_result(Path(os.devnull), "anything")
+    assert not Path(os.devnull).is_file()
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_result(tmp_path / "plan.json", "second")
+    assert (tmp_path / "plan.json").read_text() == "first"

@@ -124,8 +124,9 @@ def test_lines_written_before_a_crash_are_kept(tmp_path):
 def test_an_existing_file_is_never_written_over(tmp_path):
     path = tmp_path / "run.jsonl"
     write_record(path, RECORD)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError) as caught:
         write_record(path, RunRecord(Header("another")))
+    assert "continues=True" in " ".join(caught.value.__notes__)
     assert read_record(path) == RECORD
 
 

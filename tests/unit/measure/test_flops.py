@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.measure.flops import count_flops
+from trimtab.measure.flops import count_flops, flops_of
 
 ROWS, WIDTH = 5, 16
 
@@ -25,6 +25,22 @@ def test_a_convolution_costs_two_flop_a_weight_and_position():
     layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
     images = torch.randn(2, 3, 6, 6)
     assert count_flops(lambda: layer(images)) == 2 * 2 * 4 * 3 * 9 * 6 * 6
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolutions_gradients_cost_as_its_forward_each_in_groups_too(kind, groups):
+    layer = kind(8, 16, 3, stride=2, padding=1, groups=groups)
+    images = torch.randn(2, 8, 6, 6)
+    positions = 3 * 3 if kind is nn.Conv2d else 6 * 6
+    forward = 2 * 2 * positions * layer.weight.numel()
+    assert count_flops(lambda: layer(images)) == forward
+    assert count_flops(lambda: layer(images).sum().backward()) == 2 * forward
+    assert count_flops(lambda: layer(images.clone().requires_grad_()).sum().backward()) == 3 * forward
+    given = (torch.ones_like(layer(images)), images, layer.weight, None, [2, 2], [1, 1], [1, 1])
+    options = (kind is nn.ConvTranspose2d, [0, 0], groups, [True, True, False])
+    operator = torch.ops.aten.convolution_backward.default
+    assert flops_of(operator, (*given, *options), {}, operator(*given, *options)) == 2 * forward
 
 
 def test_attention_on_this_device_is_counted():

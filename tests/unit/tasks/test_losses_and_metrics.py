@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab.core.errors import ValueGivenError
 from trimtab.nn import IGNORED
 from trimtab.tasks import image_classification, peers
 from trimtab.tasks.cifar10 import augment, normalise
@@ -222,3 +223,17 @@ def test_the_strong_peer_without_a_way_to_ask(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     assert peers.tuned_precision() == "fp32"
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), np.array(0.5), 0.5])
+def test_a_metrics_value_becomes_a_float(value):
+    """A record is written of it, at the end of a race."""
+    found = ACCURACY.check(value)
+    assert type(found) is float
+    assert found == 0.5
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), "0.5", None, True])
+def test_what_is_no_number_is_no_metric(value):
+    with pytest.raises(ValueGivenError, match="metric accuracy"):
+        ACCURACY.check(value)

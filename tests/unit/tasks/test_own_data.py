@@ -82,3 +82,10 @@ INSTEAD = r"the dataset that a DataLoader draws from.*run\.windows\(loader\)"
 def test_what_makes_no_tensors_is_refused_with_the_way_out(train, said):
     with pytest.raises(ValueGivenError, match=said):
         of_datasets(train, Items(torch.ones(2)), name="mine")
+
+
+def test_what_is_no_number_is_the_same_when_it_is_read_again():
+    """As labels that are missing are marked."""
+    missing = torch.tensor([[float("nan"), 1.0], [2.0, float("nan")]])
+    found = of_datasets(TensorDataset(missing), TensorDataset(missing), name="mine")
+    torch.testing.assert_close(found.columns[0], missing, equal_nan=True)

@@ -226,3 +226,20 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         stream.write(b"new" * (1 // 0))
     assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["file"]
+
+
+def test_what_is_written_whole_may_be_read_as_any_new_file(tmp_path):
+    """A cache may be several users'."""
+    (tmp_path / "plain").write_bytes(b"")
+    with sources.written_whole(tmp_path / "found") as stream:
+        stream.write(b"bytes")
+    assert (tmp_path / "found").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert sources.cache_folder().name == "trimtab"
