@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import (
     FlopCounterMode,
     flop_registry,
@@ -38,14 +40,41 @@ def count_flops(function: Callable[[], object]) -> float | None:
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Return FLOP of one call of an operator, by its shapes; 0 where torch's table does not have it."""
     if operator in _OWN:
-        shapes = [each.shape if isinstance(each, Tensor) else each for each in args]
+        shapes = tree_map(lambda each: each.shape if isinstance(each, Tensor) else each, args)
         return float(_OWN[operator](*shapes, **kwargs, out_shape=None))
     formula = flop_registry.get(getattr(operator, "overloadpacket", None))
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
 
 def _own_formulas() -> dict[Any, Any]:
-    return _cpu_attention() | {torch.ops.aten.convolution_backward: _convolution_backward}
+    aten = torch.ops.aten
+    found = _cpu_attention() | {aten.convolution_backward: _convolution_backward}
+    for name, weights_of in (("mkldnn_rnn_layer", _of_layer), ("_cudnn_rnn", _of_all_layers)):
+        for suffix, times in (("", 1), ("_backward", 2)):
+            if (operator := getattr(aten, name + suffix, None)) is not None:
+                found[operator] = functools.partial(_recurrent, weights_of, times)
+    return found
+
+
+def _of_layer(args: Sequence[Any]) -> Sequence[Any]:
+    return args[:2]  # behind them its biases, or where it has none these again
+
+
+def _of_all_layers(args: Sequence[Any]) -> Sequence[Any]:
+    return args[0]  # type: ignore[no-any-return]
+
+
+def _recurrent(
+    weights_of: Callable[[Sequence[Any]], Sequence[Any]],
+    times: int,
+    rows: Any,
+    *args: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
+) -> int:
+    """Return FLOP of a recurrent layer, or of several: each step's rows by each weight, in the backward twice."""
+    matrices = [weight for weight in weights_of(args) if len(weight) > 1]
+    return times * 2 * math.prod(rows[:-1]) * sum(map(math.prod, matrices))
 
 
 def _convolution_backward(grad: Any, rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.measure.flops import count_flops, flops_of
+from trimtab.measure.flops import _own_formulas, count_flops, flops_of
 
 ROWS, WIDTH = 5, 16
 
@@ -41,6 +41,23 @@ def test_a_convolutions_gradients_cost_as_its_forward_each_in_groups_too(kind, g
     options = (kind is nn.ConvTranspose2d, [0, 0], groups, [True, True, False])
     operator = torch.ops.aten.convolution_backward.default
     assert flops_of(operator, (*given, *options), {}, operator(*given, *options)) == 2 * forward
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}])
+def test_a_recurrent_layer_costs_two_flop_a_weight_and_step(options):
+    layer, rows = nn.LSTM(WIDTH, 8, batch_first=True, **options), torch.randn(ROWS, 7, WIDTH)
+    forward = 2 * ROWS * 7 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert count_flops(lambda: layer(rows)) == forward
+    assert count_flops(lambda: layer(rows.requires_grad_())[0].sum().backward()) == 3 * forward
+
+
+def test_recurrent_layers_of_a_gpu_are_counted_by_their_shapes():
+    """All layers are one call there."""
+    weights = [(32, 16), (32, 8), (32,), (32,), (32, 8), (32, 8), (32,), (32,)]
+    formula = _own_formulas()
+    forward = 2 * 7 * ROWS * (32 * 16 + 3 * 32 * 8)
+    assert formula[torch.ops.aten._cudnn_rnn]((7, ROWS, 16), weights, 4) == forward
+    assert formula[torch.ops.aten._cudnn_rnn_backward]((7, ROWS, 16), weights, 4) == 2 * forward
 
 
 def test_attention_on_this_device_is_counted():
