@@ -67,16 +67,34 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
             given=f"{options['nonfinite']} with DeepSpeed, which skips such steps by itself",
             expected="None with this engine",
         )
-    if stage >= 2 and plan.memory_layout.value != "keep":
-        raise ValueGivenError(
-            "plan.memory_layout",
-            given=f"{plan.memory_layout.value}, at stage {stage}, whose shards have no layout",
-            expected="keep, or a stage of 0 or 1",
-        )
+    if stage >= 2 or plan.engine.value == "deepspeed":
+        _require_no_layout(model, plan)
     module, name = _DEEPSPEED if plan.engine.value == "deepspeed" else _BACKENDS[int(stage)]
     backend: Backend = getattr(importlib.import_module(module), name)()
     require_one_plan(plan, options, backend.exchange)
     return backend
+
+
+def _require_no_layout(model: nn.Module, plan: Plan) -> None:
+    """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous.
+
+    FSDP2 and DeepSpeed shard no other, and would say so themselves with others sharded already.
+    """
+    sharer = f"stage {plan.zero_stage.value} of {'DeepSpeed' if plan.engine.value == 'deepspeed' else 'FSDP2'}"
+    if plan.memory_layout.value != "keep":
+        raise ValueGivenError(
+            "plan.memory_layout",
+            given=f"{plan.memory_layout.value}, at {sharer}, whose shards have no layout",
+            expected="keep, or a stage of 0 or 1 of torch's engine",
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            raise ValueGivenError(
+                "model",
+                given=f"{name} with strides {tuple(parameter.stride())}, at {sharer}, whose shards have no layout",
+                expected="contiguous parameters, or a stage of 0 or 1 of torch's engine",
+                way_out="model.to(memory_format=torch.contiguous_format) before its optimizer is made.",
+            )
 
 
 def is_to_share(model: nn.Module) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ _MIB = 2**20
 # Under which name DDP is told to leave buffers alone: torch 2.13 renamed it.
 _NAMES = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP looks for names, on the model
 _WHOLE_MIB = 2**30 // _MIB
 # Windows that PowerSGD sends gradients whole in, at first: factors of early gradients tell least (its own default
 # of 1,000 would be all of a short run).
@@ -45,7 +48,8 @@ class DataParallel(Torch):
         if plan.memory_layout.value == "channels_last":
             _settle_strides(model)
         own = {"bucket_cap_mb": _bucket_mib(plan), "gradient_as_bucket_view": True, BUFFERS: False}
-        self.model = DistributedDataParallel(model, **own)
+        with _without_buffers(model):
+            self.model = DistributedDataParallel(model, **own)
         self._sync = GradientSync(self.model)
         broadcast_buffers(model)
         if plan.powersgd_rank.value is not None:
@@ -82,6 +86,19 @@ class DataParallel(Torch):
         del self.model  # its hooks on the parameters go with it
 
 
+@contextlib.contextmanager
+def _without_buffers(model: nn.Module) -> Iterator[None]:
+    """Have DDP leave buffers alone as it is made: it writes rank 0's into one that is expanded, and raises."""
+    before = getattr(model, _IGNORED, None)
+    setattr(model, _IGNORED, {*(before or ()), *(name for name, _ in model.named_buffers())})
+    try:
+        yield
+    finally:
+        delattr(model, _IGNORED)
+        if before is not None:
+            setattr(model, _IGNORED, before)
+
+
 def _settle_strides(model: nn.Module) -> None:
     """Give kernels of one element the strides that their gradients come in: DDP's buckets are laid out as they are."""
     for parameter in model.parameters():
@@ -92,9 +109,30 @@ def _settle_strides(model: nn.Module) -> None:
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Make rank 0's buffers everybody's."""
+    broadcast_first(model.buffers())
+
+
+def broadcast_first(tensors: Iterable[Tensor]) -> None:
+    """Make rank 0's values of tensors everybody's, whatever the strides on each rank.
+
+    One that is not contiguous goes as a copy: gloo sends memory as it lies, beyond what an expanded tensor has, and
+    NCCL refuses strides.
+    """
     with torch.no_grad():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        for tensor in tensors:
+            own = tensor.detach()
+            sent = own.contiguous()
+            dist.broadcast(sent, src=0)
+            if sent is not own and not own.is_inference():
+                _each_once(own, own).copy_(_each_once(sent, own))
+
+
+def _each_once(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a view of the elements that have a place of their own in another tensor of the same shape."""
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def reduce_in_bf16(state, bucket):  # type: ignore[no-untyped-def]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from trimtab.core.errors import BatchError, ValueGivenError
 from trimtab.distributed.process_group import is_apart
+from trimtab.measure.loader_state import is_stateful
 from trimtab.runtime.batches import count_rows, iterate, row_slice
 from trimtab.runtime.joining import NoRows
 
@@ -32,9 +36,26 @@ class Dealt:
         return len(self.wrapped)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in iterate("loader", self.wrapped):
+        return self._dealt(iterate("loader", self.wrapped))  # begun at once, as the loader itself would be
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             rows = rows_of_rank(count_rows(batch), self._rank, self._num_ranks)
             yield row_slice(batch, rows) if rows.stop > rows.start else NoRows()
+
+
+class _DealtWithPlace(Dealt):
+    """One that tells its place, and can be told where to go on, as the loader that it deals out can."""
+
+    wrapped: Any
+
+    def state_dict(self) -> Any:
+        """Return the loader's own."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on from there."""
+        self.wrapped.load_state_dict(state)
 
 
 class _Share:
@@ -65,12 +86,34 @@ class _Collate:
         return self._collate(rows) if rows else NoRows()
 
 
+class _DrawApart:
+    """A loader's own `worker_init_fn`, run once a worker draws other random numbers than those of the other ranks.
+
+    torch seeds workers by a number that the ranks, seeded alike for one order, have in common: row j of a batch would
+    be augmented alike on all of them. What rank 0's workers draw is left as it is.
+    """
+
+    def __init__(self, rank: int, then: Callable[[int], None] | None) -> None:
+        self._rank, self._then = rank, then
+
+    def __call__(self, worker: int) -> None:
+        found = get_worker_info()
+        if self._rank and found is not None:
+            seed = torch.initial_seed() + self._rank * found.num_workers  # of workers of one rank they are consecutive
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        if self._then is not None:
+            self._then(worker)
+
+
 def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None = None) -> Iterable[Any]:
     """Return a loader of this rank's rows of every batch of another, which all ranks make alike.
 
-    Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers; its order must be the
-    same on every rank, and is compared once an epoch. Of any other whole batches are drawn, and the rest is dropped;
-    its order is not compared.
+    Of a `DataLoader` over a dataset with indices only these rows are loaded, by as many workers, each of which draws
+    random numbers of its own; its order must be the same on every rank, and is compared once an epoch. Of any other,
+    one of a class derived from it too, whole batches are drawn, and the rest is dropped; its order is not compared.
+    Where the loader has `state_dict` and `load_state_dict`, what is returned has them.
 
     Args:
         loader: yields batches of the whole job. rank, num_ranks: this process's; by default its process group's.
@@ -93,9 +136,10 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
             expected="the loader that one process would have",
             way_out="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
         )
-    has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if not isinstance(loader, DataLoader) or not has_indices or loader.batch_sampler is None:
-        return Dealt(loader, own, ranks)
+    # A class derived from it has more than can be read off: what it overrides, and its place.
+    is_known = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not is_known or loader.batch_sampler is None:
+        return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks)
     return DataLoader(
         loader.dataset,
         batch_sampler=_Share(loader.batch_sampler, own, ranks),
@@ -103,7 +147,7 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
         collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=_DrawApart(own, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trimtab.core.errors import DependencyError, LoopError
 from trimtab.core.plan import Plan
 from trimtab.decide.deepspeed_config import config_of
+from trimtab.distributed.data_parallel import broadcast_buffers
 from trimtab.distributed.deepspeed_state import clean, put_state, take
 from trimtab.distributed.exchange import RankExchange
 from trimtab.runtime.precision import MixedPrecision
@@ -51,8 +52,7 @@ class DeepSpeedZero:
         deepspeed = _ready()
         self.model, self.optimizer, self._linear = model, optimizer, nn.functional.linear
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        broadcast_buffers(model)
         had = {each: optimizer.state.pop(each) for whole in self._whole for each in whole if each in optimizer.state}
         with _quiet():
             self._engine: Any = deepspeed.initialize(

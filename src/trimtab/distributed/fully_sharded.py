@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from trimtab.core.errors import DependencyError, OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.decide.rank_profile import steps_shards_fused
+from trimtab.distributed.data_parallel import broadcast_first
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.repoint import names_of, point_at
 from trimtab.measure.blocks import find_blocks
@@ -121,8 +122,7 @@ class FullySharded(Torch):
         """
         require_step_of_shards(optimizer, fused=bool(plan.fused_optimizer.value))
         names, device = names_of(model, optimizer), next(model.parameters()).device
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+        broadcast_first((*model.parameters(), *model.buffers()))
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._shards = Shards(
             int(plan.zero_stage.value or 0),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import RankError, UsageError
 from trimtab.distributed.alone import M, Pace, T, Together
+from trimtab.distributed.at_work import words_at_work
 from trimtab.distributed.crowding import crowded
 from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import from_first, time_limit_s, words_of_all
 
 # Apart by more than any two seeds of races are.
 _STREAMS = 1_000_003
+_turns = itertools.count()  # the same on every rank, which take them in the same order
 
 
 class _Ahead(Pace):
@@ -67,15 +70,33 @@ class Ranks(Together):
             super().write(path, value, indent)
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find."""
-        own: list[T] = []
+        """Return what each rank makes for itself, rank 0 before the others: what it fetches, they find.
+
+        Waits for all of them, for as long as each gives signs of life.
+
+        Raises:
+            RankError: another rank failed, or is silent for longer than the time limit. Exception: as `make` raised it.
+        """
+        own, failure = list[T](), None
 
         def made() -> str:
             own.append(make())
             return ""
 
+        def made_after() -> str:
+            nonlocal failure
+            try:
+                return "" if own else made()
+            except Exception as error:  # told as a word: rank 0 would wait for one until the time limit
+                failure = error
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
         from_first(made)
-        return own[0] if own else make()
+        said = words_at_work(made_after, f"in_turn/{next(_turns)}")  # who is done waits, however long the others take
+        if failure is not None:
+            raise failure
+        _require_none_ended(said)
+        return own[0]
 
     def pace(self, least_steps: int, seconds: float) -> Pace:
         """Return what says how long blocks are, the same on every rank."""
@@ -139,3 +160,15 @@ class Ranks(Together):
     def close(self) -> None:
         """Give up what was made to talk."""
         self._exchange.close()
+
+
+def _require_none_ended(said: Sequence[str]) -> None:
+    """Raise `RankError` where a rank said what it ends with."""
+    ended = [f"rank {rank} with {words}" for rank, words in enumerate(said) if words]
+    if ended:
+        raise RankError(
+            "rank",
+            given=f"the end of {'; '.join(ended)}",
+            expected="all ranks to go on",
+            way_out="Mend that; the others stopped because of it.",
+        ).echoed()

@@ -61,18 +61,21 @@ def is_launched(environment: Mapping[str, str] | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
+def joined(timeout_s: float | None = None) -> Iterator[Place]:
     """Be one of the job's ranks inside the block: gloo for the host, NCCL for CUDA devices, each rank its own device.
 
-    Nothing happens in a process that no launcher started, or whose process group is there already.
+    No process is joined that no launcher started, or whose process group is there already: of that, the time limit
+    holds for what is begun inside the block, but for collectives of the group itself, which have its own.
 
     Args:
-        timeout_s: seconds after which a rank that is waited for is taken for dead.
+        timeout_s: seconds after which a rank that is waited for is taken for dead; by default 60, or those of the block
+            that this one is in.
     """
     found = place()
-    limit_s = checks.number("timeout_s", timeout_s, low=0, open_low=True)
+    limit_s = time_limit_s() if timeout_s is None else checks.number("timeout_s", timeout_s, low=0, open_low=True)
     if found.num_ranks == 1 or dist.is_initialized():
-        yield found
+        with limited_to(limit_s):
+            yield found
         return
     _require_meeting_point()
     if torch.cuda.is_available():
@@ -85,7 +88,7 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Place]:
     try:
         if "nccl" in names:
             limit_host(limit_s)
-        with limited_to(timeout_s):
+        with limited_to(limit_s):
             yield found
     except BaseException:
         _give_up()

@@ -91,4 +91,8 @@ class Trouble:
 
 
 _SAID = "Mend that; the others stopped because of it."
-_SILENT = "It was killed, hangs, or its machine is gone: look at its own log and its machine's."
+_SILENT = (
+    "It was killed, hangs, or its machine is gone: look at its own log and its machine's. Or it works alone for longer "
+    "than the time limit, as an evaluation, a save or an upload on one rank does: do that on all ranks, or raise the "
+    "limit with trimtab.joined(timeout_s=...)."
+)

@@ -14,6 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from trimtab.core.errors import OptimizerError
 from trimtab.core.plan import Plan
 from trimtab.distributed.data_parallel import DataParallel
+from trimtab.runtime.layout import align_state
 from trimtab.runtime.precision import MixedPrecision
 
 
@@ -74,6 +75,7 @@ class ShardedState(DataParallel):
                 for parameter in parameters:
                     with self.exchange.explaining():
                         _send_state(self._user, parameter, owners[parameter])
+            align_state(self._user)  # what was received is contiguous, whatever its parameter is
         super().gather(error)
 
 
@@ -88,7 +90,7 @@ def _send_state(optimizer: torch.optim.Optimizer, parameter: Tensor, owner: int)
     for key, value in received[0].items():
         if isinstance(value, _Shape):
             tensor = state[key] if is_own else value.empty(parameter)
-            sent = tensor.to(parameter.device)
+            sent = tensor.to(parameter.device).contiguous()  # gloo sends memory as it lies, whatever the strides
             dist.broadcast(sent, src=owner)
             found[key] = tensor if is_own else sent.to(value.device_of(parameter))
         else:
@@ -108,7 +110,7 @@ class _Shape:
         return torch.device("cpu") if self.on_host else parameter.device
 
     def empty(self, parameter: Tensor) -> Tensor:
-        """Return room for it."""
+        """Return room for it, contiguous."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_of(parameter))
 
 

@@ -59,8 +59,14 @@ def generators_of(data: Any) -> list[torch.Generator]:
 def _without_lasting(data: Any) -> Any:
     """Return a shallow copy of a loader that keeps its iterator, with the workers or the place in it; else `data`.
 
-    The copy keeps it only as long as itself. Workers that are there already are shared.
+    The copy keeps it only as long as itself. Workers that are there already are shared. What deals such a loader out
+    (`wrapped`) is copied with it.
     """
+    held = getattr(data, "wrapped", None)
+    if isinstance(held, DataLoader) and (lent := _without_lasting(held)) is not held:
+        data = copy.copy(data)
+        data.wrapped = lent
+        return data
     keeps_one = isinstance(data, DataLoader) and (has_lasting_workers(data) or is_stateful(data))
     return copy.copy(data) if keeps_one else data
 

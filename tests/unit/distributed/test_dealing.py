@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import trimtab
 from trimtab.core.errors import UsageError
@@ -73,3 +85,93 @@ def test_a_loader_that_deals_rows_out_itself_is_refused():
     batches = BatchSampler(DistributedSampler(data, num_replicas=2, rank=0), 3, drop_last=False)
     with pytest.raises(UsageError, match="DistributedSampler deals rows out"):
         trimtab.shard(DataLoader(data, batch_sampler=batches), 0, 2)
+
+
+class Doubled(DataLoader):
+    """A loader of its own kind."""
+
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_of_a_derived_class_does_what_it_does():
+    loader = Doubled(torch.arange(8), batch_size=4)
+    dealt = [[part.tolist() for part in trimtab.shard(loader, rank, 2)] for rank in range(2)]
+    assert dealt == [[[0, 2], [8, 10]], [[4, 6], [12, 14]]]
+    assert not hasattr(trimtab.shard(loader, 0, 2), "state_dict")
+
+
+class Seen(Dataset):
+    """Rows that say that they were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return index
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stateful_loader_keeps_its_place(times):
+    def dealt(data):
+        loader = StatefulDataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+        for _ in range(times):
+            loader = trimtab.shard(loader, 1, 2)
+        return loader
+
+    first = dealt(Seen())
+    batches = iter(first)
+    next(batches), next(batches)
+    saved = first.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    data = Seen()
+    again = dealt(data)
+    again.load_state_dict(saved)
+    assert [batch.tolist() for batch in again] == rest
+    assert len(rest) == 2
+    assert len(data.loaded) == 8  # and none of what was trained on
+
+
+class Drawn(Dataset):
+    """Rows of numbers that a worker draws."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def first_draws(rank, **options):
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Drawn(), batch_size=4, num_workers=2, generator=generator, **options)
+    return torch.cat(list(trimtab.shard(loader, rank, 2)))
+
+
+def fixed_seed(worker):
+    torch.manual_seed(worker)
+    assert get_worker_info().id == worker
+
+
+def test_workers_of_each_rank_draw_numbers_of_their_own():
+    one, other = first_draws(0), first_draws(1)
+    for drawn in range(3):  # by torch, by Python and by NumPy
+        assert len({*one[:, drawn].tolist(), *other[:, drawn].tolist()}) == 8
+    assert torch.equal(first_draws(1), other)
+    alone = DataLoader(Drawn(), batch_size=2, num_workers=2, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(torch.cat(list(alone)[:2]), one)
+
+
+def test_what_the_loop_has_its_workers_do_is_done_after_that():
+    one, other = (first_draws(rank, worker_init_fn=fixed_seed) for rank in range(2))
+    assert torch.equal(one[:, 0], other[:, 0])
+    assert not torch.equal(one[:, 1], other[:, 1])
+
+
+def test_workers_that_are_spawned_are_told_too():
+    spawned = first_draws(1, worker_init_fn=fixed_seed, multiprocessing_context="spawn")
+    assert torch.equal(spawned, first_draws(1, worker_init_fn=fixed_seed))

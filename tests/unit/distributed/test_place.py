@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from trimtab.core.errors import UsageError
 from trimtab.distributed import process_group
+from trimtab.distributed.exchange import RankExchange
 from trimtab.distributed.process_group import Place, joined, place
+from trimtab.distributed.trouble import Trouble
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,36 @@ def test_one_of_several_without_a_place_to_meet_is_told_what_is_missing(monkeypa
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(UsageError, match=r"MASTER_ADDR and MASTER_PORT.*srun"), joined():
         pass
+
+
+@pytest.fixture
+def own_group(monkeypatch, tmp_path):
+    """A process group that the loop has made itself."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_group_that_is_there_has_the_limit_that_was_asked_for(own_group, monkeypatch, is_launched):
+    if is_launched:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    with joined(7.0):
+        assert process_group.time_limit_s() == 7.0
+        assert RankExchange(None)._timeout_s == 7.0
+        with joined():  # as a command does inside of it
+            assert process_group.time_limit_s() == 7.0
+    assert process_group.time_limit_s() == process_group.TIMEOUT_S
+    assert dist.is_initialized()
+
+
+def test_a_rank_that_does_not_answer_may_work_alone_and_the_limit_is_named(own_group, monkeypatch):
+    trouble = Trouble(0)
+    monkeypatch.setattr(trouble, "_roll_call", lambda: ({}, [1]))
+    found = trouble.explained(RuntimeError("gloo: timed out"))
+    assert "no answer from rank 1" in str(found)
+    assert "works alone for longer than the time limit, as an evaluation" in found.way_out
+    assert "trimtab.joined(timeout_s=...)" in found.way_out
