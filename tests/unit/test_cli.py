@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.rank_trace import WAYS
 from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.experiments import gain, progress_bar
+from trimtab.experiments import gain, progress_bar, rank_page
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.racing import race
@@ -311,6 +312,34 @@ def test_a_plan_for_deepspeed_has_its_own_configuration_beside_it(trimtab):
     assert from_json(Plan, both.out).engine.value == "deepspeed"
     assert both.err == "DeepSpeed is given: plan.deepspeed.json\n"
     assert json.loads(Path("plan.deepspeed.json").read_text()) == config
+
+
+def full(*args) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("profile_json")
+def test_what_was_found_is_shown_before_a_full_disk_says_no(trimtab, monkeypatch):
+    monkeypatch.setattr("trimtab.core.codec.write_result", full)
+    monkeypatch.setattr(rank_page, "write_result", full)
+    ranks = ("tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink")
+    cases = [
+        (("profile", "tiny.py:task"), "trials:"),
+        (("plan", "profile.json"), "Change "),
+        (("plan", *ranks), "ranks"),
+    ]
+    for arguments, shown in cases:
+        done = trimtab(*arguments, "-o", "found.json")
+        assert shown in done.out
+        assert (done.code, done.err) == (1, "trimtab: [Errno 28] No space left on device\n")
+
+
+def test_beside_what_is_no_file_there_is_no_configuration(trimtab):
+    of = ("plan", "tiny.py:task", "--ranks", "4", "--device", "H100 SXM", "--link", "nvlink", "--engine", "deepspeed")
+    done = trimtab(*of, "-o", os.devnull)
+    assert (done.code, done.err) == (0, "")
+    assert "zero_optimization" in json.loads(done.out.partition("DeepSpeed is given: ")[2])
+    assert not Path(os.devnull).with_suffix(".deepspeed.json").exists()
 
 
 def test_a_loop_in_fp16_is_none_for_deepspeed(trimtab):

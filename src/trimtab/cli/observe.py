@@ -149,7 +149,9 @@ def _plan_ranks(
     refuse_adapt(adapt, "--ranks")
     with ProgressBar() as progress:
         found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)
-    beside = None if out is None else found.write(out)
+    beside = found.beside(out)
     typer.echo(to_json(found.plan) if as_json else found.text(beside))
+    if out is not None:
+        found.write(out)
     if as_json and beside is not None:
         typer.echo(said(beside), err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 
 from trimtab.core.errors import ValueGivenError
 
@@ -24,11 +25,16 @@ def number(
 
 
 def figure(field: str, value: object) -> float:
-    """Return a float, which may be infinite or no number; of an array or a tensor without a dimension too."""
-    is_number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
-    if isinstance(value, bool) or not is_number:
-        raise ValueGivenError(field, given=f"{value!r} ({type(value).__name__})", expected="a number")
-    return float(value)  # type: ignore[arg-type]
+    """Return a float, which may be infinite or no number; of an array or a tensor of one element too."""
+    alone = _alone(value)
+    if isinstance(alone, bool) or not isinstance(alone, Real):
+        raise ValueGivenError(
+            field,
+            given=f"{value!r:.80} ({type(value).__name__})",
+            expected="a number",
+            way_out="Of several, float(values.mean()) makes one.",
+        )
+    return float(alone)
 
 
 def integer(field: str, value: object, *, low: int = 1, high: int = 2**62) -> int:
@@ -56,6 +62,12 @@ def names(field: str, value: object) -> tuple[str, ...]:
     if given is None or not all(isinstance(each, str) for each in given):
         raise ValueGivenError(field, given=f"{value!r:.80}", expected="names, as a list of strings")
     return given
+
+
+def _alone(value: object) -> object:
+    """Return what an array or a tensor of one element holds; anything else as it is."""
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    return item() if isinstance(shape, tuple) and callable(item) and math.prod(shape) == 1 else value
 
 
 def _finite(value: int | float) -> bool:

@@ -7,11 +7,13 @@ field is one; where the field may hold any value (`Any`), it stays that string.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -67,15 +69,33 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write what a command was asked to: a file as `write_whole` does; to anything else, as a pipe, what it is given.
+    """Write what a command was asked to: a file as `write_whole` does; to a pipe or its own output, what it is given.
 
     Raises:
         OSError: it cannot be written.
     """
-    if path.exists() and not path.is_file():
+    own = _own_output(path)
+    if own is not None:
+        with open(own, "w", encoding="utf-8", closefd=False) as stream:
+            stream.write(text)
+    elif is_stream(path):
         path.write_text(text, encoding="utf-8")
     else:
         write_whole(path.resolve(), text)  # behind a link, which stays
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether what is written to a path comes after what was: a pipe, a device, or this process's own output."""
+    return _own_output(path) is not None or (path.exists() and not path.is_file())
+
+
+def _own_output(path: Path) -> int | None:
+    """Return which of its own outputs a path leads to, as /dev/stdout does, behind `> file` too; None: neither."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed, or there is no such path
+            if os.path.samestat(os.fstat(stream), path.stat()):
+                return stream
+    return None
 
 
 def read_json(cls: type[T], path: str | Path) -> T:

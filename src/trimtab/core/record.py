@@ -112,10 +112,18 @@ class RunRecord:
     end: End | None = None
 
 
-_THERE = (
-    "A run with checkpoints goes on with the record that it began: RecordWriter(path, header, continues=True). "
-    "Another run's has another path."
-)
+class RecordExistsError(FormatError, FileExistsError):
+    """There is a file where a new one was to be."""
+
+
+def _there(path: str | Path, error: FileExistsError) -> FormatError:
+    way_out = (
+        "A run with checkpoints goes on with the record that it began: RecordWriter(path, header, continues=True). "
+        "Another run's has another path."
+    )
+    said = RecordExistsError("record", given=f"{path}, which exists", expected="a new file", way_out=way_out)
+    said.errno = error.errno
+    return said
 
 
 class RecordWriter:
@@ -127,15 +135,14 @@ class RecordWriter:
             there is stays beside it, as `NAME.1`.
 
     Raises:
-        FileExistsError: a file is there, and it does not continue; says how it would.
+        FormatError: a file is there, and it does not continue; a `FileExistsError` too. OSError: none can be made.
     """
 
     def __init__(self, path: str | Path, header: Header, *, continues: bool = False) -> None:
         try:
             self._file = Appended(Path(path), is_new=not continues)
         except FileExistsError as error:
-            error.add_note(_THERE)
-            raise
+            raise _there(path, error) from None
         self._header, self._is_open_ended, self._is_named = header, continues, False
         if not continues:
             self.write(header)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trimtab.core import checks
-from trimtab.core.codec import to_json, write_result, write_whole
+from trimtab.core.codec import is_stream, to_json, write_result, write_whole
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Plan
@@ -58,21 +58,25 @@ class RankPage:
         """Return it for a person.
 
         Args:
-            beside: where the configuration was written; None: it is shown.
+            beside: where the configuration is written; None: it is shown.
         """
         lines = [str(self.plan), "", stages_text(self.stages)]
         if self.config is not None:
             lines.append(said(beside) if beside else f"DeepSpeed is given: {_as_json(self.config)}")
         return "\n".join(lines)
 
-    def write(self, out: Path) -> Path | None:
-        """Write the plan, and beside it what `deepspeed.initialize` is given; returns where that is."""
-        write_result(out, to_json(self.plan, indent=1))
-        if self.config is None:
+    def beside(self, out: Path | None) -> Path | None:
+        """Return where what `deepspeed.initialize` is given is written: beside a plan's file; None where it is not."""
+        if self.config is None or out is None or is_stream(out):
             return None
-        beside = out.with_suffix(".deepspeed.json")
-        write_whole(beside, _as_json(self.config) + "\n")
-        return beside
+        return out.with_suffix(".deepspeed.json")
+
+    def write(self, out: Path) -> None:
+        """Write the plan, and its configuration beside it; raises `OSError` where that fails."""
+        beside = self.beside(out)
+        write_result(out, to_json(self.plan, indent=1))
+        if self.config is not None and beside is not None:
+            write_whole(beside, _as_json(self.config) + "\n")
 
 
 def rank_page(
@@ -100,7 +104,7 @@ def _check_precision(task: Task) -> None:
 
 
 def said(beside: Path) -> str:
-    """Return the line that says where the configuration was written."""
+    """Return the line that says where the configuration is written."""
     return f"DeepSpeed is given: {beside}"
 
 

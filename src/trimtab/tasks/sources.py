@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from trimtab.core.appended import set_apart
 from trimtab.core.errors import DataMissingError, FormatError
 
 TIMEOUT_S = 5.0
@@ -135,22 +136,13 @@ def sha256_file(path: Path) -> str:
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """Write a file so that a reader sees all of it or nothing: beside its place, and renamed once it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as stream:
-        temporary = Path(stream.name)
-        try:
+    temporary = set_apart(path)
+    try:
+        with temporary.open("xb") as stream:  # others may share a cache, and a file of tempfile's is its owner's alone
             yield stream
-            os.fchmod(stream.fileno(), 0o666 & ~_umask())  # others may share a cache; a temporary file is one user's
-            stream.close()
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """Return the bits that new files go without; to be read, they have to be set."""
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _in_named_folder(data_set: DataSet) -> Found | str:

@@ -52,13 +52,21 @@ class Metric:
             object.__setattr__(self, "unit", "share" if self.higher_is_better else "relative")
         checks.one_of("metric.unit", self.unit, METRIC_UNITS)
 
-    def check(self, value: float) -> float:
+    def figure(self, value: object) -> float:
+        """Return what `evaluate` found as a float, of a tensor of one element too.
+
+        Raises:
+            ValueGivenError: it is no number.
+        """
+        return checks.figure(f"metric {self.name}", value)
+
+    def check(self, found: object) -> float:
         """Return a value of the metric as a float, of a tensor of one element too.
 
         Raises:
             ValueGivenError: it is no number, or cannot be one of its unit.
         """
-        value = checks.figure(f"metric {self.name}", value)
+        value = self.figure(found)
         if self.unit == "share" and 1 + 1e-9 < value < math.inf:
             raise ValueGivenError(
                 f"metric {self.name}",

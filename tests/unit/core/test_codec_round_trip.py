@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -442,3 +444,15 @@ def test_a_result_is_written_whole_behind_its_link_or_to_what_is_no_file(tmp_pat
     with pytest.raises(OSError, match="No space left"):
         write_result(tmp_path / "plan.json", "second")
     assert (tmp_path / "plan.json").read_text() == "first"
+
+
+def test_a_result_that_goes_where_output_goes_comes_after_it(tmp_path):
+    """/dev/stdout is a file behind `>> log`, and what it held is not the command's."""
+    code = (
+        "from pathlib import Path; from trimtab.core.codec import write_result; print('page', flush=True); "
+        "write_result(Path('log'), 'plan\\n'); print('end')"
+    )
+    (tmp_path / "log").write_text("old\n")
+    with (tmp_path / "log").open("a") as log:
+        subprocess.run([sys.executable, "-c", code], stdout=log, cwd=tmp_path, check=True)
+    assert (tmp_path / "log").read_text() == "old\npage\nplan\nend\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +83,35 @@ def test_names_pass_as_a_tuple(value):
 def test_what_are_no_names_is_refused(value):
     with pytest.raises(ValueGivenError, match=r"x: given .*names, as a list of strings"):
         checks.names("x", value)
+
+
+class One:
+    """An array of one element, as of a library that core does not know."""
+
+    def __init__(self, value: object, shape: tuple[int, ...] = (1, 1)) -> None:
+        self.value, self.shape = value, shape
+
+    def item(self) -> object:
+        assert math.prod(self.shape) == 1
+        return self.value
+
+
+@pytest.mark.parametrize("value", [2, 2.0, Fraction(2), One(2.0), One(2, ()), np.float32(2), np.ones(1) * 2])
+def test_a_figure_is_of_one_element(value):
+    found = checks.figure("x", value)
+    assert found == 2
+    assert type(found) is float
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, np.float32("inf"), One(math.nan)])
+def test_a_figure_may_be_no_finite_number(value):
+    assert not math.isfinite(checks.figure("x", value))
+
+
+REFUSED = [True, "1", None, 1j, [1.0], One(1.0, (2,)), One(True), One("1"), np.str_("1"), np.array("1"), np.bool_(True)]
+
+
+@pytest.mark.parametrize("value", [*REFUSED, np.complex64(1), np.ones(2)])
+def test_what_is_no_figure_is_refused_and_how_to_make_one_is_said(value):
+    with pytest.raises(ValueGivenError, match=r"x: given .*expected a number\..*float\("):
+        checks.figure("x", value)

@@ -21,6 +21,7 @@ from trimtab.core.errors import LoopError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import Header, RunRecord, read_record, write_record
 from trimtab.decide.turns import turns
+from trimtab.distributed.alone import Together
 from trimtab.experiments.comparison.stats import failed
 from trimtab.experiments.racing import race as race_module
 from trimtab.experiments.racing.folder import environment_of
@@ -236,6 +237,22 @@ def scripted(clock: Clock, values: list[float], *, every: int = 50, seconds: flo
 
     metric = replace(task.metric, evaluate=evaluate)
     return replace(task, metric=metric, batch_rows=10, eval_every_rows=every, **changes)
+
+
+class Numbers(Together):
+    """What sends figures to other ranks, which takes no others."""
+
+    def each(self, figure: float) -> list[float]:
+        assert type(figure) is float
+        return [figure]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), numpy.float32(0.5)])
+def test_a_race_whose_metric_is_a_tensor_is_recorded(clock, tmp_path, value):
+    (found,) = run(Entry("a", lambda *_: Timed(clock, 0.25), 50), its=scripted(clock, [value]), together=Numbers())
+    write_record(tmp_path / "a.jsonl", found)
+    (evaluation,) = read_record(tmp_path / "a.jsonl").evaluations
+    assert evaluation.metrics == {task.metric.name: 0.5}
 
 
 def test_evaluation_is_off_the_clock(clock):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,16 @@ def test_an_evaluation_that_is_no_number_meets_nothing(tmp_path):
             run.evaluated("good")
     (found,) = trimtab.read_record(tmp_path / "run.jsonl").evaluations
     assert math.isnan(found.metrics["accuracy"])
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.full((1,), 0.5), np.float32(0.5)])
+def test_an_evaluation_may_be_a_tensor(tmp_path, value):
+    writer = trimtab.RecordWriter(tmp_path / "run.jsonl", trimtab.Header("test"))
+    with writer, started(trimtab.Stop(target=0.4), record=writer) as run:
+        run.evaluated(value, "accuracy")
+        assert run.stop_reason is trimtab.StopReason.TARGET
+    (found,) = trimtab.read_record(tmp_path / "run.jsonl").evaluations
+    assert found.metrics == {"accuracy": 0.5}
 
 
 def test_an_evaluations_own_time_is_not_trainings(tmp_path, monkeypatch):

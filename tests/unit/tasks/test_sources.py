@@ -228,9 +228,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_what_is_written_whole_may_be_read_as_any_new_file(tmp_path):
-    """A cache may be several users'."""
+def test_what_is_written_whole_may_be_read_as_any_new_file(tmp_path, monkeypatch):
+    """A cache may be several users'. The umask is not read, as it is every thread's while it is."""
     (tmp_path / "plain").write_bytes(b"")
+    monkeypatch.delattr(os, "umask")
     with sources.written_whole(tmp_path / "found") as stream:
         stream.write(b"bytes")
     assert (tmp_path / "found").stat().st_mode == (tmp_path / "plain").stat().st_mode

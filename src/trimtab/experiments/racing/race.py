@@ -163,7 +163,8 @@ class Racer:
     def _evaluate(self) -> None:
         metric = self._task.metric
         # On all ranks, as those that share a model out need one another; where batch statistics differ rank 0's count.
-        value = metric.check(self._together.each(metric.evaluate(self.loop.model, self._data.held_out))[0])
+        own = metric.figure(metric.evaluate(self.loop.model, self._data.held_out))
+        value = metric.check(self._together.each(own)[0])
         if not self.entry.is_timed_only:
             self.evaluations.append(Evaluation(self.rows, self.train_s, {metric.name: value}))
 
