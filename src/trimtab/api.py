@@ -52,7 +52,7 @@ _APART = (
 )
 _IN_EVALUATION = (
     "The model is in evaluation mode, and is measured so: nothing is dropped, and batch statistics are not computed. "
-    "Call model.train() before it is planned, if it trains in that mode."
+    "Call model.train() before it is planned; to keep batch statistics frozen, .eval() on those modules behind it."
 )
 CUT = "the batch was freed: it is cut into as many micro-batches as gave most rows or tokens per second and byte"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import numpy
@@ -286,3 +287,26 @@ def test_any_loss_given_to_backward_is_refused_by_its_type(value):
             with pytest.raises(LossError, match=r"^loss"):
                 run.backward((value, value))
             break
+
+
+@dataclasses.dataclass
+class Masked:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    @functools.cached_property
+    def number(self):
+        return (self.y >= 0).sum()
+
+
+def test_what_a_batch_caches_of_itself_is_made_anew_of_each_part(loop):
+    batch, seen = Masked(**loop.batch), []
+    assert int(batch.number) == ROWS
+
+    def noting(model, part):
+        seen.append(int(part.number))
+        return mean_loss(model, {"x": part.x, "y": part.y})
+
+    with loop.start() as run:
+        run.train_step(run.window(batch), noting)
+    assert seen == [2] * (ROWS // 2)

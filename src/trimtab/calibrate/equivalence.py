@@ -24,7 +24,6 @@ from trimtab.calibrate.own_forward import require_own_forward
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import BatchError
 from trimtab.core.plan import Check
-from trimtab.measure.process_state import fp32_places
 from trimtab.measure.snapshot import Snapshot
 from trimtab.runtime.accumulation import WindowWeights
 from trimtab.runtime.batches import slices
@@ -62,9 +61,7 @@ def _check_of_batch(subject: Subject, precision: str) -> Check:
     while True:
         part = subject if rows == subject.rows else _leading(subject, rows)
         try:
-            with Snapshot(subject.model, subject.optimizer):  # which puts modes of products back too
-                for place in fp32_places():
-                    place.fp32_precision = "ieee"
+            with Snapshot(subject.model, subject.optimizer):
                 check = _check(part, precision)
         except Exception as error:
             if not is_out_of_memory(error):

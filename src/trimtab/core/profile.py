@@ -272,10 +272,13 @@ class Profile:
     def error_of(self, candidate: Candidate) -> str | None:
         """Return what a candidate failed with in any of its trials, or None.
 
-        Where memory ran out in it in no more rows, it does whatever the allocator's mode, and fused or not.
+        Of one that did not run itself, where memory ran out in no more rows, that, whatever the allocator's mode.
         """
-        own = next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
-        return own or next((t.error for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
+        own = [trial for trial in self.trials if trial.candidate == candidate and trial.is_whole]
+        failed = next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
+        if failed is not None or any(trial.block_s for trial in own):
+            return failed
+        return next((t.error for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
 
     @functools.cached_property
     def _ran_out(self) -> tuple[Trial, ...]:
@@ -325,4 +328,5 @@ class Profile:
 def _needs_as_much(ours: Candidate, theirs: Candidate) -> bool:
     """Return whether a candidate needs the memory that another does, or more of it."""
     is_alike = ours.alike(theirs, "micro_batch", "allocator", "fused_optimizer")
+    is_alike = is_alike and ours.fused_optimizer <= theirs.fused_optimizer  # a step that is not fused holds more
     return is_alike and ours.micro_batch >= theirs.micro_batch

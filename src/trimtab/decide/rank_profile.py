@@ -28,7 +28,8 @@ def taken(profile: Profile, engine: str, stage: int) -> Profile:
         profile = replace(profile, traces=tuple(map(_unfused, profile.traces)))
 
     def goes(candidate: Candidate) -> bool:
-        fits = stage < 2 or (candidate.memory_layout == "keep" and (fuses or not candidate.fused_optimizer))
+        has_layout = candidate.memory_layout != "keep" and (stage >= 2 or engine == "deepspeed")
+        fits = not has_layout and (stage < 2 or fuses or not candidate.fused_optimizer)
         return fits and not (engine == "deepspeed" and (candidate.precision == "fp16" or candidate.compiled))
 
     return replace(

@@ -127,6 +127,8 @@ def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
     Where a limit has split the batch what that costs is asked, if chunks of a larger micro-batch may cost less, or
     launches of many.
     """
+    if profile.stage("modes") and not _ran(profile, "modes"):
+        return False
     if not profile.hurried or name != "sizes" or profile.objective.memory > 0:
         return False
     is_split = budget.memory_bytes is not None and _fastest(profile).micro_batch < profile.loop.batch_rows

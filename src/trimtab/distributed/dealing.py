@@ -136,9 +136,10 @@ def shard(loader: Iterable[Any], rank: int | None = None, num_ranks: int | None 
             expected="the loader that one process would have",
             way_out="Take the sampler out (shuffle=True, with a generator seeded alike), or leave trimtab.shard out.",
         )
-    # A class derived from it has more than can be read off: what it overrides, and its place.
-    is_known = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
-    if not isinstance(loader, DataLoader) or not is_known or loader.batch_sampler is None:
+    # One that iterates in a way of its own, or keeps a place, has more than can be read off.
+    is_known = getattr(type(loader), "__iter__", None) is DataLoader.__iter__ and not is_stateful(loader)
+    has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not isinstance(loader, DataLoader) or not (is_known and has_indices) or loader.batch_sampler is None:
         return (_DealtWithPlace if is_stateful(loader) else Dealt)(loader, own, ranks)
     return DataLoader(
         loader.dataset,

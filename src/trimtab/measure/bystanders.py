@@ -60,7 +60,8 @@ def unchanged_by(loss_fn: Callable[..., Any], model: nn.Module, optimizer: torch
 
 def _hooks(optimizer: torch.optim.Optimizer) -> tuple[Callable[..., Any], ...]:
     """Return what runs with each step of an optimizer."""
-    return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which a class of the user's may not have
+    return tuple(hook for name in names for hook in getattr(optimizer, name, {}).values())
 
 
 def modules_of(user: Any) -> Iterator[nn.Module]:

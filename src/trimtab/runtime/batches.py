@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -176,7 +177,7 @@ def _set_fields(value: Any) -> list[str]:
 def _require_in_fields(value: Any, path: str) -> None:
     """Raise `BatchError` for tensors that are none of its fields: each part of a batch would hold them whole."""
     fields = set(_set_fields(value))
-    apart = [name for name, each in getattr(value, "__dict__", {}).items() if name not in fields]
+    apart = [name for name in getattr(value, "__dict__", {}) if name not in fields and not _is_cached(value, name)]
     if others := [name for name in apart if isinstance(getattr(value, name, None), Tensor)]:
         raise BatchError(
             f"{path}.{others[0]}",
@@ -186,9 +187,15 @@ def _require_in_fields(value: Any, path: str) -> None:
         )
 
 
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
+
+
 def _rebuild_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
     """Return a copy with other fields: not by its constructor, which may not take them all, or may do more."""
     made = copy.copy(original)
+    for name in [name for name in getattr(made, "__dict__", {}) if _is_cached(made, name)]:
+        del made.__dict__[name]  # of the whole: a part computes its own
     for name in _set_fields(original):  # a frozen one's too
         object.__setattr__(made, name, _map(getattr(original, name), function))
     return made

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from trimtab.core import checks
 from trimtab.core.errors import FormatError, LoopError, ValueGivenError
@@ -24,13 +21,6 @@ from trimtab.runtime.batches import holds_nan, iterate
 from trimtab.runtime.joining import NoRows
 
 _RANDOM = ("random", "generators")
-_NONE = object()
-_MOVED = (
-    "The stream draws from torch's global generator now and then, as a loader does that begins again, and so does what "
-    "lies between its draws. Gone on with from a checkpoint it may come in another order, in which rows are trained on "
-    "twice or never: pass the loader itself to run.windows, pass by pass, or give it a generator of its own "
-    "(DataLoader(..., generator=torch.Generator()))."
-)
 
 
 class DataPosition(Part):
@@ -93,7 +83,8 @@ class DataPosition(Part):
         self._loader, self._is_open = loader, True
         if saved is not None:
             self._compare(saved["length"], _lengths_of(loader))
-            _set_epoch(loader, saved["epoch"])
+            if saved["begun"] is not None or _epoch_of(loader) == 0:  # else the loop has told it by now
+                _set_epoch(loader, saved["epoch"])
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -102,7 +93,7 @@ class DataPosition(Part):
             if self._begun is None:
                 self._drawn, self._begun = 0, _random_of(loader) if self._is_kept else {}
             batches = iterate("loader", loader)
-        for batch in _noticing(batches) if self._is_kept and _is_stream(loader) else batches:
+        for batch in batches:
             self._drawn += 1
             yield batch
         self._is_drawn = True
@@ -202,7 +193,7 @@ class DataPosition(Part):
         if not self._is_kept:
             raise ValueGivenError("run", given="no checkpoints", expected="start(..., checkpoints=...)")
         if self._saved is not None:  # nothing was drawn since it was loaded
-            return dict(self._saved)
+            return {**self._saved, "here": {**self._saved["here"], "random": random_state()}}
         # Who saves as an error is handled means to go on with the pass; a generator is closed by one.
         error = sys.exception()
         is_failing = error not in (None, self._handled) and not isinstance(error, GeneratorExit)
@@ -259,30 +250,6 @@ def _is_stream(loader: Any) -> bool:
     """
     inner = innermost(loader)
     return isinstance(inner, Iterator) and length_of(inner) is None
-
-
-def _noticing(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield a stream's batches; warn once where some draws move torch's generator, and what lies between them does too.
-
-    One that was begun is drawn once more from what it began with, and nothing trains between the draws then. Where each
-    draw moves it, it may be what is made of a row, and not the order of rows.
-    """
-    after, moved, between = None, set[bool](), False
-    while not (between and len(moved) > 1):
-        before = torch.get_rng_state()
-        batch = next(batches, _NONE)
-        if batch is _NONE:
-            return
-        now = torch.get_rng_state()
-        if after is not None:
-            between = between or not torch.equal(after, before)
-            moved.add(not torch.equal(before, now))
-        after = now
-        if between and len(moved) > 1:
-            warnings.warn(_MOVED, RuntimeWarning, stacklevel=2)
-        yield batch
-    for batch in batches:  # not `yield from`, which would end the stream with this
-        yield batch
 
 
 def innermost(loader: Any) -> Any:

@@ -12,7 +12,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 from trimtab.calibrate.equivalence import TOLERANCE, check_splitting
 from trimtab.calibrate.subject import Subject
 from trimtab.core.errors import LossError
-from trimtab.measure.process_state import fp32_places
 from trimtab.measure.snapshot import fingerprint
 
 ROWS = 16
@@ -384,22 +383,3 @@ def test_a_refusal_tells_the_way_out():
     assert not half.splittable
     assert "its weights are bfloat16" in half.reason
     assert "weights in fp32 may be split" in half.reason
-
-
-def test_the_proof_is_in_fp32_whatever_products_the_loop_has_in_less():
-    """And their modes are as they were afterwards."""
-    (products, *_), before = fp32_places(), [place.fp32_precision for place in fp32_places()]
-    seen = []
-
-    def noting(model, batch):
-        seen.append({place.fp32_precision for place in fp32_places()})
-        return class_mean(model, batch)
-
-    try:
-        products.fp32_precision = "tf32"
-        assert check_splitting(subject(mlp(), noting)).splittable
-        assert products.fp32_precision == "tf32"
-    finally:
-        for place, mode in zip(fp32_places(), before, strict=True):
-            place.fp32_precision = mode
-    assert set().union(*seen) == {"ieee"}

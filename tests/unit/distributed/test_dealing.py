@@ -175,3 +175,15 @@ def test_what_the_loop_has_its_workers_do_is_done_after_that():
 def test_workers_that_are_spawned_are_told_too():
     spawned = first_draws(1, worker_init_fn=fixed_seed, multiprocessing_context="spawn")
     assert torch.equal(spawned, first_draws(1, worker_init_fn=fixed_seed))
+
+
+class Own(DataLoader):
+    """One that only collates in its own way, into what cannot be cut."""
+
+    def __init__(self, data, **options):
+        super().__init__(data, collate_fn=frozenset, **options)
+
+
+def test_of_a_loader_that_is_only_made_otherwise_each_rank_loads_its_own_rows():
+    parts = [list(trimtab.shard(Own(list(range(8)), batch_size=4), rank, 2)) for rank in range(2)]
+    assert parts == [[{0, 1}, {4, 5}], [{2, 3}, {6, 7}]]

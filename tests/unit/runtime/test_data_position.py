@@ -316,7 +316,7 @@ def test_a_pass_that_nothing_was_drawn_from_yet_is_saved_as_its_own_loader_is():
     other = DataPosition(is_kept=True)
     other.loading(saved)()
     again = lost(shuffled(generator=torch.Generator().manual_seed(10)))
-    assert repr(other.state_dict()) == repr(saved)
+    assert repr(other.state_dict()["here"]["generators"]) == repr(saved["here"]["generators"])
     assert [batch.split(", tensor(")[0] for batch in map(repr, other.batches(again))] == [
         batch.split(", tensor(")[0] for batch in whole
     ]
@@ -354,27 +354,3 @@ def test_a_position_from_before_passes_were_counted_is_gone_on_with():
     other = DataPosition(is_kept=True)
     other.loading(saved)()
     assert list(other.batches([1, 2, 3])) == [2, 3]
-
-
-def cycle(loader):
-    while True:
-        yield from loader
-
-
-@pytest.mark.parametrize(
-    ("options", "trains", "warns"),
-    [
-        ({}, True, True),
-        ({}, False, False),
-        ({"generator": torch.Generator().manual_seed(4)}, True, False),
-    ],
-)
-def test_a_stream_that_reshuffles_by_the_generator_that_training_moves_is_warned_of(options, trains, warns, recwarn):
-    loader = DataLoader(list(range(8)), batch_size=4, shuffle=True, **options)
-    batches = DataPosition(is_kept=True).batches(cycle(loader))
-    for _ in range(9):
-        next(batches)
-        if trains:
-            torch.rand(1)
-    said = [str(each.message) for each in recwarn if "global generator" in str(each.message)]
-    assert len(said) == warns
