@@ -22,7 +22,7 @@ from trimtab.experiments.ablation.rows import ablation_object
 from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.rows import benchmark_object
-from trimtab.experiments.evaluation.result import Run
+from trimtab.experiments.evaluation.result import Run, bound_in_words
 from trimtab.experiments.phase_page import FILE as PHASES
 from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.report import evaluation_texts, read_report
@@ -178,16 +178,9 @@ def ablation(found: Ablation) -> Iterator[str]:
         yield f"| {change} | {setting} | {figure} | {_value(row)} | {row['n']} | {row['verdict']} |"
 
 
-def speed_bound(bound: str) -> str:
-    """Return in words a bound on how many times as fast something is: it stands among changes in time."""
-    words = {"<=": "at most", ">=": "at least"}
-    side, _, times = bound.partition(" ")
-    return f"{words[side]} {times} the speed" if side in words else bound or "not known"
-
-
 def _value(row: Row) -> str:
     if "bound" in row:
-        return speed_bound(row["bound"])
+        return bound_in_words(row["bound"] or "not known")
     form = "{:+.2f}" if row["metric"] == "final_metric_difference" else "{:.3f}x"
     if row["mean"] is None:
         return "not known"

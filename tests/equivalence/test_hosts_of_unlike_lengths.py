@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from test_lightning import Module, difference, fitted
@@ -147,7 +149,8 @@ def test_a_plan_is_made_of_the_longest_batch_that_it_is_given(tmp_path, first):
     loader = DataLoader(data[first:] + data[:first], ROWS // K, collate_fn=padded)
     fitted(Noting(), strategy, tmp_path, loader, accumulate_grad_batches=K)
     assert strategy.plan.batch_rows == ROWS // K
-    assert planned[-1][1] == longest["labels"].shape[1]  # an example is proved to split before anything is measured
-    most = sum(length == longest["labels"].shape[1] for _, length in planned)
-    assert most > 0.7 * len(planned)
+    lengths = [length for _, length in planned]
+    runs = [length for length, _ in itertools.groupby(lengths)]
+    own = longest["labels"].shape[1]
+    assert runs == [own, *({*lengths} - {own}), own][: len(runs)]  # but for one proof, of an example, all is of it
     assert max(rows for rows, _ in seen) == ROWS // K

@@ -72,9 +72,11 @@ def profile(
             **how,
         )
     found = plans.profiles["S"]
-    typer.echo(to_json(found) if as_json else profile_text(found))
-    if out is not None:
-        write_result(out, to_json(found, indent=1))
+    try:
+        if out is not None:
+            write_result(out, to_json(found, indent=1))
+    finally:  # neither a full disk nor a pipe that is closed takes both
+        typer.echo(to_json(found) if as_json else profile_text(found))
 
 
 def plan(
@@ -124,9 +126,11 @@ def plan(
         how["metering"] = Metering(energy_watts, without=without_meter)
     with ProgressBar() as progress:
         found = decided(task, limits, weights, progress=progress, **how)
-    typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
-    if out is not None:
-        write_result(out, to_json(found.plan, indent=1))
+    try:
+        if out is not None:
+            write_result(out, to_json(found.plan, indent=1))
+    finally:
+        typer.echo(to_json(found.plan) if as_json else found.explained() if explain else str(found.plan))
 
 
 def _plan_ranks(
@@ -150,8 +154,10 @@ def _plan_ranks(
     with ProgressBar() as progress:
         found = rank_page(task, asked, budget=limits, objective=weights, progress=progress)
     beside = found.beside(out)
-    typer.echo(to_json(found.plan) if as_json else found.text(beside))
-    if out is not None:
-        found.write(out)
+    try:
+        if out is not None:
+            found.write(out)
+    finally:
+        typer.echo(to_json(found.plan) if as_json else found.text(beside))
     if as_json and beside is not None:
         typer.echo(said(beside), err=True)

@@ -210,9 +210,11 @@ def phases(
     found = phases_of(Asked(tuple(sources), memory, plan_file, rounds, ranks))
     if found is None:
         return
-    print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
-    if out is not None:
-        write_result(out, to_json(found, indent=1))
+    try:
+        if out is not None:
+            write_result(out, to_json(found, indent=1))
+    finally:
+        print_json(phase_object(found.gains, found.thirds)) if as_json else show_gains(found)
 
 
 def report(

@@ -32,7 +32,7 @@ def figure(field: str, value: object) -> float:
             field,
             given=f"{value!r:.80} ({type(value).__name__})",
             expected="a number",
-            way_out="Of several, float(values.mean()) makes one.",
+            way_out="float(value) makes one of what is one; of several, float(values.mean()) does.",
         )
     return float(alone)
 

@@ -9,7 +9,8 @@
     │   ├── LossError         the loss function's result is not a loss
     │   ├── LoopError         a step of the loop was called out of order    (also a RuntimeError)
     │   └── FormatError       a file or mapping is not what its schema says (also a ValueError)
-    │       └── DamagedError  a file is not as it was written
+    │       ├── DamagedError  a file is not as it was written
+    │       └── RecordExistsError  a file is where a record was to be made       (also a FileExistsError)
     ├── InfeasibleError       no plan meets the budget; names the nearest that exists
     ├── MemoryLimitError      memory ran out where no smaller micro-batch helps (also a MemoryError)
     ├── NonFiniteError        gradients are no numbers, and stay so             (also an ArithmeticError)
@@ -84,6 +85,10 @@ class FormatError(UsageError, ValueError):
 
 class DamagedError(FormatError):
     """A file is not as it was written: cut short, changed, missing, or one too many."""
+
+
+class RecordExistsError(FormatError, FileExistsError):
+    """A file is there where a new record was to be."""
 
 
 class InfeasibleError(TrimtabError):

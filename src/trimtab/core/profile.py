@@ -269,14 +269,18 @@ class Profile:
         """Return the trials of one stage, in the order they were asked for."""
         return tuple(trial for trial in self.trials if trial.stage == name)
 
+    def ran(self, name: str) -> tuple[Trial, ...]:
+        """Return those of a stage that ran, but for its control."""
+        return tuple(trial for trial in self.stage(name) if trial.block_s and not trial.control)
+
     def error_of(self, candidate: Candidate) -> str | None:
         """Return what a candidate failed with in any of its trials, or None.
 
         Of one that did not run itself, where memory ran out in no more rows, that, whatever the allocator's mode.
         """
-        own = [trial for trial in self.trials if trial.candidate == candidate and trial.is_whole]
-        failed = next((trial.error for trial in self.trials if trial.candidate == candidate and trial.error), None)
-        if failed is not None or any(trial.block_s for trial in own):
+        own = [trial for trial in self.trials if trial.candidate == candidate]
+        failed = next((trial.error for trial in own if trial.error), None)
+        if failed is not None or any(trial.is_whole and trial.block_s for trial in own):
             return failed
         return next((t.error for t in self._ran_out if _needs_as_much(candidate, t.candidate)), None)
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from trimtab.core.appended import Appended, not_written, sync
 from trimtab.core.codec import from_jsonable, to_jsonable
-from trimtab.core.errors import FormatError
+from trimtab.core.errors import FormatError, RecordExistsError
 
 RECORD_SCHEMA = 2
 # Marks, in a header's detail, a run of a few steps only: it has a speed and no final metric.
@@ -110,10 +110,6 @@ class RunRecord:
     evaluations: tuple[Evaluation, ...] = ()
     events: tuple[Event, ...] = ()
     end: End | None = None
-
-
-class RecordExistsError(FormatError, FileExistsError):
-    """There is a file where a new one was to be."""
 
 
 def _there(path: str | Path, error: FileExistsError) -> FormatError:

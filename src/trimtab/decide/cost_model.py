@@ -72,8 +72,8 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        ran = [self._ran(stage) for stage in ("modes", SLICED)]
-        like = next(filter(None, ran), self._ran("sizes")[:1])
+        ran = [profile.ran(stage) for stage in ("modes", SLICED)]
+        like = next(filter(None, ran), profile.ran("sizes")[:1])
         self._unit = like[0] if like else None
         self._modes = {t.candidate: 1 / ratio_by_longest(t, self._unit, like) for t in like if self._unit}
         self._saved = self._against("optimizer", "fused_optimizer") | self._against("head", "loss_chunk")
@@ -218,11 +218,8 @@ class CostModel:
         found = (*self._modes.values(), *map(self._relative, also))
         return min((each for each in found if each), default=None)
 
-    def _ran(self, stage: str) -> list[Trial]:
-        return [trial for trial in self._profile.stage(stage) if trial.block_s and not trial.control]
-
     def _against(self, stage: str, name: str) -> dict[tuple[str, object], float]:
-        trials, unit_s = self._ran(stage), self._unit_s
+        trials, unit_s = self._profile.ran(stage), self._unit_s
         if len(trials) < 2 or not unit_s:
             return {}
         first, *others = trials
@@ -248,7 +245,7 @@ class CostModel:
         if not (unit_s := self._unit_s):
             return found
         for name in ("graphs", "compile"):
-            for trial in (trials := self._ran(name))[1:]:
+            for trial in (trials := self._profile.ran(name))[1:]:
                 if is_recorded(trial.candidate.compiled):
                     own = self._own(trials[0], unit_s)
                     found[trial.candidate] = own / ratio_by_longest(trial, trials[0], trials)
@@ -256,7 +253,7 @@ class CostModel:
 
     def _of_sizes(self) -> dict[int, float]:
         """Return for numbers of micro-batches what they add to a step, in units of one: nothing for the first tried."""
-        trials = self._ran("sizes")
+        trials = self._profile.ran("sizes")
         if not trials:
             return {}
         first, relative = trials[0], self._relative(trials[0].candidate)

@@ -92,13 +92,8 @@ def next_stage(profile: Profile, objective: Objective, budget: Budget) -> Stage 
 
 def _order(profile: Profile) -> tuple[str, ...]:
     """Return the names of the stages before the final: modes that ran in no size are asked again in one that does."""
-    first = ("modes", "sizes", SLICED) if profile.stage("modes") and not _ran(profile, "modes") else ("modes",)
+    first = ("modes", "sizes", SLICED) if profile.stage("modes") and not profile.ran("modes") else ("modes",)
     return (*first, *(name for name in STAGES[:-1] if name not in first))
-
-
-def _ran(profile: Profile, stage: str) -> list[Candidate]:
-    """Return what ran in a stage, in its order."""
-    return [trial.candidate for trial in profile.stage(stage) if trial.block_s and not trial.control]
 
 
 def is_hurried(profile: Profile, spent_s: float, *, steps: int = 0, patient: bool = False) -> bool:
@@ -127,7 +122,7 @@ def _is_left_out(name: str, profile: Profile, budget: Budget) -> bool:
     Where a limit has split the batch what that costs is asked, if chunks of a larger micro-batch may cost less, or
     launches of many.
     """
-    if profile.stage("modes") and not _ran(profile, "modes"):
+    if profile.stage("modes") and not profile.ran("modes"):
         return False
     if not profile.hurried or name != "sizes" or profile.objective.memory > 0:
         return False
@@ -237,7 +232,7 @@ def _modes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
 
 def _sliced(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """Return the modes in the largest size that ran; none where nothing did."""
-    sizes = [candidate.micro_batch for candidate in _ran(profile, "sizes")]
+    sizes = [trial.candidate.micro_batch for trial in profile.ran("sizes")]
     return tuple(replace(each, micro_batch=sizes[0]) for each in mode_candidates(profile)) if sizes else ()
 
 
@@ -295,7 +290,7 @@ def _sizes(profile: Profile, budget: Budget) -> tuple[Candidate, ...]:
     """
     first = _fastest(profile)
     sizes = [rows for rows in halvings(profile) if rows < first.micro_batch]
-    few = bool(_ran(profile, "modes")) and _is_told(profile, budget)
+    few = bool(profile.ran("modes")) and _is_told(profile, budget)
     head = (trial.candidate.micro_batch for trial in profile.stage("head")[:1] if trial.block_s)
     larger = [rows for rows in head if rows > first.micro_batch]
     sizes = [*larger, *(sizes[:2][-1:] if few else sizes)]
@@ -311,7 +306,8 @@ def _is_told(profile: Profile, budget: Budget) -> bool:
 def _fastest(profile: Profile) -> Candidate:
     """Return the fastest mode, or the first that was tried where no other is faster by what is worth a run."""
     model = CostModel(profile)
-    tried = [each for name in ("modes", SLICED) for each in _ran(profile, name) if each in model.modes]
+    ran = (trial.candidate for name in ("modes", SLICED) for trial in profile.ran(name))
+    tried = [candidate for candidate in ran if candidate in model.modes]
     if not tried:
         return next(iter(model.modes), base_candidate(profile))
     fastest, first = (model.predict(each).step_s or 0.0 for each in (model.modes[0], tried[0]))

@@ -176,7 +176,7 @@ def _of_sizes_that_ran(
 
     It is proved beside a larger one.
     """
-    ran = max((t.candidate.micro_batch for t in profile.stage(SLICED) if t.block_s), default=math.inf)
+    ran = max((t.candidate.micro_batch for t in profile.ran(SLICED)), default=math.inf)
     safe = [point for point in fitting if point.candidate.micro_batch <= ran]
     if not chosen or not safe or chosen[0].candidate.micro_batch <= ran:
         return []

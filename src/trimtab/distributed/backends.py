@@ -93,7 +93,7 @@ def _require_no_layout(model: nn.Module, plan: Plan) -> None:
                 "model",
                 given=f"{name} with strides {tuple(parameter.stride())}, at {sharer}, whose shards have no layout",
                 expected="contiguous parameters, or a stage of 0 or 1 of torch's engine",
-                way_out="model.to(memory_format=torch.contiguous_format) before its optimizer is made.",
+                way_out="parameter.data = parameter.data.contiguous(), before the model's optimizer is made.",
             )
 
 

@@ -83,8 +83,9 @@ class DataPosition(Part):
         self._loader, self._is_open = loader, True
         if saved is not None:
             self._compare(saved["length"], _lengths_of(loader))
-            if saved["begun"] is not None or _epoch_of(loader) == 0:  # else the loop has told it by now
-                _set_epoch(loader, saved["epoch"])
+            own = _epoch_of(loader)
+            if None not in (own, saved["epoch"]) and (saved["begun"] is not None or own == 0):
+                innermost(loader).set_epoch(saved["epoch"])  # between two passes the loop may have told it by now
         if saved is not None and saved["begun"] is not None:
             batches = self._continued(loader, saved)
         else:
@@ -294,12 +295,6 @@ def _epoch_of(loader: Any) -> int | None:
     inner = innermost(loader)
     number = getattr(inner, "iteration", None) if callable(getattr(inner, "set_epoch", None)) else None
     return number if isinstance(number, int) else None
-
-
-def _set_epoch(loader: Any, epoch: int | None) -> None:
-    """Have a loader that counts its passes itself begin with this one; one that does not is left alone."""
-    if epoch is not None and _epoch_of(loader) is not None:
-        innermost(loader).set_epoch(epoch)
 
 
 def _in_words(length: Mapping[str, int], names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -209,7 +210,8 @@ def test_a_loop_that_cannot_run_as_it_is_may_run_in_slices():
     """The user's batch runs out of memory: a plan is found, its baseline is not measured."""
     machine = Machine(fails=lambda stage, c: "out of memory" if c.micro_batch > 16 and stage != "optimizer" else None)
     profile = measured(machine, supports_fused=False, can_retain=False)
-    assert {mode.micro_batch for mode in CostModel(profile).modes} == {16}
+    grid = itertools.product(("fp32", "bf16"), ("keep", "channels_last"))
+    assert set(CostModel(profile).modes) == {Candidate(*mode, False, 16) for mode in grid}
     plan = choose(profile, Objective(), Budget())
     assert plan.micro_batch.value == 16
     assert plan.baseline is None

@@ -191,14 +191,15 @@ def test_where_memory_may_not_do_uncompiled_no_window_is(peak, checks, monkeypat
     model, optimizer, _ = loop()
     monkeypatch.setattr(model, "compile", lambda **options: setattr(model, "_compiled_call_impl", model._call_impl))
     call = CompiledCall(model, lambda: None)
-    check = CompileCheck(call, optimizer, torch.device("cuda"), lambda name, detail: None)
-    on = []
+    check = CompileCheck(call, optimizer, torch.device("cuda"), lambda name, detail: noted.append(name))
+    on, noted = [], []
     for _ in range(WARM_UP + 2 * PAIRS - 1):
         check._stepped()
         on.append(call.is_on)
     assert all(on[: WARM_UP - 1])
     assert all(on) is not checks
     assert (call.shapes is None) is not checks
+    assert noted == ([] if checks else ["compile_unchecked"])
 
 
 def test_compiling_that_pays_stays_on(monkeypatch, tmp_path):

@@ -55,10 +55,15 @@ class Finding:
     @property
     def told(self) -> str:
         """What is said, as a person reads it: of a bound also that it is of speeds, which amid changes is not seen."""
-        for sign, words in (_BOUNDS if self.target is not None else {}).items():
-            if self.said.startswith(sign):
-                return f"{words} {self.said.removeprefix(sign)} the speed"
-        return self.said
+        return self.said if self.target is None else bound_in_words(self.said)
+
+
+def bound_in_words(said: str) -> str:
+    """Return a bound on how many times as fast something is as a person reads it; anything else as it is."""
+    for sign, words in _BOUNDS.items():
+        if said.startswith(sign):
+            return f"{words} {said.removeprefix(sign)} the speed"
+    return said
 
 
 @dataclass(frozen=True)
