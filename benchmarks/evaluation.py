@@ -4,15 +4,16 @@
 not done yet, in order, and then says how the goals stand. `--dry-run` lists the slices, `--summary` says how the goals
 stand; neither runs anything. `--json` prints the summary as one object.
 
-Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice, written
-whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice that is done
-is not run again; where sources or its command have changed since, it is called stale: to measure it again, remove its
-file and its run. Another kind of machine has a folder of its own. A slice that takes longer than it may is ended. Where
-that left something new it is run again and goes on from it; else it would only be ended again, and is run when
-`--slice-minutes` allows more than it was ended at. On a GPU a race to a target is as long as a slice may be, so that
-`--slice-minutes` is chosen once for a folder. Goals of 20 and 30 times the reference's speed are open only where its
-race is that many times as long as what is planned and trained: an hour and more a race. Without it a
-slice may take nine minutes on a GPU, which may be lent for a short turn, and twenty on two cores.
+Results are in `benchmarks/results/evaluation-<machine>/`: a folder or file a run, and in `done` a file a slice,
+written whole when it has ended: its command, its seconds, the machine, and the fingerprint of the sources. A slice
+that is done is not run again; where sources or its command have changed since, it is called stale: to measure it
+again, remove its file and its run. Another kind of machine has a folder of its own, and so has a GPU in another host.
+A slice that takes longer than it may is ended. Where that left something new it is run again and goes on from it; else
+it would only be ended again, and is run when `--slice-minutes` allows more than it was ended at. On a GPU a race to a
+target is as long as a slice may be, so that `--slice-minutes` is chosen once for a folder. Goals of 20 and 30 times
+the reference's speed are open only where its race is that many times as long as what is planned and trained: an hour
+and more a race. Without it a slice may take nine minutes on a GPU, which may be lent for a short turn, and twenty on
+two cores.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import command
-from evaluation_figures import MACHINE_FILE, ran_of, recorded, written
+from evaluation_figures import ran_of, recorded, written
+from evaluation_folder import claim, own_folder, slug
 from evaluation_goals import runs_in
 from evaluation_slices import DONE, GPU_TASKS, HALF, MINUTES, PLANS, SIZES, TASKS, TO_DO, Ran, Slice, slices
 
 from trimtab.core.checks import integer, number
 from trimtab.core.codec import read_json, to_json, write_whole
 from trimtab.core.errors import FormatError, TrimtabError, ValueGivenError
-from trimtab.experiments.evaluation.result import MACHINE
 from trimtab.experiments.settings_file import NAME as SETTINGS
 from trimtab.measure.machine import environment
 
@@ -104,7 +105,7 @@ class Place:
             return self.num_gpus >= int(match[1])
         if need.startswith("command "):
             return need.removeprefix("command ") in self.commands
-        known = {"gpu": self.num_gpus > 0, "meter": self.has_meter}
+        known = {"gpu": self.num_gpus > 0, "meter": self.has_meter, "bf16": "bf16" in self.environment.get("cpu", "")}
         return known[need] if need in known else (self.folder / need).is_file()
 
     def state(self, each: Slice) -> tuple[str, str]:
@@ -194,7 +195,7 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     refuse_gpu(size, gpus)
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
     results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
-    folder = folder or results / f"evaluation-{slug(found, gpus)}"
+    folder = folder or own_folder(results / f"evaluation-{slug(found, gpus)}", found)
     claim(folder, found, writes=writes)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
     return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s)
@@ -205,32 +206,6 @@ def refuse_gpu(size: str, num_gpus: int) -> None:
     if size == "cpu" and num_gpus:
         way_out = "Hide it: CUDA_VISIBLE_DEVICES= python benchmarks/evaluation.py --size cpu."
         raise ValueGivenError("--size", given="cpu on a machine with a GPU", expected="gpu", way_out=way_out)
-
-
-def slug(found: Mapping[str, str], gpus: int = 0) -> str:
-    """Return a machine's name as part of a folder's: its GPUs, or its processor with extensions and cores."""
-    name = found["gpu"] if "gpu" in found else found["cpu"]
-    words = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU|AMD|Intel|NVIDIA)\b", " ", name)
-    parts = re.findall(r"[a-z0-9_]+", words.lower())
-    number_of = f"x{gpus}" if "gpu" in found else f"{found['cpu_cores']}core"
-    return "-".join([*parts, number_of])
-
-
-def claim(folder: Path, found: Mapping[str, str], *, writes: bool = True) -> None:
-    """Write down whose folder it is, or refuse one of another machine."""
-    mine, path = {key: found[key] for key in MACHINE if key in found}, folder / MACHINE_FILE
-    if not path.exists():
-        if writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(mine, indent=1))
-        return
-    try:
-        theirs = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise FormatError(str(path), given=f"a damaged file ({error})", expected="a machine's facts") from None
-    if theirs != mine:
-        differs = ", ".join(sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)))
-        raise FormatError(str(folder), given=f"results of another {differs}", expected="those of this machine")
 
 
 def listed(found: Sequence[Slice], place: Place) -> Iterator[str]:

@@ -82,7 +82,7 @@ def recorded(size: str, found: Sequence[Slice], folder: Path, runs: Runs) -> dic
     rows = [{"metric": "goal", **asdict(each.goal), "status": each.status, "figure": each.figure} for each in goals]
     rows += [{"metric": "slice", "slice": each.name} | _ended(ran_of(each, folder)) for each in found]
     return {
-        "schema": 2,
+        "schema": 1,
         "name": "evaluation",
         "environment": machine_of(folder) | {"command": _command(size)},
         "rows": rows,
@@ -180,7 +180,7 @@ def ablation(found: Ablation) -> Iterator[str]:
 
 def _value(row: Row) -> str:
     if "bound" in row:
-        return bound_in_words(row["bound"] or "not known")
+        return bound_in_words(row["at_least"], row["at_most"]) or row["bound"] or "not known"
     form = "{:+.2f}" if row["metric"] == "final_metric_difference" else "{:.3f}x"
     if row["mean"] is None:
         return "not known"

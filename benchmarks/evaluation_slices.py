@@ -32,7 +32,7 @@ class Slice:
         name: of it and of what is written down of it. says: what it is of. command: of `trimtab`, or a benchmark's
             file first. result: the file it leaves, below the evaluation's folder; what a `prints` one prints is put
             there. minutes: about, on two cores or on one H200. needs: what has to be there: "gpu", "2 gpus", "meter",
-            "command NAME", or a file that an earlier slice leaves.
+            "bf16" of the processor, "command NAME", or a file that an earlier slice leaves.
     """
 
     name: str
@@ -211,7 +211,8 @@ def _by_hand() -> Iterator[Slice]:
 
     Of the paper's components those that a processor has; of images, whose batch statistics a batch that is cut would
     change, accumulation is of four whole batches, at four times the rate. Of images to the end of training, as they and
-    what is freed show in quality and in time to a target; of text what is freed alone, as its races take longer.
+    what is freed show in quality and in time to a target; of text what is freed alone, as its races take longer. With
+    half precision, where a processor has it, both are: the paper's largest component, and the others of such plans.
     """
     for folder, task, plan, how, minutes in (
         ("cifar-ablate-paper", "cifar10_ablate", "paper-images", (), 8.2),
@@ -220,9 +221,12 @@ def _by_hand() -> Iterator[Slice]:
         ("wikitext-ablate-paper", "wikitext2_ablate", "paper-text", ("--whole", "0"), 6),
         ("wikitext-ablate-freed", "wikitext2_ablate", "freed-text", (), 14),
         ("text-ablate-regularised", "repeated_gpt", "regularised-text", (), 3.5),
+        ("cifar-ablate-half", "cifar10_ablate", "half-images", (), 4),
+        ("wikitext-ablate-half", "wikitext2_ablate", "half-text", (), 7.3),
     ):
         says, of = f"{task}, races of each change of {plan}", (f"{TASKS}:{task}", "--plan", f"{PLANS}/{plan}.json")
-        yield from _ablations(folder, says, of, *how, minutes=minutes)
+        needs = ("bf16",) if plan.startswith("half") else ()
+        yield from _ablations(folder, says, of, *how, minutes=minutes, needs=needs)
 
 
 def _phases() -> Iterator[Slice]:

@@ -1,14 +1,32 @@
 """Trials of a few milliseconds, where what is faster decides nothing that a test looks at; `brief_trials` is for tests.
 
-Then a trial's steps are mostly one, and a plan may change less than it would.
+Then a trial's steps are mostly one, no more blocks are run than were asked for while nothing is in doubt, blocks that
+are computed again take the fewest turns, and a plan may change less than it would.
 """
 
 from __future__ import annotations
 
-BLOCK_S = 0.003
+from collections.abc import Callable
+
+from trimtab.calibrate import recompute_seconds, trials
+
+BLOCK_S, STAGE_S, MEASURING_S = 0.003, 0.0, 0.1
 # For a program, or a task's file that one imports.
 CODE = f"""
-from trimtab.calibrate import trials
+from trimtab.calibrate import recompute_seconds, trials
 
-trials.BLOCK_S = {BLOCK_S}
+trials.BLOCK_S, trials._STAGE_S, recompute_seconds._MEASURING_S = {BLOCK_S}, {STAGE_S}, {MEASURING_S}
 """
+# For a task's file that `trimtab scale` is given, where no speed is looked at: the fewest windows are a block.
+SCALE = """
+from trimtab.experiments.scaling import bench
+
+bench.Bench._windows_of = lambda self, loop: bench._MIN_WINDOWS
+"""
+
+
+def shorten(set_to: Callable[[object, str, float], None] = setattr) -> None:
+    """Time trials briefly from here on; with a `monkeypatch.setattr`, to its end."""
+    set_to(trials, "BLOCK_S", BLOCK_S)
+    set_to(trials, "_STAGE_S", STAGE_S)
+    set_to(recompute_seconds, "_MEASURING_S", MEASURING_S)

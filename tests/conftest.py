@@ -30,8 +30,34 @@ else:
     settings.load_profile("house")
 
 
+# Files that take longest, in the order in which they are begun: where each is one process's, as by `make test`, a long
+# one that came last would be waited for by all.
+LONGEST = (
+    "test_backends.py",
+    "test_launched_ranks.py",
+    "test_recomputation.py",
+    "test_stage_chosen.py",
+    "test_compared_ranks.py",
+    "test_scale_shards.py",
+    "test_scale_command.py",
+    "test_cli.py",
+    "test_signalled_jobs.py",
+    "test_blocks_elsewhere.py",
+    "test_site.py",
+    "test_rehearsal.py",
+    "test_kept_shards.py",
+    "test_no_trace.py",
+    "test_packaging.py",
+    "test_host_ranks.py",
+    "test_joined_windows.py",
+    "test_notebook.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no CUDA device."""
+    """Begin with the longest files, and skip the tests marked `gpu` where there is no CUDA device."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: a file's tests stay together
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -54,9 +80,7 @@ def brief_trials(monkeypatch):
     """Time trials briefly (`brief`)."""
     import brief
 
-    from trimtab.calibrate import trials
-
-    monkeypatch.setattr(trials, "BLOCK_S", brief.BLOCK_S)
+    brief.shorten(monkeypatch.setattr)
 
 
 @pytest.fixture

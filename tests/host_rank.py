@@ -2,8 +2,8 @@
 
     python host_rank.py RANK RANKS FOLDER HOST
 
-Writes, of each way to train, the weights that it ends with and what was reported, to FOLDER/HOST-RANK.pt. With one
-rank it is the plain loop over what all ranks have.
+Writes, of each way to train, the weights that it ends with and what was reported, to FOLDER/HOST-RANK.pt. Rank 0 also
+those of one process with what all ranks have, by the plain loop or the host itself, to FOLDER/HOST-alone.pt.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
-from trimtab.calibrate import trials
 from trimtab.core.codec import to_json
 from trimtab.core.errors import ValueGivenError
 
-trials.BLOCK_S = brief.BLOCK_S
+brief.shorten()
 STEPS, ROWS, LENGTH, WORDS = 20, 8, 12, 17  # ROWS: of a step, on all ranks
 NOTHING = -100
 # Rows that end in a window of one batch on each rank, and in one of a batch on the first rank alone.
@@ -261,8 +260,6 @@ def trained(
 
 
 def by_trainers(folder: Path, ranks: int) -> dict:
-    if ranks == 1:
-        return {"whole": trained(folder, ours=False)}
     shared = {"num_ranks": ranks, "zero_stage": 0}
     found = {"host": trained(folder, ours=False, evaluates=True)}
     found["ours"] = trained(folder, ours=True, evaluates=True, plan=trimtab.Plan.fixed(4, 3, **shared))
@@ -279,25 +276,29 @@ def by_trainers(folder: Path, ranks: int) -> dict:
     return found
 
 
+def alone(folder: str, host: str) -> dict:
+    if host == "transformers":
+        return {"whole": trained(Path(folder), ours=False)}
+    return {"plain": plain()} | {f"accumulated {rows}": plain(rows, 2 * ROWS) for rows in UNEVEN}
+
+
 def main(rank: int, ranks: int, folder: str, host: str) -> None:
     """Train all ways of a host."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if ranks > 1:
-        launched(rank, ranks, folder)
+    if rank == 0:  # before it is launched, which the host would see for the rest of the process
+        torch.save(alone(folder, host), f"{folder}/{host}-alone.pt")
+    launched(rank, ranks, folder)
     if host == "transformers":
         found = by_trainers(Path(folder), ranks)
-    elif ranks == 1:
-        found = {"plain": plain()} | {f"accumulated {rows}": plain(rows, 2 * ROWS) for rows in UNEVEN}
     else:
         found = {f"stage {stage}": accelerated(stage) for stage in (None, 0, 1, 3)}
         found |= {"planned": accelerated(0, planned=True), "refused": refusals(), "fabric": by_fabric()}
         for rows, stage in itertools.product(UNEVEN, (None, 0)):
             found[f"accumulated {rows}, stage {stage}"] = accelerated(stage, rows=rows, batches=2)
     torch.save(found, f"{folder}/{host}-{rank}.pt")
-    if ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

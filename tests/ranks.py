@@ -21,6 +21,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 _SERVERS, _LOOK_S, _LIMIT_S = 2, 0.005, 600.0
 _COMMAND = "from trimtab.cli import main\nmain()"
+_LAUNCHER = "from torch.distributed.run import main\nmain()"
 _COMPILER = ("torch._inductor.compile_fx",)  # seconds to import
 
 
@@ -73,7 +74,12 @@ class Ended:
 
 
 def run_command(folder: Path, *arguments: object, code: str = _COMMAND, **environment: str) -> Ended:
-    """Run `trimtab` with arguments in a folder, as a process of its own that has torch imported; or other `code`."""
+    """Run `trimtab` with arguments in a folder, as a process of its own that has torch imported; or other `code`.
+
+    What it starts itself, as ranks, is a Python of its own, which finds the folder's modules too.
+    """
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+    environment = {"PYTHONPATH": os.pathsep.join(paths)} | environment
     said, told = (folder / f"{what}-{time.monotonic_ns()}" for what in ("printed", "errors"))
     how = {"folder": folder, "told": told, "environment": environment}
     rank = Rank(0, said, textwrap.dedent(code), "trimtab", tuple(map(str, arguments)), **how)
@@ -83,6 +89,11 @@ def run_command(folder: Path, *arguments: object, code: str = _COMMAND, **enviro
         rank.kill()
         for each in (said, told):
             each.unlink(missing_ok=True)
+
+
+def run_torchrun(folder: Path, *arguments: object) -> Ended:
+    """Have torch's own launcher start two ranks of a program in a folder: `loop.py`, or `-m module`, and arguments."""
+    return run_command(folder, "--standalone", "--nproc-per-node", 2, *arguments, code=_LAUNCHER)
 
 
 class Rank:

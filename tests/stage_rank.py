@@ -23,7 +23,6 @@ from memory_rank import settling
 from rank_cases import ROWS, Case, Tokens, batches_of, optimizer_of
 
 import trimtab
-from trimtab.calibrate import trials
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import TrimtabError
 from trimtab.core.parallelism import Parallelism
@@ -33,7 +32,7 @@ from trimtab.distributed import rehearsal, rehearsed_run, stage_choice
 from trimtab.distributed.rank_memory import trace_rank
 
 DEVICE = sys.argv[4] if sys.argv[4:] else "cpu"
-trials.BLOCK_S = brief.BLOCK_S  # the limit decides here, and not what is faster
+brief.shorten()  # the limit decides here, and not what is faster
 if DEVICE == "cpu":  # where what is sent waits far longer than it takes (`settling`)
     rehearsed_run._BLOCK_S, rehearsal._PAIRS = 0.02, 6
 # So that what a rank may shard is most of what it holds; on a device, beside what its libraries take.

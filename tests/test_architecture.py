@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -491,6 +492,12 @@ def test_importing_loads_values_alone():
     assert set(ours) == LOADED
     assert packages == ["trimtab"]
     assert num_modules <= MAX_MODULES, "is one of them needed before it is used?"
+
+
+def test_the_table_of_layers_is_of_those_there_are_from_the_highest():
+    text = (SOURCE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, flags=re.MULTILINE)
+    assert tuple(reversed(rows)) == LAYERS
 
 
 PROBE = """

@@ -16,23 +16,24 @@ PROGRAM = Path(__file__).parents[1] / "host_rank.py"
 EXACT, ROUNDED = 1e-10, 1e-6
 
 
-def job(folder: Path, host: str, ranks: int) -> list[dict]:
-    run_program(PROGRAM, folder, host, ranks=ranks)
-    return [torch.load(folder / f"{host}-{rank}.pt") for rank in range(ranks)]
+def job(folder: Path, host: str) -> tuple[dict, list[dict]]:
+    """Return what one process found, and each of two ranks."""
+    run_program(PROGRAM, folder, host)
+    alone, *ranks = (torch.load(folder / f"{host}-{which}.pt") for which in ("alone", 0, 1))
+    return alone, ranks
 
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
     """Loops of one's own on an Accelerator: those of one process, and of each rank."""
-    folder = tmp_path_factory.mktemp("loops")
-    return job(folder, "accelerate", 1)[0], job(folder, "accelerate", 2)
+    return job(tmp_path_factory.mktemp("loops"), "accelerate")
 
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory):
     """Transformers' Trainer: in one process, and on each rank."""
-    folder = tmp_path_factory.mktemp("trainers")
-    return job(folder, "transformers", 1)[0]["whole"], job(folder, "transformers", 2)
+    alone, ranks = job(tmp_path_factory.mktemp("trainers"), "transformers")
+    return alone["whole"], ranks
 
 
 def difference(one, other) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import brief
 import pytest
+from ranks import Ended, run_command, run_torchrun
 from wide_task import WIDE, least_of
 
 from trimtab.core.codec import to_json
@@ -18,7 +17,6 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import read_record
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
-COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
 FAULTY = """
 import os, signal
 from dataclasses import replace
@@ -43,16 +41,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(folder: Path, *arguments: object, environment=None) -> subprocess.CompletedProcess:
-    paths = filter(None, [os.environ.get("PYTHONPATH")])
-    return subprocess.run(
-        [*COMMAND, "train", *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *paths])} | (environment or {}),
-    )
+def train(folder: Path, *arguments: object) -> Ended:
+    return run_command(folder, "train", *arguments)
 
 
 def rows() -> int:
@@ -143,8 +133,7 @@ LOOP = """
 def test_a_loop_of_ones_own_plans_together_and_trains_on_its_rows(folder):
     """Under torchrun itself: rank 0 plans, and both have its plan, weights and rows, of a shuffled DataLoader."""
     (folder / "loop.py").write_text(brief.CODE + textwrap.dedent(LOOP))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "loop.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = run_torchrun(folder, "loop.py")
     assert done.returncode == 0, done.stderr
     one, other = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert one["plan"] == other["plan"]

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import brief
 import pytest
+from ranks import Ended, run_command, run_torchrun
 
 from trimtab import cli
 from trimtab.core.codec import to_json
 from trimtab.core.plan import Plan
 from trimtab.distributed.planning import Made
+from trimtab.experiments.scaling.bench import Bench
 
 TINY_TASK = Path(__file__).parents[1] / "unit" / "experiments" / "tiny_task.py"
-COMMAND = [sys.executable, "-c", "from trimtab.cli import main; main()"]
 WHICH = ["--ranks=2", "--rounds=1"]
 HOW = ["tiny:task", "--quick", "--scaling=weak,strong", "--adapt=batch", "--out=table", "--json"]
 ARGUMENTS = [*HOW, *WHICH]
-
-
-def started(folder: Path, command: list[str]) -> subprocess.CompletedProcess:
-    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
-    given = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=given)
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return started(folder, [*COMMAND, "scale", *arguments])
 
 
 @pytest.fixture
@@ -38,6 +27,7 @@ def here(folder, monkeypatch, capsys):
     """Run the command in this process, as one that starts no ranks may be: torch is imported already."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(Bench, "_windows_of", Bench._windows_of)  # which the task changes in this process too
     for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "6")  # which the command would set for good
 
@@ -58,11 +48,11 @@ def here(folder, monkeypatch, capsys):
 def folder(tmp_path_factory):
     """Return where one table was made, of plans that need not be measured."""
     made = tmp_path_factory.mktemp("scale")
-    shutil.copy(TINY_TASK, made / "tiny.py")
+    (made / "tiny.py").write_text(TINY_TASK.read_text() + brief.SCALE)
     (made / "table").mkdir()
     for rows in (32, 16):
         (made / "table" / f"plan-{rows}.json").write_text(to_json(Made(Plan.fixed(rows))))
-    found = run(made, *ARGUMENTS)
+    found = run_command(made, "scale", *ARGUMENTS)
     assert found.returncode == 0, found.stderr
     (made / "printed.json").write_text(found.stdout)
     return made
@@ -100,10 +90,8 @@ def test_another_table_is_not_made_in_the_same_folder(here):
 
 
 def test_a_launchers_ranks_add_a_job_of_theirs(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-
-    def launched(*arguments: str) -> subprocess.CompletedProcess:
-        return started(folder, [*command, "trimtab.cli", "scale", *arguments])
+    def launched(*arguments: str) -> Ended:
+        return run_torchrun(folder, "-m", "trimtab.cli", "scale", *arguments)
 
     refused = launched(*ARGUMENTS)
     assert refused.returncode != 0

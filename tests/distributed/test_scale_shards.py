@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import brief
 import pytest
+from ranks import Ended, run_torchrun
 from wide_task import WIDE, least_of
 
 from trimtab.core.codec import to_json
@@ -21,6 +23,7 @@ SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
 # An interpreter that ends as usual leaves a file.
 MARKED = (
     WIDE
+    + brief.SCALE
     + """
 import atexit, os
 
@@ -36,11 +39,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> dict[tuple[str, int], dict]:
-    """Return the rows that a command printed, by recipe and ranks."""
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a Python of its own, which ends as it usually does."""
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
     given = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, env=given)
+    command = [sys.executable, "-m", "trimtab.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=given)
+
+
+def printed(done: subprocess.CompletedProcess[str] | Ended) -> dict[tuple[str, int], dict]:
+    """Return the rows that a command printed, by recipe and ranks."""
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     return {(row["recipe"], row["ranks"]): row for row in json.loads(done.stdout)["rows"]}
@@ -52,7 +60,7 @@ def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_th
         to_json(Planned(None, "4 MiB over it"))
     )  # as an earlier round has it
     limit = (least_of(0) + min(least_of(stage) for stage in (1, 2, 3))) // 2
-    of = run(folder, "trimtab.cli", "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B")
+    of = printed(run(folder, "scale", "wide:task", *SHORT, "--ranks=2", "--rounds=1", f"--memory={limit}B"))
     (plan,) = of["plan", 2]["plans"]
     assert plan["zero_stage"] >= 1
     assert plan["told_bytes"] <= limit
@@ -66,8 +74,7 @@ def test_each_number_of_ranks_chooses_its_stage_within_the_limit_or_says_that_th
 
 def test_the_ranks_of_another_launcher_time_a_plan_of_stage_2_and_leave_at_once(folder):
     (folder / "plan.json").write_text(to_json(Plan.fixed(32, 16, num_ranks=2, zero_stage=2)))
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trimtab.cli", "scale")
-    of = run(folder, *launcher, "wide:task", *SHORT, "--plan=plan.json")
+    of = printed(run_torchrun(folder, "-m", "trimtab.cli", "scale", "wide:task", *SHORT, "--plan=plan.json"))
     (plan,) = of["plan", 2]["plans"]
     assert (plan["zero_stage"], plan["micro_batch"], plan["num_micro_batches"]) == (2, 16, 2)
     assert plan["told_bytes"] is None

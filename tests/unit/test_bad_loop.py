@@ -108,23 +108,7 @@ def test_means_and_sums_do_not_mix_in_a_window(loop, sum_first):
 # The run: batches.
 
 
-@dataclasses.dataclass
-class Counting:
-    """Holds what is of all its rows beside its fields."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-    def __post_init__(self):
-        self.number = (self.y != -100).sum()
-
-
 BATCHES = {
-    "a tensor that is no field": (
-        lambda k: Counting(**k.batch),
-        "batch.number",
-        "a tensor that is no field of Counting",
-    ),
     "a custom object": (lambda k: Unknown(), "batch", "Unknown"),
     "one inside": (lambda k: k.batch | {"boxes": Unknown()}, "batch['boxes']", "Unknown"),
     "rows that differ": (lambda k: k.batch | {"y": k.batch["y"][:3]}, "batch", "batch['x']: 6, batch['y']: 3"),
@@ -310,3 +294,45 @@ def test_what_a_batch_caches_of_itself_is_made_anew_of_each_part(loop):
     with loop.start() as run:
         run.train_step(run.window(batch), noting)
     assert seen == [2] * (ROWS // 2)
+
+
+@dataclasses.dataclass
+class Counting:
+    """Holds what is of all its rows beside its fields, under a name that the class has too."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    number = None
+
+    def __post_init__(self):
+        self.number = (self.y != -100).sum()
+
+
+def test_a_tensor_that_is_no_field_is_refused_where_a_part_would_have_the_classs_own(loop):
+    batch = Counting(**loop.batch)
+    with loop.start() as run:
+        window = run.window(batch)
+        with refused(loop, BatchError, "batch.number", "a tensor that is no field of Counting", run):
+            run.train_step(window, lambda model, part: mean_loss(model, {"x": part.x, "y": part.y}))
+
+
+@dataclasses.dataclass
+class Plain:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_what_a_loss_keeps_on_its_batch_is_kept_for_each_part_and_breaks_no_other_pass(loop):
+    batch, sizes = Plain(**loop.batch), []
+
+    def keeping(model, part):
+        if not hasattr(part, "mask"):
+            part.mask = part.y >= 0
+        sizes.append(len(part.mask))
+        return mean_loss(model, {"x": part.x, "y": part.y})
+
+    keeping(loop.model, batch)  # as it is trained on whole
+    with loop.start() as run:
+        for _ in range(2):
+            run.train_step(run.window(batch), keeping)
+    assert sizes == [ROWS, *([2] * (2 * ROWS // 2))]

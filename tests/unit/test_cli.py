@@ -11,21 +11,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import brief
 import pytest
 from saving import forge
 
 from trimtab import cli
-from trimtab.calibrate import trials
 from trimtab.core.codec import from_json, read_json, to_json
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
-from trimtab.core.rank_trace import WAYS
+from trimtab.core.rank_trace import WAYS, RankTrace, Way
 from trimtab.core.record import read_record
 from trimtab.decide.deepspeed_config import config_of
-from trimtab.experiments import gain, progress_bar, rank_page
+from trimtab.distributed.stage_choice import traces_of_ranks
+from trimtab.experiments import gain, plan_ranks, progress_bar, rank_page
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.racing import race
@@ -52,12 +54,30 @@ class Done:
         return found
 
 
+@pytest.fixture(scope="module")
+def traced_once():
+    """Return what traces a job's ranks, the same ones once: that is most of what their plans take."""
+    found: dict[tuple, tuple[RankTrace, ...]] = {}
+
+    def traces(profile: Profile, loop: tuple, ranks: int, progress, ways: Sequence[Way]) -> tuple[RankTrace, ...]:
+        model, optimizer, loss_fn, batch = loop
+        of = (repr(model), repr(optimizer), loss_fn.__code__, *(part.shape for part in batch))
+        on = (profile.device.kind, profile.device.name, *(traced.candidate for traced in profile.traces))
+        key = (of, on, ranks, tuple(ways))
+        if key not in found:
+            found[key] = traces_of_ranks(profile, loop, ranks, progress, ways)
+        return found[key]
+
+    return traces
+
+
 @pytest.fixture
-def trimtab(monkeypatch, capsys, tmp_path):
+def trimtab(monkeypatch, capsys, tmp_path, traced_once):
     """Return what runs the command here, in a folder that holds `tiny.py`, and tells what it printed."""
     shutil.copy(TINY_TASK, tmp_path / "tiny.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+    brief.shorten(monkeypatch.setattr)
+    monkeypatch.setattr(plan_ranks, "traces_of_ranks", traced_once)
     monkeypatch.setattr(race, "_BLOCK_S", 0.02)
     monkeypatch.setattr(gain, "_LAP_S", 0.005)
     monkeypatch.setattr(meters, "rapl", lambda root: NoMeter("none that tests read"))
@@ -953,8 +973,7 @@ def test_what_is_told_too_often_is_not_drawn(monkeypatch):
 
 def test_a_process_prints_its_result_and_nothing_else(tmp_path):
     """torch's profiler too is kept off standard error."""
-    shorter = "from trimtab.calibrate import trials\ntrials.BLOCK_S = 0.003\n"
-    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + shorter)
+    (tmp_path / "tiny.py").write_text(TINY_TASK.read_text() + brief.CODE)
     done = as_process("profile", "tiny:task", "--json", "-o", "profile.json", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert done.json["loop"]["optimizer"] == "AdamW"

@@ -307,13 +307,14 @@ def wait_for(what, limit_s: float = 60.0):
 
 
 def test_what_is_not_here_is_not_tried(evaluation, place, made):
-    needs = ("gpu", "4 gpus", "meter", "command ablate", "first.json")
+    needs = ("gpu", "4 gpus", "meter", "bf16", "command ablate", "first.json")
     found = [made(f"needs-{number}", needs=(need,)) for number, need in enumerate(needs)]
     assert [place.state(each) for each in found] == [("cannot run here", f"needs {need}") for need in needs]
     assert outcomes(evaluation, found, place) == []
     (place.folder / "first.json").write_text("{}")
-    more = replace(place, num_gpus=4, has_meter=True, commands=("ablate",))
-    assert [more.state(each)[0] for each in found] == ["to do"] * 5
+    half = place.environment | {"cpu": "Xeon amx_bf16"}
+    more = replace(place, num_gpus=4, has_meter=True, commands=("ablate",), environment=half)
+    assert [more.state(each)[0] for each in found] == ["to do"] * 6
     assert replace(more, num_gpus=2).state(found[1])[0] == "cannot run here"
 
 
@@ -324,8 +325,19 @@ def test_a_machine_has_a_folder_of_its_own(evaluation, place):
     (place.folder / "machine.json").write_text("{")
     with pytest.raises(FormatError, match="a damaged file"):
         evaluation.claim(place.folder, HERE)
+    with pytest.raises(FormatError, match="a damaged file"):
+        evaluation.own_folder(place.folder, HERE)
     assert evaluation.slug(HERE) == "epyc-avx2-2core"
     assert evaluation.slug({"cpu": "Intel(R) Xeon(R) CPU", "gpu": "NVIDIA H200"}, 1) == "h200-x1"
+
+
+def test_gpus_of_one_kind_in_another_host_have_a_folder_beside_the_first(evaluation, tmp_path):
+    hosts = [HERE | {"gpu": "NVIDIA H200", "cpu": name} for name in ("EPYC avx2", "Xeon amx_bf16", "EPYC avx512f")]
+    folders = [tmp_path / name for name in ("h200-x1", "h200-x1-2", "h200-x1-3")]
+    for host, folder in zip(hosts, folders, strict=True):
+        assert evaluation.own_folder(folders[0], host) == folder
+        evaluation.claim(folder, host)
+    assert [evaluation.own_folder(folders[0], host) for host in hosts] == folders  # each goes on where it was
 
 
 def ran_as(evaluation, monkeypatch, capsys, *arguments):
@@ -396,6 +408,7 @@ BY_HAND = {
     "cpu": {
         *("cifar-ablate-paper", "cifar-ablate-windows", "cifar-ablate-freed"),
         *("wikitext-ablate-paper", "wikitext-ablate-freed", "text-ablate-regularised"),
+        *("cifar-ablate-half", "wikitext-ablate-half"),
     },
     "gpu": {"resnet-ablate-paper", "gpt2-ablate-paper"},
 }
@@ -404,6 +417,8 @@ NOT_THE_PAPERS = {  # and what they change
     "cifar-ablate-windows": {"batch_policy"},  # what batch statistics allow of the paper's accumulation
     "wikitext-ablate-freed": {"schedule", "learning_rate_scale"},
     "text-ablate-regularised": {"dropout", "weight_decay"},
+    "cifar-ablate-half": {"precision", "memory_layout", "fused_optimizer"},
+    "wikitext-ablate-half": {"precision", "allocator", "fused_optimizer", "loss_chunk"},
 }
 
 
@@ -620,6 +635,17 @@ def test_figures_of_an_arm_that_failed_meet_no_goal(goals, tmp_path):
     assert (status, figure) == ("not shown", "plan_S failed in 1 of 6 races: 2.00x")
 
 
+def test_bytes_of_a_plan_that_failed_meet_no_goal(goals, tmp_path):
+    from measured_runs import arm, comparison
+
+    of, said = comparison("wikitext2_gpt2"), "strong_plan failed in 1 of 6 races: the figure is of what ran"
+    arms = (*of.arms, arm("strong", 1.0, 5), arm("strong_plan", 2.5, 5, "S"))
+    verdict = replace(of.ratios[0].verdict, kind="no verdict", sentence=said)
+    row = replace(of.ratios[0], metric="do_no_harm", arm="strong_plan", against="strong", tier="S", verdict=verdict)
+    run = of_comparison("gpt2-small", replace(of, arms=arms, ratios=(row,)))
+    assert stands(goals, "GPT-2: within 4.5 GB", tmp_path, {"gpt2-small": run}) == ("not shown", said)
+
+
 def test_what_benchmarks_and_plans_say_is_read(goals, tmp_path):
     says = "the noise monitor takes 0.25%"
     row = {"metric": "monitor_overhead_ratio", "task": "t", "mean": 1.001, "low": 0.999, "high": 1.003, "n": 100}
@@ -809,6 +835,21 @@ def test_the_results_page_has_goals_and_figures_of_every_run(measured):
     assert "### cifar-scale: cifar10_resnet50" in lines
     assert "`trimtab scale cifar10_resnet50`; torch 2.13, sources abc, threads 1 a rank." in lines
     assert any(line.startswith("| weak | plan | 2 |") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("bound", "at_least", "at_most", "told"),
+    [
+        (">= 3.10x", 3.1, None, "at least 3.10x the speed"),
+        ("<= 0.80x", None, 0.8, "at most 0.80x the speed"),
+        ("never reached", None, None, "never reached"),
+        ("", None, None, "not known"),
+    ],
+)
+def test_a_bound_on_a_time_is_told_as_one_of_speeds(bound, at_least, at_most, told):
+    import evaluation_figures
+
+    assert evaluation_figures._value({"bound": bound, "at_least": at_least, "at_most": at_most}) == told
 
 
 def test_the_page_beside_the_papers_tables_is_made_of_the_same_runs(measured):

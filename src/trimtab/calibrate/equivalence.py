@@ -130,11 +130,15 @@ def _unequal_split(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
 def _modules_with_batch_state(subject: Subject, precision: str) -> tuple[nn.Module, ...]:
     """Return modules whose own buffers a training forward changes: batch statistics, counters, power iterations.
 
-    The forward is the loop's own, gradients and precision included: its failure is the loop's, and is passed on.
+    The forward is the loop's own, gradients and precision included: its failure is the loop's, and is passed on. A
+    model that was handed over in evaluation mode runs in the other too, as in the proof, whose failure is told there.
     """
     model = subject.model
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     require_own_forward(subject, precision)
+    if not model.training:
+        with _without_dropout(model, _not_dropping(model)), contextlib.suppress(Exception):
+            subject.loss(precision=precision)
     changed = {name for name, buffer in model.named_buffers() if not _same(buffer, before.get(name))}
     owners = {name.rpartition(".")[0] for name in changed}
     by_batch = () if model.training else tuple(filter(normalises_by_batch, model.modules()))  # once it trains
@@ -165,9 +169,8 @@ class _Proof:
 
 
 def _proof(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> _Proof:
-    trains = [module for module in subject.model.modules() if not _drops_out(module)]
     try:
-        with _without_dropout(subject.model, keep=trains):
+        with _without_dropout(subject.model, keep=_not_dropping(subject.model)):
             whole = _gradient(subject, [(subject.batch, subject.rows)])
             again = relative(whole, _gradient(subject, [(subject.batch, subject.rows)]))
             if again is None or again <= TOLERANCE:
@@ -221,6 +224,10 @@ def _gradient(subject: Subject, pieces: Sequence[tuple[Any, int]]) -> list[Tenso
         weights.weigh(loss, count, rows).backward()
     factor = weights.correction
     return [torch.zeros_like(p) if p.grad is None else p.grad * factor for p in parameters]
+
+
+def _not_dropping(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if not _drops_out(module)]
 
 
 def _drops_out(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 from trimtab.calibrate.failures import describe
 from trimtab.calibrate.subject import Subject
 from trimtab.core.energy import WINDOW_S
-from trimtab.core.profile import ALONE, FINAL, Candidate
+from trimtab.core.profile import ALONE, Candidate, is_final
 from trimtab.decide.search import Stage
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.measure.energy import EnergyClock, GivenWatts, Meter
@@ -47,10 +47,10 @@ class Power:
 
     def num_windows(self, stage: Stage, *, hurried: bool = False) -> int:
         """Return how many windows each of a stage's arms gets: in a final that weighs energy a verdict's."""
-        is_final = stage.name.startswith(FINAL)
-        if stage.name == ALONE or not (self.is_asked or (is_final and not hurried)):
+        decides = is_final(stage.name)
+        if stage.name == ALONE or not (self.is_asked or (decides and not hurried)):
             return 0
-        return MIN_PAIRS_FOR_VERDICT if self.is_asked and is_final else 1
+        return MIN_PAIRS_FOR_VERDICT if self.is_asked and decides else 1
 
     def read(self, subject: Subject, arms: Sequence[Metered], start: Snapshot, num_windows: int) -> None:
         """Add each arm's watts, in turns; none of an arm in which the meter was lost once.

@@ -24,7 +24,7 @@ from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.energy import NO_METER
 from trimtab.core.objective import Budget, Objective, Reference
-from trimtab.core.profile import FINAL, Candidate, LoopFacts, Profile, Recomputable
+from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, is_final
 from trimtab.core.progress import silent
 from trimtab.decide.search import is_hurried, next_recomputables, next_stage, next_traces, put_first
 from trimtab.measure import allocator, page_faults
@@ -126,7 +126,7 @@ def _search(
         elif stage is None:
             return profile
         else:
-            is_last = stage.name.startswith(FINAL)
+            is_last = is_final(stage.name)
             patient = not (profile.hurried or (is_last and is_hurried(profile, spent_s, patient=True)))
             run_s = (profile.run_s or 0.0) if is_last else 0.0
             how = {"patient": patient, "guard": guard, "power": power, "run_s": run_s}

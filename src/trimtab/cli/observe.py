@@ -54,9 +54,10 @@ def profile(
     from trimtab.api import Metering
     from trimtab.core.codec import to_json, write_result
     from trimtab.core.objective import Budget, Objective
-    from trimtab.experiments.planning import device_here, make_plans
+    from trimtab.experiments.planning import make_plans
     from trimtab.experiments.text import profile_text
     from trimtab.tasks import load_task
+    from trimtab.tasks.placement import device_here
 
     require_folder(out)
     how = {"adapt": (), "strong": False, "budget": Budget(memory, step_time), "traces": True}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import functools
 import json
 import math
@@ -24,6 +25,9 @@ from trimtab.core.appended import write_over
 from trimtab.core.errors import FormatError
 
 T = TypeVar("T")
+# Errors of a file beside another, or in its place, that say nothing of the other itself: a folder that may not be
+# written, a file that is mounted.
+_NO_OTHER = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -81,7 +85,17 @@ def write_result(path: Path, text: str) -> None:
     elif is_stream(path):
         path.write_text(text, encoding="utf-8")
     else:
-        write_whole(path.resolve(), text)  # behind a link, which stays
+        _written_over(path.resolve(), text)  # behind a link, which stays
+
+
+def _written_over(path: Path, text: str) -> None:
+    """Write a file whole; one that is there and cannot be put another in the place of, as it is."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        if error.errno not in _NO_OTHER or not path.is_file():
+            raise
+        path.write_text(text, encoding="utf-8")
 
 
 def is_stream(path: Path) -> bool:

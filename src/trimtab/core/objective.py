@@ -28,6 +28,9 @@ class Objective:
 
     `(T0, M0, E0)` is the reference's cost on the same machine in the same run, so `C(reference) = 1`.
 
+    Args:
+        time: weight of seconds a row. memory: of peak bytes. energy: of joules a row, which wants a meter or watts.
+
     Raises:
         ValueGivenError: a weight is negative or not finite, or all are zero.
     """

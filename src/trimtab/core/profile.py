@@ -27,6 +27,11 @@ OUT_OF_MEMORY = "out of memory"
 FINAL = "final"
 
 
+def is_final(stage: str) -> bool:
+    """Whether a stage of this name decides."""
+    return stage.startswith(FINAL)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Tier-S settings that are tried together."""
@@ -307,7 +312,7 @@ class Profile:
     @property
     def finals(self) -> tuple[str, ...]:
         """The names of the finals that were run, in order."""
-        return tuple(dict.fromkeys(trial.stage for trial in self.trials if trial.stage.startswith(FINAL)))
+        return tuple(dict.fromkeys(trial.stage for trial in self.trials if is_final(trial.stage)))
 
     @property
     def reference_candidate(self) -> Candidate:

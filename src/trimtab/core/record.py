@@ -63,7 +63,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, with the figures behind it."""
+    """Something that happened, with the figures behind it.
+
+    Args:
+        name: of its kind. step: of the window that follows, counted from 0, or what its name counts.
+    """
 
     name: str
     step: int
@@ -72,7 +76,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Header:
-    """First line: what ran, where, with which plan."""
+    """First line: what ran, where, with which plan.
+
+    Args:
+        name: what a person calls the run. plan: as JSON; None: a loop without one. environment: versions, machine,
+            and threads, as `trimtab.measure.machine` tells them. detail: what else the run's readers know by name.
+    """
 
     name: str
     seed: int | None = None
@@ -84,7 +93,11 @@ class Header:
 
 @dataclass(frozen=True)
 class End:
-    """Last line: why the run ended, and its totals."""
+    """Last line: why the run ended, and its totals.
+
+    Args:
+        reason: "closed", "error", a `StopReason`, or what the loop that wrote it says.
+    """
 
     reason: str
     detail: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from trimtab.core import compiled
 from trimtab.core.objective import PRECISIONS, Budget
 from trimtab.core.plan import Rejected, Scalar
-from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, Trial
+from trimtab.core.profile import ALONE, SLICED, Candidate, Profile, Trial, is_final
 from trimtab.decide import search
 from trimtab.decide.compiling import stage_of, unpaid
 from trimtab.decide.cost_model import Predicted
@@ -179,7 +179,7 @@ class Told:
             return self._untried(name)
         if all(trial.stage == ALONE for trial in others):
             return f"as the loop has it: {self._why_not(others[0], name)}"
-        in_final = [trial for trial in others if trial.stage.startswith(FINAL)]
+        in_final = [trial for trial in others if is_final(trial.stage)]
         if not in_final:
             return "as the loop has it: nothing tried is predicted to be better by enough to be run against it"
         if self.outcome is not None and self.outcome.unread:
@@ -224,7 +224,7 @@ class Told:
         chosen = getattr(self.winner, name)
         trials = [t for t in self.profile.trials if not t.control and getattr(t.candidate, name) != chosen]
         is_fusing = name == "fused_optimizer"
-        apart = [t for t in trials if t.stage.startswith(FINAL) or t.is_whole != is_fusing]
+        apart = [t for t in trials if is_final(t.stage) or t.is_whole != is_fusing]
         apart = [t for t in apart if t.error is not None or self._own(t.stage) is not t or _is_another_way(name, t)]
         yield from sorted(apart, key=lambda t: (len(t.candidate.differences(self.winner)), -stages.index(t.stage)))
 

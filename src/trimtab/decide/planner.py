@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.errors import InfeasibleError, ValueGivenError
 from trimtab.core.objective import Budget, Objective
 from trimtab.core.plan import Choice, FrontPoint, Mark, Measured, Plan
-from trimtab.core.profile import FINAL, Candidate, Profile
+from trimtab.core.profile import Candidate, Profile, is_final
 from trimtab.core.units import format_bytes, format_joules, format_seconds
 from trimtab.decide import explain, finals, space
 from trimtab.decide.advice import advice_of
@@ -232,7 +232,7 @@ def _measured(profile: Profile, candidate: Candidate) -> Measured | None:
     trials = [trial for trial in whole if trial.candidate == candidate and trial.step_s]
     if not trials:
         return None
-    chosen = trials[-1] if trials[-1].stage.startswith(FINAL) else trials[0]
+    chosen = trials[-1] if is_final(trials[-1].stage) else trials[0]
     peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes is not None]
     return Measured(chosen.step_s or 0.0, peaks[-1] if peaks else None, energy_j=chosen.energy_j)
 

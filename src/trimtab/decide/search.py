@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.objective import PRECISIONS, Budget, Objective
-from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile
+from trimtab.core.profile import ALONE, FINAL, SLICED, Candidate, Profile, is_final
 from trimtab.decide import compiling
 from trimtab.decide.cost_model import BUT_MODE, CostModel
 from trimtab.decide.readings import WORTH_SAVING, over_budget, unfit
@@ -161,7 +161,7 @@ def next_recomputables(
     decided about under other limits (`always`), or where the limit is broken by the fastest.
     """
     is_asked = budget.memory_bytes is not None or objective.memory > 0 or always
-    if not is_asked or (stage is not None and not stage.name.startswith(FINAL)):
+    if not is_asked or (stage is not None and not is_final(stage.name)):
         return ()
     known = points(profile, budget)
     found = [p for p in known if not (p.has_failed or p.candidate.compiled or p.candidate.recompute)]

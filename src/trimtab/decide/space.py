@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.objective import Budget, Cost, Objective
-from trimtab.core.profile import FINAL, SLICED, Candidate, Profile
+from trimtab.core.profile import SLICED, Candidate, Profile, is_final
 from trimtab.decide import recomputing
 from trimtab.decide.compiling import paying, tried
 from trimtab.decide.cost_model import CostModel, Predicted
@@ -104,7 +104,7 @@ def fusing_share(profile: Profile) -> float:
 def _refusal(profile: Profile, candidate: Candidate, cost: Predicted, budget: Budget) -> str | None:
     if (died := profile.error_of(candidate)) is not None:
         return died
-    final = [t for t in profile.trials if t.stage.startswith(FINAL) and t.candidate == candidate and not t.control]
+    final = [t for t in profile.trials if is_final(t.stage) and t.candidate == candidate and not t.control]
     if final:
         return unfit(profile, final[-1], budget)
     if budget.memory_bytes is not None and cost.peak_bytes is None:

@@ -77,17 +77,16 @@ def decided(
         plan = choose(found, objective, budget if device is None else found.budget)
         return Decided(plan, found, budget if device is None else found.budget, objective)
 
-    import torch  # without which what was recorded is decided
-
+    # What imports torch, without which what was recorded is decided.
     from trimtab.experiments.planning import make_plans, profile_there
     from trimtab.tasks import load_task
+    from trimtab.tasks.placement import device_here
 
     if device is not None:
         found = profile_there(load_task(task), device, budget=budget, objective=objective, progress=progress)
         return Decided(choose_there(found), found, found.budget, objective)
     loaded = load_task(task)
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = {"budget": budget, "objective": objective, "metering": metering}
-    plans = make_plans(loaded, loaded.load_data(), here, adapt=adapt, strong=False, progress=progress, **limits)
+    how = {"strong": False, "budget": budget, "objective": objective, "metering": metering, "progress": progress}
+    plans = make_plans(loaded, loaded.load_data(), device_here(), adapt=adapt, **how)
     found = plans.profiles["S"]
     return Decided(plans.plans.get("F", plans.plans["S"]), found, budget, found.objective)

@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from trimtab.core.energy import MeterFacts, PowerLimit
 from trimtab.core.errors import DataMissingError
 from trimtab.core.units import format_bytes, format_count
@@ -17,6 +15,7 @@ from trimtab.decide.search import precision_refusal
 from trimtab.measure.machine import device_spec, environment
 from trimtab.measure.meters import find_meter, with_idle
 from trimtab.tasks.datasets import CIFAR10, GPT2_BPE, WIKITEXT2
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.sources import DataSet, at_hand
 
 _EXTRAS = {"rich": "cli", "typer": "cli", "matplotlib": "report", "sklearn": "tasks", "tokenizers": "tasks"}
@@ -65,7 +64,7 @@ def _findings() -> Iterator[Finding]:
     found = environment()
     yield Finding("python", True, found["python"])
     yield Finding("torch", True, found["torch"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     spec = device_spec(device)
     yield Finding("device", True, f"{spec.name}, {format_bytes(spec.memory_bytes)}")
     if device.type == "cpu":

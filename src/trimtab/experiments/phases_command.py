@@ -21,11 +21,12 @@ from trimtab.distributed.process_group import joined, place
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.gain import measure_gain
 from trimtab.experiments.phase_page import PhasePage, merged
-from trimtab.experiments.planning import device_here, given_plan, make_plans
+from trimtab.experiments.planning import given_plan, make_plans
 from trimtab.experiments.progress_bar import ProgressBar
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
 

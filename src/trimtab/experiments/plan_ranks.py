@@ -17,11 +17,12 @@ from trimtab.core.plan import Plan
 from trimtab.core.profile import Profile
 from trimtab.decide.stages import Stages, choose_stage, ways_of
 from trimtab.distributed.stage_choice import traces_of_ranks, with_traces
-from trimtab.experiments.planning import device_here, loop_of, profile_here, profile_there
+from trimtab.experiments.planning import loop_of, profile_here, profile_there
 from trimtab.experiments.ranks import task_of_rank
 from trimtab.experiments.stage_figures import stage_figures
 from trimtab.measure.as_cuda import AsCuda
 from trimtab.measure.machine import device_name
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
 
 

@@ -25,6 +25,7 @@ from trimtab.experiments.planning_energy import PlanningMeter
 from trimtab.recipes.loop import move
 from trimtab.recipes.strong import StrongLoop
 from trimtab.runtime.muon import hidden_matrices
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
 # Planning data is drawn with a seed that no race uses.
@@ -211,11 +212,6 @@ def _for_strong(task: Task, device: torch.device, batch: Any, limits: _Limits) -
         given = f"for the strong recipe (P2) {error.given}"
         way_out = f"{error.way_out} Or leave strong out: --against names the peers that take part.".strip()
         raise InfeasibleError(error.field, given=given, expected=error.expected, way_out=way_out) from error
-
-
-def device_here() -> torch.device:
-    """Return what a task is measured on: this machine's GPU, where it has one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def profile_here(

@@ -20,6 +20,7 @@ from trimtab.distributed.process_group import place
 from trimtab.distributed.rehearsal import Rehearsal
 from trimtab.distributed.stage_choice import ADAPTS, RankLoop, Share, of_replicas, share_of
 from trimtab.experiments.planning import PLANNING_SEED, Plans, loop_of, make_plans, profile_here
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
 
 
@@ -55,7 +56,7 @@ def plan_on_ranks(
     Raises:
         InfeasibleError: no plan meets the budget. RankError: on the other ranks, where rank 0 could not make one.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     weights, ranks = objective or Objective(), place().num_ranks
 
     def plans_of(each: Task) -> Plans:

@@ -29,7 +29,7 @@ from trimtab.measure.energy import EnergyClock
 from trimtab.measure.machine import environment
 from trimtab.measure.timing import synchronize
 from trimtab.runtime.engine import Run
-from trimtab.tasks.placement import placed
+from trimtab.tasks.placement import device_here, placed
 from trimtab.tasks.task import Task
 
 Note = tuple[str, Mapping[str, Any]]
@@ -88,7 +88,7 @@ def train_part(
             is, the run is saved and left, so that the next call goes on from there. It needs checkpoints.
     """
     task, plan = asked.task, asked.plan
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     data, where = placed(task.load_data(), device)
     torch.manual_seed(asked.seed)
     model = task.make_model().to(device).train()
@@ -138,7 +138,7 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:
-    value = task.metric.check(task.metric.evaluate(model, held_out))
+    value = task.metric.figure(task.metric.evaluate(model, held_out))
     run.evaluated(value, task.metric.name)
     return value
 

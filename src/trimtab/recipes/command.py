@@ -11,7 +11,7 @@ import torch
 from trimtab.measure.timing import synchronize
 from trimtab.recipes.loop import MakeLoop
 from trimtab.tasks import load_task
-from trimtab.tasks.placement import ahead, placed
+from trimtab.tasks.placement import ahead, device_here, placed
 
 
 def main(make_loop: MakeLoop) -> None:
@@ -25,7 +25,7 @@ def main(make_loop: MakeLoop) -> None:
     options = parser.parse_args()
     task = load_task(options.task).shortened(batch_rows=options.rows, judged_batches=options.judged)
     data = task.load_data()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     torch.manual_seed(options.seed)
     loop = make_loop(task, device)
     held, where = placed(data, device)

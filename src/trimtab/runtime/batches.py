@@ -61,7 +61,7 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 
 def row_slice(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch. Tensors are views."""
-    return _map(batch, lambda leaf: leaf[rows] if _has_rows(leaf) else leaf)
+    return _map(batch, lambda leaf: leaf[rows] if _has_rows(leaf) else leaf, is_part=True)
 
 
 def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
@@ -76,7 +76,7 @@ def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
         laid_out = torch.empty_strided(found.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return laid_out.copy_(found)
 
-    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf)
+    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf, is_part=True)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -140,7 +140,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif _is_dataclass(value):
-        _require_in_fields(value, path)
         for name in _set_fields(value):
             yield from _leaves(getattr(value, name), f"{path}.{name}")
     else:
@@ -152,17 +151,18 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map(value: Any, function: Callable[[Any], Any], *, is_part: bool = False) -> Any:
+    each = functools.partial(_map, function=function, is_part=is_part)
     if isinstance(value, _LEAVES) or _is_row_list(value):
         return function(value)
     if isinstance(value, Mapping):
-        items = {key: _map(item, function) for key, item in value.items()}
+        items = {key: each(item) for key, item in value.items()}
         return items if type(value) is dict else _rebuild_mapping(value, items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, function) for item in value))
+        return type(value)(*map(each, value))
     if _is_dataclass(value):
-        return _rebuild_dataclass(value, function)
-    return type(value)(_map(item, function) for item in value)
+        return _rebuild_dataclass(value, each, is_part=is_part)
+    return type(value)(map(each, value))
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -174,31 +174,43 @@ def _set_fields(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
-def _require_in_fields(value: Any, path: str) -> None:
-    """Raise `BatchError` for tensors that are none of its fields: each part of a batch would hold them whole."""
-    fields = set(_set_fields(value))
-    apart = [name for name in getattr(value, "__dict__", {}) if name not in fields and not _is_cached(value, name)]
-    if others := [name for name in apart if isinstance(getattr(value, name, None), Tensor)]:
-        raise BatchError(
-            f"{path}.{others[0]}",
-            given=f"a tensor that is no field of {type(value).__name__}",
-            expected="tensors in fields, which are split by rows and moved to the device",
-            way_out="Declare it as a field, or compute it in the loss.",
-        )
+def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bool) -> Any:
+    """Return a copy with other fields: not by its constructor, which may not take them all, or may do more.
+
+    Args:
+        is_part: of its rows: it lacks tensors that are no fields and caches, which are of the whole; a loss that
+            keeps a mask on its batch makes its own, and one that needs the whole's fails in the proof of splitting.
+
+    Raises:
+        BatchError: it is a part, in which such a tensor's name would stand for the class's own.
+    """
+    made, fields = copy.copy(original), _set_fields(original)
+    for name, value in list(getattr(made, "__dict__", {}).items()):
+        if _is_cached(made, name):
+            del made.__dict__[name]
+        elif name not in fields and isinstance(value, Tensor):
+            if not is_part:
+                made.__dict__[name] = each(value)
+            elif hasattr(type(made), name):
+                raise _no_field(original, name)
+            else:
+                del made.__dict__[name]
+    for name in fields:  # a frozen one's too
+        object.__setattr__(made, name, each(getattr(original, name)))
+    return made
 
 
 def _is_cached(value: Any, name: str) -> bool:
     return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
-def _rebuild_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a copy with other fields: not by its constructor, which may not take them all, or may do more."""
-    made = copy.copy(original)
-    for name in [name for name in getattr(made, "__dict__", {}) if _is_cached(made, name)]:
-        del made.__dict__[name]  # of the whole: a part computes its own
-    for name in _set_fields(original):  # a frozen one's too
-        object.__setattr__(made, name, _map(getattr(original, name), function))
-    return made
+def _no_field(value: Any, name: str) -> BatchError:
+    return BatchError(
+        f"batch.{name}",
+        given=f"a tensor that is no field of {type(value).__name__}",
+        expected="tensors in fields, which are split by rows",
+        way_out="Declare it as a field, or compute it in the loss.",
+    )
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

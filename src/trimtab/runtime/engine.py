@@ -134,7 +134,11 @@ class Run(Passes, Resumable):
         self._peers.tell(share)
 
     def unscale(self) -> None:
-        """Bring the window's gradients to their true size, for a look or a change before `step`; once a window."""
+        """Bring the window's gradients to their true size, for a look or a change before `step`; once a window.
+
+        Raises:
+            LoopError: outside of a window, before its last micro-batch, or for the second time.
+        """
         self._require_open()
         self._order.require_complete("run.unscale")
         if self._order.unscaled:

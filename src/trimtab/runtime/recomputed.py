@@ -105,9 +105,9 @@ class _All:
 _moving: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
 
 
-def _moved_by(module: nn.Module) -> set[str] | None:
-    """Return the names of those that the module moves in the mode it is in; None of one that was not seen in it."""
-    return _moving.get(module, {}).get(module.training)
+def _moved_by(module: nn.Module, mode: bool) -> set[str] | None:
+    """Return the names of those that a module moves in a mode; None of one that was not seen in it."""
+    return _moving.get(module, {}).get(mode)
 
 
 class _Buffers:
@@ -124,16 +124,18 @@ class _Buffers:
         The first time by their values, for which the device is waited for: batch statistics move without a new version.
         """
         seen = [(m, name, b, b._version) for m in self._modules for name, b in m._buffers.items() if b is not None]
-        new = {module for module in self._modules if _moved_by(module) is None}
-        copies = {(m, name): b.clone() for m, name, b, _ in seen if m in new or name in (_moved_by(m) or ())}
+        modes = {module: module.training for module in self._modules}  # which a forward may change
+        moves = {module: _moved_by(module, mode) for module, mode in modes.items()}
+        copies = {(m, name): b.clone() for m, name, b, _ in seen if moves[m] is None or name in moves[m]}
         yield
-        for module in new:
-            _moving.setdefault(module, {})[module.training] = set()
+        for module, names in moves.items():
+            if names is None:
+                _moving.setdefault(module, {})[modes[module]] = set()
         for module, name, buffer, version in seen:
-            now, copy = module._buffers.get(name), copies.get((module, name))
-            moved = now is not buffer or buffer._version != version or name in (_moved_by(module) or ())
-            if moved or (module in new and copy is not None and not _is_same(copy, buffer)):
-                _moving[module][module.training].add(name)
+            now, copy, names = module._buffers.get(name), copies.get((module, name)), moves[module]
+            moved = now is not buffer or buffer._version != version or name in (names or ())
+            if moved or (names is None and copy is not None and not _is_same(copy, buffer)):
+                _moving[module][modes[module]].add(name)
                 self._before[module, name] = buffer if copy is None else copy
 
     @contextlib.contextmanager

@@ -19,6 +19,11 @@ RESIDENT, HOST = "device", "host"
 _NAMES = {"cuda": "GPU", "cpu": "processor"}
 
 
+def device_here() -> torch.device:
+    """Return what a task is measured on: this machine's GPU, where it has one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def placement(num_bytes: int, kind: str, free_bytes: int | None, *, augments: bool = False) -> Choice:
     """Return where so many bytes of training data are to lie, and why.
 

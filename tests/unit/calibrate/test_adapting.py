@@ -13,7 +13,7 @@ from rank_cases import Tokens
 from torch import nn
 
 import trimtab
-from trimtab.calibrate import adapting, trials
+from trimtab.calibrate import adapting
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import short_race
 from trimtab.calibrate.subject import Subject
@@ -172,11 +172,11 @@ def test_each_rate_rises_for_as_many_steps_as_its_own_range_test(monkeypatch, wo
     assert found.warmup_fraction == (rival if won else stands).warmup_fraction
 
 
+@pytest.mark.usefixtures("brief_trials")
 @pytest.mark.parametrize(("steps", "rise"), [(None, None), (100, 0.09)])
 def test_a_plan_is_told_how_long_the_run_is(monkeypatch, steps, rise):
     its = subject()
     planned(its, monkeypatch, Verdict(False, "so"), {"learning_rate"})  # for its range test
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     given = {"adapt": "learning_rate", "data": batches(), "num_blocks": 3, "total_steps": steps}
     found = trimtab.plan(its.model, its.optimizer, its.loss_fn, its.batch, **given)
     assert found.schedule.value == "warmup_cosine"
@@ -237,8 +237,8 @@ def test_a_range_test_tells_the_norms_of_its_gradients_and_clips_none():
     assert [point.loss for point in plain] != [point.loss for point in clipped]
 
 
-def test_a_plan_says_what_its_own_race_found(monkeypatch):
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
+@pytest.mark.usefixtures("brief_trials")
+def test_a_plan_says_what_its_own_race_found():
     its = subject()
     before = fingerprint(its.model, its.optimizer)
     given = {"adapt": "optimizer", "data": batches(), "num_blocks": 3}
@@ -377,8 +377,8 @@ def test_evaluating_changes_no_training():
     assert not its.model.blocks.training
 
 
+@pytest.mark.usefixtures("brief_trials")
 def test_dropout_that_nothing_needs_is_dropped(monkeypatch):
-    monkeypatch.setattr(trials, "BLOCK_S", 0.003)
     # Steps of a millisecond on a busy machine decide by its noise; here each takes one tick.
     ticking = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("trimtab.calibrate.short_race.time", ticking)

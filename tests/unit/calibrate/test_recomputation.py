@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.calibrate import profiler
+from trimtab.calibrate import profiler, recompute_seconds
 from trimtab.calibrate.recomputation import measure_recomputable
 from trimtab.calibrate.subject import Subject
 from trimtab.core.codec import from_json, to_json
@@ -27,6 +27,7 @@ from trimtab.measure.memory import peak_bytes
 from trimtab.measure.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("brief_trials")
+MEASURING_S = recompute_seconds._MEASURING_S  # where trials are not brief
 
 
 class Recurrent(nn.Module):
@@ -64,9 +65,9 @@ class Block(nn.Module):
         return x + self.two(self.act(self.one(self.norm(x))).square())
 
 
-def subject_of(rows=512, **block):
+def subject_of(rows=512, blocks=L, **block):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(**block) for _ in range(L)), nn.Linear(32, 3)).train()
+    model = nn.Sequential(*(Block(**block) for _ in range(blocks)), nn.Linear(32, 3)).train()
     batch = torch.randn(rows, 32), torch.randint(0, 3, (rows,))
 
     def loss_fn(model, batch):
@@ -106,9 +107,12 @@ def test_peaks_are_those_that_are_counted(micro_batch):
 
 
 @pytest.mark.parametrize(("micro_batch", "splits"), [(512, True), (256, True), (512, False)])
-def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(micro_batch, splits):
+def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(monkeypatch, micro_batch, splits):
     """Each block waits as long in every forward: where sizes are tried, less so it is not taken to wait less."""
-    subject = subject_of(wait_s=0.02)
+    blocks = 3
+    # Of two turns, as brief trials have, a median is a mean: here as many as L blocks get.
+    monkeypatch.setattr(recompute_seconds, "_MEASURING_S", MEASURING_S * blocks / L)
+    subject = subject_of(blocks=blocks, wait_s=0.02)
     found = measure_recomputable(subject, Candidate("fp32", "keep", False, micro_batch), splits=splits)
     for rows in (512, 256, 64):
         chain, waited_s = found.whole.at(rows), 0.02 if splits else 0.02 * rows / 512
@@ -116,7 +120,7 @@ def test_seconds_are_those_of_a_micro_batch_whatever_its_rows(micro_batch, split
             assert 0.9 * waited_s <= stage.forward_s < 2 * waited_s + 0.01
             assert stage.part.recompute_s >= 0.9 * waited_s
         assert chain.stages[-1].forward_s == 0.0
-    assert found.step_s >= L * 0.02 * (512 // micro_batch)
+    assert found.step_s >= blocks * 0.02 * (512 // micro_batch)
 
 
 def test_keeping_the_dear_part_alone_holds_less_where_it_can_be():

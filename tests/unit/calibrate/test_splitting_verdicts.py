@@ -367,7 +367,21 @@ class Subtracting(nn.Module):
         return x - x.mean(0) if self.training else x
 
 
-@pytest.mark.parametrize("module", [nn.BatchNorm1d(8), Subtracting()], ids=["batch norm", "a mean of its own"])
+class Counting(nn.Module):
+    """Keeps how often it ran in training, and asks it there alone: two passes are of other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += self.training
+        return x * (1 + self.passes) if self.training else x
+
+
+@pytest.mark.parametrize(
+    "module", [nn.BatchNorm1d(8), Subtracting(), Counting()], ids=["batch norm", "a mean of its own", "a count"]
+)
 def test_a_model_that_is_handed_over_in_evaluation_mode_is_proved_as_it_trains(module):
     model = mlp(module).eval()
     assert not check_splitting(subject(model)).splittable

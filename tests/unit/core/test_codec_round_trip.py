@@ -429,6 +429,21 @@ def test_mappings_come_back_as_mappings():
     assert isinstance(back.environment, Mapping)
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EBUSY])
+def test_a_file_in_whose_place_no_other_can_be_put_is_written_as_it_is(tmp_path, monkeypatch, number):
+    """As one that is mounted, or lies in a folder that may not be written."""
+
+    def refused(path, data, **how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("trimtab.core.codec.write_over", refused)
+    (tmp_path / "plan.json").write_text("first")
+    write_result(tmp_path / "plan.json", "second")
+    assert (tmp_path / "plan.json").read_text() == "second"
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_result(tmp_path / "new.json", "anything")
+
+
 def test_a_result_is_written_whole_behind_its_link_or_to_what_is_no_file(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "plan.json")
     write_result(tmp_path / "link", "first")

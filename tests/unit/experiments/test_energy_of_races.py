@@ -14,13 +14,14 @@ from tiny_task import BATCH_ROWS, load_data, task
 
 from trimtab.core.codec import to_jsonable
 from trimtab.core.energy import Energy, MeterFacts, PowerLimit, Provenance, absent
-from trimtab.core.record import Evaluation, Event, RunRecord, read_record, write_record
+from trimtab.core.record import End, Evaluation, Event, RunRecord, read_record, write_record
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.distributed.alone import ALONE
 from trimtab.distributed.energy import RankMeter
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.energy_rows import (
     METER,
+    energy_control,
     energy_row,
     energy_verdict,
     joules_to,
@@ -75,20 +76,25 @@ def races(power_w: float, step_s: float = 1.0, pairs: int = 5, meter: MeterFacts
     }
 
 
+def joules_row(found):
+    """Return the row of the plan's joules, as a summary asks for it."""
+    return energy_row(found, "plan_S", "reference", "S", meter_of(found), energy_control(found))
+
+
 @pytest.mark.parametrize(
     ("power_w", "step_s", "kind", "ratio"),
     [(100.0, 0.5, "gain", 0.5), (300.0, 0.5, "harm", 1.5), (200.0, 0.5, "no gain", 1.0), (60.0, 1.0, "gain", 0.6)],
 )
 def test_joules_per_row_are_held_against_the_other_arms(power_w, step_s, kind, ratio):
-    row = energy_row(races(power_w, step_s), "plan_S", "reference", "S")
+    row = joules_row(races(power_w, step_s))
     assert (row.metric, row.verdict.kind) == ("energy", kind)
     assert row.ratio.mean == pytest.approx(ratio, rel=0.01)
 
 
 def test_too_few_pairs_and_estimates_allow_no_verdict():
-    assert energy_row(races(50.0, pairs=4), "plan_S", "reference", "S").verdict.kind == "no verdict"
+    assert joules_row(races(50.0, pairs=4)).verdict.kind == "no verdict"
     estimated = MeterFacts(Provenance.ESTIMATED, ("100 W, as given",))
-    row = energy_row(races(50.0, meter=estimated), "plan_S", "reference", "S")
+    row = joules_row(races(50.0, meter=estimated))
     assert (row.verdict.kind, "estimated" in row.verdict.sentence) == ("no verdict", True)
     ratio = stats.as_ratio(ratio_interval([0.5] * 5), [0.5] * 5)
     assert energy_verdict(ratio, None, "a", "b").kind == "no verdict"
@@ -126,14 +132,14 @@ def test_the_verdict_of_speed_is_that_of_seconds():
     found = races(300.0, 0.5)  # twice as fast, and half as much again in joules
     speed = throughput_row(found, "plan_S", "reference", "S", ratio_interval([1.0, 1.001, 0.999, 1.0, 1.0]))
     assert (speed.verdict.kind, speed.ratio.mean) == ("gain", pytest.approx(2.0))
-    assert energy_row(found, "plan_S", "reference", "S").verdict.kind == "harm"
+    assert joules_row(found).verdict.kind == "harm"
 
 
 def test_meters_are_not_mixed():
     found = races(50.0)
     found[3] = races(50.0, meter=MeterFacts(Provenance.ESTIMATED, ("100 W, as given",)))[3]
     assert "different meters" in meter_of(found).describe()
-    assert energy_row(found, "plan_S", "reference", "S") is None
+    assert joules_row(found) is None
     ladder = {"target": 0.5, "metric": "accuracy", "higher_is_better": True, "charge": None}
     seen = tuple(Evaluation(10 * i, float(i), {"accuracy": 0.2 * i}) for i in (1, 2, 3, 4))
     for pairs, told in ((races(50.0), 5), (found, 0)):
@@ -144,9 +150,25 @@ def test_meters_are_not_mixed():
         assert (len(row.arm_j), row.energy is None) == (told, not told)
 
 
+def test_of_several_processes_the_median_idle_watts_are_told_limits_of_all_and_what_any_left_out():
+    limit = PowerLimit("package-0", 125.0)
+    first = replace(MEASURED, limits=(limit,))
+    found = races(50.0, meter=first)
+    assert meter_of(found) == first
+    found[3] = races(50.0, meter=replace(MEASURED, idle_w=30.0, uncounted=("gpu 0",)))[3]
+    assert meter_of(found) == replace(MEASURED, uncounted=("gpu 0",))  # 20 W of most
+
+
+def test_joules_of_an_arm_that_failed_allow_no_verdict():
+    found = races(50.0, pairs=6)
+    found[3]["plan_S"] = replace(found[3]["plan_S"], end=End("error", {"error": "no memory"}))
+    row = joules_row(found)
+    assert (row.ratio.n, row.verdict.kind, row.failed) == (5, "no verdict", "plan_S failed in 1 of 6 races")
+
+
 def test_without_joules_there_is_no_row_and_no_number():
     found = {0: {"reference": record(), "plan_S": record()}}
-    assert energy_row(found, "plan_S", "reference", "S") is None
+    assert joules_row(found) is None
     assert meter_of(found).is_absent
     assert watts(record()) is None
     assert joules_to(record(), 2.0) is None

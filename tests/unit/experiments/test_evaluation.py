@@ -21,7 +21,7 @@ from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Header, RunRecord, StepRecord, write_record
 from trimtab.decide.statistics import Interval
 from trimtab.experiments.ablation.result import AblatedArm, ChangeTime, Effect
-from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict
+from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, ThirdRow, Verdict, failure_of, limits_of
 from trimtab.experiments.comparison.target_rows import target_row
 from trimtab.experiments.comparison.verdicts import non_inferiority
 from trimtab.experiments.evaluation import paper_arithmetic, paper_claims
@@ -259,6 +259,7 @@ def test_a_recipe_that_ends_elsewhere_is_compared_in_all_pairs_and_it_says_where
     assert end.said == "after 100 to 101% of the reference's rows"
     assert end.has_verdict
     assert run.labels["paper"].endswith(", computed in fp32")
+    assert run.precisions == {"paper": "fp32"}
 
 
 def test_a_recipe_that_was_stopped_early_has_no_verdict_on_its_end():
@@ -286,7 +287,7 @@ def test_why_the_papers_own_recipe_has_no_figure_is_said():
     assert paper_claims.unmeasured(early, [run]) == "P1 saved nothing that could be shared out"
     (backward,) = [claim for claim in CLAIMS if claim.part == ("backward",)]
     text = of_comparison("gpu", replace(comparison(), task="wikitext2_gpt2"))
-    assert paper_claims.unmeasured(backward, [text]).startswith("P1's steps are not clocked by phase")
+    assert paper_claims.unmeasured(backward, [text]).startswith("P1's steps are clocked by phase once, not")
     assert said["gain_share", "WikiText-2, GPT-2 Small"] == "no run of it was given"
     assert said["component_time", "CIFAR-10, ResNet-50"].startswith("P1 is raced whole")
     assert said["scaling_efficiency", "CIFAR-10, ResNet-50"].startswith("P1 is run on one device")
@@ -362,10 +363,8 @@ def test_a_bound_on_a_harder_rung_comes_before_a_figure_on_an_easier_one():
     """What is nearest where no rung of the target is there: of rungs from easy to hard."""
     easy, hard, never = (
         Finding("time_to_target", "a", figure=around(0.5), target=0.3),
-        *(
-            Finding("time_to_target", "a", said=said, target=target)
-            for target, said in ((0.6, ">= 31.00x"), (0.7, "never reached by either"))
-        ),
+        Finding("time_to_target", "a", said=">= 31.00x", target=0.6, at_least=31.0),
+        Finding("time_to_target", "a", said="never reached by either", target=0.7),
     )
     assert nearest([easy, hard, never], None) is nearest([easy, hard, never], 0.85) is hard
     assert nearest([easy, hard, never], 0.7) is never
@@ -373,9 +372,9 @@ def test_a_bound_on_a_harder_rung_comes_before_a_figure_on_an_easier_one():
     assert nearest([never], None) is never
 
 
-def rung(target, reached, said="", figure=None):
+def rung(target, reached, said="", figure=None, **limits):
     """Return a finding of seconds to a target, of five pairs."""
-    how = {"figure": figure, "said": said, "values": (1.0,) * 5, "reached": reached}
+    how = {"figure": figure, "said": said, "values": (1.0,) * 5, "reached": reached} | limits
     return Finding("time_to_target", "plan_F", "reference", "F", target=target, **how)
 
 
@@ -395,13 +394,76 @@ def test_a_gain_on_an_easier_rung_does_not_speak_for_an_arm_that_was_left_behind
 
 
 @pytest.mark.parametrize(
-    ("said", "status"), [(">= 3.00x", PASS), (">= 2.99x", NO_VERDICT), ("<= 2.99x", FAIL), ("<= 3.01x", NO_VERDICT)]
+    ("limit", "speed", "status"),
+    [
+        ("at_least", 3.0, PASS),
+        ("at_least", 2.99, NO_VERDICT),
+        ("at_least", 0.0, NO_VERDICT),
+        ("at_most", 2.99, FAIL),
+        ("at_most", 3.01, NO_VERDICT),
+    ],
 )
-def test_a_bound_is_held_against_the_bar(said, status):
-    assert met("at most", 1 / 3, rung(0.5, (0, 5), said)) == status
-    noise = replace(rung(0.5, (0, 5), said), has_verdict=False)  # no control, say: that is no pass, and may be a miss
+def test_a_bound_is_held_against_the_bar(limit, speed, status):
+    bounded = rung(0.5, (0, 5), **{limit: speed})
+    assert met("at most", 1 / 3, bounded) == status
+    noise = replace(bounded, has_verdict=False)  # no control, say: that is no pass, and may be a miss
     assert met("at most", 1 / 3, noise) == (FAIL if status == FAIL else NO_VERDICT)
-    assert met("at most", 1 / 3, replace(rung(0.5, (0, 5), said), values=(1.0,) * 4)) == NO_VERDICT
+    assert met("at most", 1 / 3, replace(bounded, values=(1.0,) * 4)) == NO_VERDICT
+
+
+def times_of(found):
+    """Return what a comparison shows of times."""
+    return [each for each in of_comparison("x", found).findings if each.measure == "time_to_target"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "limits", "told"),
+    [
+        (">= 3.10x", {"at_least": 3.1}, "at least 3.10x the speed"),
+        (">= 0.00x", {"at_least": 0.0}, "at least 0.00x the speed"),
+        ("<= 0.80x", {"at_most": 0.8}, "at most 0.80x the speed"),
+        ("reached in some pairs only", {}, "reached in some pairs only"),
+    ],
+)
+def test_a_row_that_was_written_without_fields_for_its_bound_shows_the_same(bound, limits, told):
+    made = comparison()
+    old = replace(made.target_rows[0], ratio=None, bound=bound)
+    assert limits_of(old) == (limits.get("at_least"), limits.get("at_most"))
+    (found,) = times_of(replace(made, target_rows=(old,)))
+    assert [found] == times_of(replace(made, target_rows=(replace(old, **limits),)))
+    assert (found.said, found.told, found.is_bounded) == (bound, told, bool(limits))
+
+
+def test_a_row_that_was_written_without_a_field_for_what_failed_shows_the_same():
+    made, failed = comparison(), "paper failed in 1 of 5 races and reference failed in 2 of 5 races"
+    verdict = Verdict(NO_VERDICT, f"{failed}: the figure is of what ran")
+    for rows in ("ratios", "target_rows"):
+        old = replace(getattr(made, rows)[0], verdict=verdict)
+        assert failure_of(old) == failed
+        assert failure_of(getattr(made, rows)[0]) == ""
+        before, now = (
+            of_comparison("x", replace(made, **{rows: (row,)})).findings for row in (old, replace(old, failed=failed))
+        )
+        assert before == now
+        assert [each.said for each in before if each.failed == failed] == [verdict.sentence]
+
+
+def test_a_bound_of_an_arm_that_failed_is_held_against_no_bar():
+    """A miss needs no verdict of its run: that bound would be one."""
+    made, failed = comparison(), "paper failed in 1 of 5 races"
+    bounded = {"ratio": None, "bound": "<= 0.50x", "at_most": 0.5}
+    row = replace(made.target_rows[0], **bounded, verdict=Verdict(NO_VERDICT, "<= 0.50x: it had crossed"))
+    (found,) = times_of(replace(made, target_rows=(row,)))
+    assert (found.failed, found.is_bounded, met("at most", 0.9, found)) == ("", True, FAIL)
+    said = Verdict(NO_VERDICT, f"{failed}: {row.verdict.sentence}")
+    for broken in (replace(row, verdict=said), replace(row, verdict=said, failed=failed)):
+        (found,) = times_of(replace(made, target_rows=(broken,)))
+        assert (found.failed, found.told, found.is_bounded) == (failed, said.sentence, False)
+        assert met("at most", 0.9, found) == NO_VERDICT
+    arms = tuple(replace(each, error="no memory") if each.name == "paper" else each for each in made.arms)
+    (found,) = times_of(replace(made, target_rows=(row,), arms=arms))
+    assert (found.failed, found.told, found.is_bounded) == ("it failed: no memory", "it failed: no memory", False)
+    assert met("at most", 0.9, found) == NO_VERDICT
 
 
 def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
@@ -411,7 +473,8 @@ def test_a_recipe_that_failed_in_some_race_shows_nothing_and_says_so():
     told = {each.measure: each for each in found if each.measure in ("time_to_target", "final_metric", "mfu")}
     assert set(told) == {"time_to_target", "final_metric", "mfu"}
     for each in told.values():
-        assert (each.said, met("at least", 0.0, each)) == ("it failed: no memory", NO_VERDICT)
+        assert (each.said, each.failed) == ("it failed: no memory",) * 2
+        assert met("at least", 0.0, each) == NO_VERDICT
 
 
 def test_what_is_held_by_an_arm_that_failed_shows_nothing():
@@ -421,6 +484,7 @@ def test_what_is_held_by_an_arm_that_failed_shows_nothing():
     run = of_comparison("x", replace(made, arms=arms, ratios=(row,)))
     (peak,) = [each for each in run.findings if each.measure == "peak_memory"]
     assert (peak.said, met("at most", 2.0, peak)) == (said, NO_VERDICT)
+    assert peak.failed == "strong_plan failed in 1 of 6 races"
 
 
 def test_a_share_of_another_peak_moves_with_that_peak(tmp_path):
@@ -476,12 +540,14 @@ def test_from_races_to_what_is_held_against_the_bar():
     short = [(60.0, 0.1), (120.0, 0.3)]
     capped = on_half(short, arrives, ends=("cap",) * 5)
     assert (capped.said, capped.reached) == ("<= 1.46x", (0, 5))  # 175 s against 120 s
+    assert (capped.at_least, capped.at_most) == (None, 1.46)
     assert met("at most", 1 / 3, capped) == FAIL
     assert met("at most", 0.9, capped) == NO_VERDICT
     ended = on_half(short, arrives)
     assert (ended.said, met("at most", 1 / 3, ended)) == ("never reached", NO_VERDICT)
     broken = on_half(short, arrives, ends=("cap",) * 4 + ("error",))
     assert broken.said.startswith("plan_F failed in 1 of 5 races")
+    assert broken.failed == "plan_F failed in 1 of 5 races"
     assert met("at most", 1 / 3, broken) == NO_VERDICT
     neither = on_half(short, short, ends=("cap",) * 5)
     assert (neither.said, met("at most", 1 / 3, neither)) == ("never reached by either", NO_VERDICT)
@@ -1019,7 +1085,9 @@ def test_joules_of_a_batch_are_told_as_those_of_a_row_and_against_whom(tmp_path)
     assert page.count("| not measured | -20.00% |") == 2
 
 
-@pytest.mark.parametrize(("bound", "said"), [("<= 6.32x", "at most 6.32x the speed"), (">= 1.9x", "at least 1.9x the")])
+@pytest.mark.parametrize(
+    ("bound", "said"), [("<= 6.32x", "at most 6.32x the speed"), (">= 1.90x", "at least 1.90x the speed")]
+)
 def test_a_bound_amid_changes_in_time_says_that_it_is_of_speeds(tmp_path, bound, said):
     made = comparison()
     rows = tuple(replace(row, ratio=None, bound=bound) for row in made.target_rows)

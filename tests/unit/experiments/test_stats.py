@@ -16,7 +16,7 @@ from trimtab.core.record import BRIEF, End, Event, RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.ratio_rows import do_no_harm_row, memory_row, quality_row, throughput_row
-from trimtab.experiments.comparison.result import Ratio
+from trimtab.experiments.comparison.result import Ratio, failure_of, limits_of
 from trimtab.experiments.comparison.target_rows import OTHER_EARLY, Charge, target_row
 from trimtab.experiments.comparison.verdicts import control_verdict, non_inferiority, pairs_for_power, speed_verdict
 
@@ -30,6 +30,18 @@ def races(ours: list[RunRecord], theirs: list[RunRecord]) -> dict[int, dict[str,
 
 def ratio(mean: float, low: float, high: float, n: int = 5) -> Ratio:
     return Ratio(mean, low, high, n, (mean,) * n)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (ratio(1.2, 1.1, 1.3), (1.1, 1.3)),
+        (ratio(1.2, 1.1, 1.3, n=4), None),
+        (Ratio(1.2, None, None, 5, (1.2,) * 5), None),
+    ],
+)
+def test_a_verdict_rests_on_five_pairs_and_an_interval(found, expected):
+    assert stats.bounds(found) == expected
 
 
 # Throughput.
@@ -309,6 +321,7 @@ def test_the_ratio_to_target_is_theirs_over_ours():
     assert row.ratio is not None
     assert row.ratio.pairs == pytest.approx([20 / s for s in (10, 11, 9, 10, 10)])
     assert (row.charged, row.bound, row.reached_arm, row.reached_against, row.n) == (False, "", 5, 5, 5)
+    assert (limits_of(row), failure_of(row)) == ((None, None), "")
     assert row.verdict.kind == "gain"
 
 
@@ -338,7 +351,9 @@ def test_where_only_the_other_arm_was_censored_there_is_a_lower_bound():
     """It never got there in 100 s in two pairs, and in 45 s in the third; no interval."""
     row = target([reaching(10), reaching(20), reaching(10)], [failing(100), failing(100), reaching(45)])
     assert (row.ratio, row.bound) == (None, ">= 4.50x")
+    assert (row.at_least, row.at_most) == (4.5, None)
     assert (row.reached_arm, row.reached_against, row.n) == (3, 1, 3)
+    assert limits_of(replace(row, at_least=None)) == (4.5, None)  # as it was written before it had that
     assert row.against_s == pytest.approx((math.inf, math.inf, 45))
     assert row.verdict.kind == "no verdict"
     charged = target([reaching(10), reaching(20), reaching(10)], [failing(100)] * 3, charge=20.0)
@@ -364,7 +379,8 @@ def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before
     late = climbing([60, 80, 100], [0.1, 0.2, 0.7])
     assert target([reaching(10)] * 5, [late] * 5).bound == ">= 8.00x"
     at_once = climbing([100], [0.7])
-    assert target([reaching(10)] * 5, [at_once] * 5).bound == ">= 0.00x"
+    nothing = target([reaching(10)] * 5, [at_once] * 5)
+    assert (nothing.bound, limits_of(nothing)) == (">= 0.00x", (0.0, None))
 
 
 @pytest.mark.parametrize(
@@ -378,6 +394,7 @@ def test_a_last_evaluation_beyond_the_target_bounds_nothing_since_the_one_before
 def test_an_arm_that_was_censored_has_no_ratio(ours, theirs, bound):
     row = target(ours, theirs)
     assert (row.ratio, row.bound) == (None, bound)
+    assert limits_of(row) == (None, None)
     assert row.verdict.kind == "no verdict"
 
 
@@ -391,6 +408,7 @@ def test_an_arm_that_a_cap_stopped_is_bounded_from_above():
     """It took 120 s at the least, whatever it would have taken in the end: that is no "never"."""
     row = target([capped(120)] * 5, [reaching(300), reaching(330), reaching(300), reaching(290), reaching(310)])
     assert (row.ratio, row.bound, row.reached_arm) == (None, "<= 2.75x", 0)
+    assert (row.at_least, row.at_most) == (None, 2.75)
     assert row.verdict.kind == "no verdict"
     charged = target([capped(120)] * 5, [reaching(300)] * 5, charge=30.0)
     assert charged.bound == "<= 2.00x"
@@ -409,6 +427,7 @@ def test_an_arm_that_a_cap_stopped_later_than_the_other_was_there_is_slower():
     """Its times are at the least what they were when it was stopped, and that shows a loss in five pairs."""
     row = target([capped(s) for s in (40, 41, 39, 40, 40)], [reaching(10)] * 5)
     assert (row.ratio, row.bound, row.verdict.kind) == (None, "<= 0.26x", "harm")
+    assert (row.at_least, row.at_most) == (None, 0.26)
     assert "its cap stopped it before it was there in 5 of 5 pairs" in row.verdict.sentence
     mixed = target([capped(40), capped(41), reaching(40), early(39), reaching(40)], [reaching(10)] * 5, charge=30.0)
     assert mixed.verdict.kind == "harm"
@@ -640,6 +659,7 @@ def test_the_races_an_arm_survived_are_no_verdict_on_its_throughput(who):
     assert row.ratio.pairs == pytest.approx((2.0,) * 5)
     assert row.verdict.kind == "no verdict"
     assert row.verdict.sentence.startswith(f"{who} failed in 1 of 6 races")
+    assert row.failed == failure_of(replace(row, failed="")) == f"{who} failed in 1 of 6 races"
 
 
 @FAILS
@@ -648,6 +668,7 @@ def test_nor_on_the_harm_it_does(who):
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
+    assert row.failed == f"{who} failed in 1 of 6 races"
     assert do_no_harm_row(races([timed(1.0)] * 5, [timed(1.0)] * 5), "ours", "theirs", "S").verdict.kind == "no harm"
 
 
@@ -659,6 +680,14 @@ def test_nor_on_its_quality(who, tier):
     assert row.ratio.n == 5
     assert row.verdict.kind == "no verdict"
     assert f"{who} failed in 1 of 6 races" in row.verdict.sentence
+    assert row.failed == f"{who} failed in 1 of 6 races"
+
+
+@FAILS
+def test_nor_on_the_memory_it_holds(who):
+    row = memory_row(one_broken(timed(1.0), timed(2.0), who), "ours", "theirs", "S", 500, 1000)
+    assert (row.ratio.mean, row.verdict.kind) == (0.5, "no verdict")
+    assert row.failed == f"{who} failed in 1 of 6 races"
 
 
 def test_a_control_that_failed_is_no_verdict_either():
@@ -677,6 +706,7 @@ def test_an_arm_that_failed_never_reached_the_target():
     assert (row.ratio, row.bound) == (None, "reached in some pairs only")
     assert row.verdict.kind == "no verdict"
     assert "ours failed in 1 of 6 races" in row.verdict.sentence
+    assert row.failed == failure_of(replace(row, failed="")) == "ours failed in 1 of 6 races"
 
 
 def test_another_arm_that_failed_is_censored_where_it_did():

@@ -11,11 +11,13 @@ from race_records import climbing
 from tiny_task import load_data, task
 
 from trimtab.core.codec import from_json, to_json
+from trimtab.core.energy import NO_METER
 from trimtab.core.errors import FormatError
 from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
+from trimtab.experiments.comparison import summary, target_rows
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.comparison.notes import WHY_TIMED, notes
 from trimtab.experiments.comparison.result import Comparison, Verdict
@@ -441,6 +443,14 @@ def test_what_the_intervals_do_not_hold_is_told():
     assert not any("one plan" in note for note in comparison(races(1)).notes)
 
 
+def test_the_meter_of_the_races_is_looked_for_once(monkeypatch):
+    looked = []
+    for module in (summary, target_rows):
+        monkeypatch.setattr(module, "meter_of", lambda found: looked.append(found) or NO_METER)
+    assert comparison().meter == NO_METER
+    assert len(looked) == 1
+
+
 def test_peers_and_do_no_harm():
     found = races()
     for race in found.values():
@@ -483,6 +493,7 @@ def test_a_recipe_that_a_cap_stopped_is_bounded():
     (row,) = [r for r in comparison(found).target_rows if (r.arm, r.target) == ("paper", 0.5)]
     assert (row.reached_arm, row.verdict.kind) == (0, "harm")
     assert row.bound.startswith("<= 0.")
+    assert row.bound == f"<= {row.at_most:.2f}x"
 
 
 def test_a_comparison_survives_its_file():
@@ -579,6 +590,7 @@ def test_a_censored_target_has_its_bound_and_no_ratio():
     censored = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_S", target=0.7, charged=False)
     assert (censored["censored"], censored["reached"], censored["reached_against"], censored["n"]) == (True, 5, 0, 5)
     assert censored["bound"].startswith(">= 2.")
+    assert (f">= {censored['at_least']:.2f}x", censored["at_most"]) == (censored["bound"], None)
     assert not {"mean", "low", "high"} & censored.keys()
 
 
@@ -596,6 +608,7 @@ def test_a_left_censored_target_has_its_bound_and_verdict():
         race["plan_F"] = arm(5.0, (0.8, 0.9))
     early = benchmark_row(comparison(found), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
     assert (early["left_censored"], early["bound"], early["verdict"]) == (5, ">= 7.00x", "gain")
+    assert (early["at_least"], early["at_most"]) == (7.0, None)
     assert early["censored"] is True
     other = benchmark_row(comparison(), metric="time_to_target_ratio", arm="plan_F", target=0.7, charged=False)
     assert (other["left_censored"], other["censored"]) == (0, False)
@@ -628,9 +641,9 @@ def test_a_report_of_another_schema_is_refused_by_its_number():
 def test_a_report_written_before_these_fields_is_read():
     data = json.loads(to_json(comparison()))
     for old in data["ratios"]:
-        del old["cpu"]
+        del old["cpu"], old["failed"]
     for old in data["target_rows"]:
-        del old["arm_rows"], old["against_rows"]
+        del old["arm_rows"], old["against_rows"], old["at_least"], old["at_most"], old["failed"]
     assert len(from_json(Comparison, json.dumps(data)).ratios) == len(data["ratios"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trimtab.tasks import load_task
@@ -84,11 +85,19 @@ def test_ignored_labels_count_as_they_do_in_the_library(pair):
     torch.testing.assert_close(loss_sum / count, expected.double(), rtol=1e-6, atol=0)
 
 
-def test_at_the_papers_size_it_has_the_librarys_parameters():
+def flops(model: nn.Module) -> int:
+    with FlopCounterMode(display=False) as counter:
+        found = model(torch.zeros(2, 1024, dtype=torch.long, device="meta"))
+        getattr(found, "logits", found).sum().backward()
+    return counter.get_total_flops()
+
+
+def test_at_the_papers_size_it_has_the_librarys_parameters_and_flop():
     with torch.device("meta"):
         ours = load_task("wikitext2_gpt2").make_model()
         theirs = library_gpt(ours.shape)
     sizes = {name: value.shape for name, value in ours.named_parameters()}
     assert {our_name(n): turned(n, p).shape for n, p in theirs.named_parameters()} == sizes
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters()) == 124_439_808
+    assert flops(ours) == flops(theirs) > 0
     assert theirs.config == GPT2Config(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)  # and these are its defaults

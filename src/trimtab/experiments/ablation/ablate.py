@@ -24,7 +24,7 @@ from trimtab.decide.ablation import REFERENCE, Design, changes_of, plans_of
 from trimtab.experiments.ablation.result import Ablation
 from trimtab.experiments.ablation.summary import Raced, nothing_to_ablate, summarise
 from trimtab.experiments.claim import claim
-from trimtab.experiments.planning import Plans, device_here, make_plans, require_fits
+from trimtab.experiments.planning import Plans, make_plans, require_fits
 from trimtab.experiments.racing.folder import RaceFolder, read_back, reference_s
 from trimtab.experiments.racing.lengths import lengths, seeds_in_time
 from trimtab.experiments.racing.loops import PlanLoop
@@ -32,7 +32,7 @@ from trimtab.experiments.racing.own_step import check_step
 from trimtab.experiments.racing.race import Entry
 from trimtab.recipes.loop import MakeLoop
 from trimtab.recipes.reference import ReferenceLoop
-from trimtab.tasks.placement import placement_of
+from trimtab.tasks.placement import device_here, placement_of
 from trimtab.tasks.task import Task
 
 

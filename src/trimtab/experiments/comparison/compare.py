@@ -44,6 +44,7 @@ from trimtab.experiments.racing.peer_arms import require_peers
 from trimtab.experiments.racing.race import Entry
 from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
 from trimtab.experiments.timeline import step_memory
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
 
@@ -68,7 +69,7 @@ def compare(
     """
     require_peers(task, settings.raced if settings.against is not None else ())
     begun = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     ranks = together.num_ranks
     if ranks > 1:
         refuse_on_ranks(task, ranks, adapts=bool(settings.adapt), peers=settings.peers)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trimtab.core.codec import from_jsonable
 from trimtab.core.energy import NO_METER, WINDOW_S, Energy, MeterFacts, Provenance
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, ratio_interval, resolution
 from trimtab.experiments.comparison import stats
-from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
-from trimtab.experiments.comparison.verdicts import clear_side, figures
+from trimtab.experiments.comparison.ratio_rows import row_unless_failed
+from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.verdicts import clear_side, figures, too_few
 
 # In a header's detail: the facts of the meter.
 METER = "meter"
@@ -25,7 +28,18 @@ def meter_of(races: stats.Races) -> MeterFacts:
     found = [from_jsonable(MeterFacts, header.detail[METER]) for header in headers if header.detail.get(METER)]
     if len({(each.provenance, each.sources) for each in found}) > 1:
         return MeterFacts(Provenance.ABSENT, reason="races were counted by different meters, which are not mixed")
-    return found[0] if found else NO_METER
+    return _as_all_say(found) if found else NO_METER
+
+
+def _as_all_say(found: Sequence[MeterFacts]) -> MeterFacts:
+    """Return one meter as several processes found it: the median of idle watts, limits of all, uncounted by any."""
+    first, idle = found[0], [each.idle_w for each in found if each.idle_w is not None]
+    return replace(
+        first,
+        idle_w=statistics.median(idle) if idle else None,
+        uncounted=tuple(dict.fromkeys(what for each in found for what in each.uncounted)),
+        limits=tuple(limit for limit in first.limits if all(limit in each.limits for each in found)),
+    )
 
 
 def of_planning(spent: Mapping[str, Energy], meter: MeterFacts) -> dict[str, Energy]:
@@ -76,29 +90,32 @@ def energy_control(races: stats.Races) -> Interval | None:
     return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
 
 
-def energy_row(races: stats.Races, arm: str, against: str, tier: str) -> RatioRow | None:
-    """Return joules per row of an arm over another's: below 1 is better. None where nothing counted them."""
-    meter, ratios = meter_of(races), stats.energy_ratios(races, arm, against)
-    if meter.is_absent or not ratios:
+def energy_row(
+    races: stats.Races, arm: str, against: str, tier: str, meter: MeterFacts, control: Interval | None
+) -> RatioRow | None:
+    """Return joules per row of an arm over another's: below 1 is better. None where nothing counted them.
+
+    Args:
+        meter, control: of the races, as `meter_of` and `energy_control` have them.
+    """
+    ratios = [] if meter.is_absent else stats.energy_ratios(races, arm, against)
+    if not ratios:
         return None
     ratio = stats.as_ratio(ratio_interval(ratios), ratios)
-    said = stats.failures(races, arm, against)
-    if said:
-        verdict = Verdict("no verdict", f"{said}: the figure is of what ran")
-    elif meter.provenance is not Provenance.MEASURED:
-        verdict = Verdict("no verdict", "estimated by watts that were given: it says no more than the seconds do")
+    if meter.provenance is Provenance.MEASURED:
+        verdict = energy_verdict(ratio, control, arm, against)
     else:
-        verdict = energy_verdict(ratio, energy_control(races), arm, against)
-    return RatioRow("energy", arm, against, tier, ratio, verdict)
+        verdict = Verdict(NO_VERDICT, "estimated by watts that were given: it says no more than the seconds do")
+    return row_unless_failed(RatioRow("energy", arm, against, tier, ratio, verdict), races)
 
 
 def energy_verdict(ratio: Ratio, control: Interval | None, arm: str, against: str) -> Verdict:
     """Return gain, harm or no gain; no verdict below five pairs, of the ratio or of the A/A control."""
     found = f"{arm} takes {figures(ratio)} the energy of {against}"
-    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
-        return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+    if stats.bounds(ratio) is None:
+        return too_few(ratio)
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
-        return Verdict("no verdict", f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
+        return Verdict(NO_VERDICT, f"no A/A control of {MIN_PAIRS_FOR_VERDICT} pairs, so it may be noise: {found}")
     # Rows per joule are judged as rows per second are: above 1 is better.
     side = clear_side(ratio.inverse, Interval(1 / control.mean, 1 / control.high, 1 / control.low, control.n))
     if isinstance(side, Verdict):

@@ -6,7 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from trimtab.core.plan import Plan
-from trimtab.experiments.comparison.result import Ratio, RatioRow, TargetRow, Verdict
+from trimtab.experiments.comparison.result import (
+    NO_VERDICT,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    Verdict,
+    limit_in_words,
+    limits_of,
+)
 from trimtab.experiments.comparison.verdicts import figures
 
 
@@ -30,7 +38,7 @@ def headline(
 
 
 def _failure(what: str, where: str | None) -> Verdict | None:
-    return Verdict("no verdict", f"The plan that {what} failed {where}: no verdict.") if where else None
+    return Verdict(NO_VERDICT, f"The plan that {what} failed {where}: no verdict.") if where else None
 
 
 def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
@@ -39,13 +47,13 @@ def _find(ratios: Sequence[RatioRow], arm: str, metric: str) -> RatioRow | None:
 
 def _same_maths(row: RatioRow | None, plan: Plan) -> Verdict:
     if row is None:
-        return Verdict("no verdict", "")
+        return Verdict(NO_VERDICT, "")
     found = figures(row.ratio)
     advice = "the plan says: change nothing" if not plan.changes else "the difference is not clear of the noise"
     sentences = {
         "gain": f"Same maths, {found} the throughput of the reference.",
         "harm": f"Same maths, but slower: {found} the throughput of the reference.",
-        "no verdict": f"No verdict on throughput: {row.verdict.sentence}.",
+        NO_VERDICT: f"No verdict on throughput: {row.verdict.sentence}.",
     }
     otherwise = f"No gain from settings that keep the maths ({found}): {advice}."
     return Verdict(row.verdict.kind, sentences.get(row.verdict.kind, otherwise))
@@ -57,22 +65,21 @@ def _freed(targets: Sequence[TargetRow], quality: RatioRow | None) -> Verdict:
     What speaks against it, a harder rung or the final metric, leaves no gain.
     """
     rungs = [row for row in targets if row.arm == "plan_F" and row.charged and row.against == "reference"]
-    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != "no verdict" and row.reached_arm == row.n]
+    decided = [i for i, row in enumerate(rungs) if row.verdict.kind != NO_VERDICT and row.reached_arm == row.n]
     hardest = decided[-1] if decided else -1
     against = _missed(rungs[hardest + 1 :]) + _quality(quality, decided=bool(decided))
     if not decided:
         open_rungs = ["no target could be decided"] if rungs and not against else against
-        return Verdict("no verdict", f"With the training freed, {' and '.join(open_rungs)}." if open_rungs else "")
+        return Verdict(NO_VERDICT, f"With the training freed, {' and '.join(open_rungs)}." if open_rungs else "")
     row = rungs[hardest]
     but = f", but {' and '.join(against)}" if against else ""
     sentence = f"With the training freed, target {row.target:g} is reached {_speed(row)}{but}."
-    return Verdict("no verdict" if against else row.verdict.kind, sentence)
+    return Verdict(NO_VERDICT if against else row.verdict.kind, sentence)
 
 
 def _speed(row: TargetRow) -> str:
     if row.ratio is None:
-        how, bound = ("at most", row.bound[3:]) if row.bound.startswith("<= ") else ("at least", row.bound[3:])
-        return f"{how} {bound} as fast, search included"
+        return f"{limit_in_words(*limits_of(row))} as fast, search included"
     return f"{row.ratio.mean:.2f}x as fast, search included{_interval(row.ratio)}"
 
 
@@ -98,7 +105,7 @@ def _quality(row: RatioRow | None, *, decided: bool) -> list[str]:
     """Say what a final metric has against a rung that was decided; where none was, only what harm it shows."""
     if row is None:
         return ["its final quality was not measured"] if decided else []
-    if row.verdict.kind not in (("harm", "no verdict") if decided else ("harm",)):
+    if row.verdict.kind not in (("harm", NO_VERDICT) if decided else ("harm",)):
         return []
     what = "it ends with lower quality" if row.verdict.kind == "harm" else "there is no verdict on its final quality"
     return [f"{what}: {row.verdict.sentence}"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, mean_interval, ratio_interval
-from trimtab.experiments.comparison.result import Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, RatioRow, Verdict
 from trimtab.experiments.comparison.stats import (
     ALIKE,
     Races,
@@ -34,9 +35,8 @@ def throughput_row(races: Races, arm: str, against: str, tier: str, control: Int
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = control_verdict(ratio) if arm == "self" else speed_verdict(ratio, control, arm, against)
-    verdict = unless_failed(verdict, races, arm, against)
     cpu, ends = _cpu(races, arm, against, len(ratios)), len(to_the_end(races, arm, against))
-    return RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends)
+    return row_unless_failed(RatioRow("throughput", arm, against, tier, ratio, verdict, cpu, ends), races)
 
 
 def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow | None:
@@ -45,14 +45,25 @@ def do_no_harm_row(races: Races, arm: str, against: str, tier: str) -> RatioRow 
     if not ratios:
         return None
     ratio = as_ratio(ratio_interval(ratios), ratios)
-    verdict = unless_failed(non_inferiority(ratio), races, arm, against)
-    return RatioRow("do_no_harm", arm, against, tier, ratio, verdict, whole=len(to_the_end(races, arm, against)))
+    whole = len(to_the_end(races, arm, against))
+    row = RatioRow("do_no_harm", arm, against, tier, ratio, non_inferiority(ratio), whole=whole)
+    return row_unless_failed(row, races)
+
+
+def row_unless_failed(row: RatioRow, races: Races) -> RatioRow:
+    """Return the row, or one without a verdict that says so where one of its arms failed in some race."""
+    said = failures(races, row.arm, row.against)
+    return replace(row, verdict=_of_what_ran(said), failed=said) if said else row
 
 
 def unless_failed(verdict: Verdict, races: Races, *arms: str) -> Verdict:
     """Return the verdict, or none where one of the arms failed in some race."""
     said = failures(races, *arms)
-    return Verdict("no verdict", f"{said}: the figure is of what ran") if said else verdict
+    return _of_what_ran(said) if said else verdict
+
+
+def _of_what_ran(said: str) -> Verdict:
+    return Verdict(NO_VERDICT, f"{said}: the figure is of what ran")
 
 
 def _cpu(races: Races, arm: str, against: str, pairs: int) -> Ratio | None:
@@ -95,8 +106,8 @@ def quality_row(
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
-    verdict = unless_failed(quality_verdict(ratio, tier, unit), races, arm, against)
-    return RatioRow("final_metric_difference", arm, against, tier, ratio, verdict)
+    verdict = quality_verdict(ratio, tier, unit)
+    return row_unless_failed(RatioRow("final_metric_difference", arm, against, tier, ratio, verdict), races)
 
 
 def _at_the_ends(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:
@@ -136,9 +147,7 @@ def by_rows(record: RunRecord, metric: str) -> dict[int, float]:
 def memory_row(races: Races, arm: str, against: str, tier: str, ours: int, theirs: int) -> RatioRow:
     """Return the ratio of peaks, measured once each: counted allocations, so no interval."""
     ratio = counted(ours / theirs)
-    return RatioRow(
-        "peak_memory", arm, against, tier, ratio, unless_failed(memory_verdict(ratio, against), races, arm, against)
-    )
+    return row_unless_failed(RatioRow("peak_memory", arm, against, tier, ratio, memory_verdict(ratio, against)), races)
 
 
 def counted(value: float) -> Ratio:

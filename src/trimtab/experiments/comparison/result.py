@@ -5,6 +5,7 @@ Ratios read "ours over theirs" as in benchmarks: above 1 is better for throughpu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,10 @@ from trimtab.core.step_memory import StepMemory
 
 RESULT_SCHEMA = 6
 NO_HARM = "no harm"  # the verdict of a plan that was shown to do a tuned loop none
+NO_VERDICT = "no verdict"  # where the figures allow none to be given
+# What sentences say, of rows that were written before they had fields for it.
+_BOUND = re.compile(r"([<>])= (\d+(?:\.\d+)?)x")
+_FAILED = " failed in "
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class RatioRow:
     `cpu`: throughput per second of processor time of the whole process, where it was recorded in every pair.
     `whole`: of the pairs, those that ran to the end of the budget; the others were timed for a few steps. None where
     that makes no difference.
+    `failed`: which arm failed and in how many races, "" where none did; read it by `failure_of`.
     """
 
     metric: str
@@ -120,6 +126,7 @@ class RatioRow:
     verdict: Verdict
     cpu: Ratio | None = None
     whole: int | None = None
+    failed: str = ""
 
     @property
     def shown(self) -> Verdict:
@@ -134,7 +141,9 @@ class TargetRow:
 
     Args:
         ratio: theirs over ours in seconds (above 1: ours is faster), over the pairs in which both reached it.
-        bound: when an arm was censored in some pair: a sentence such as ">= 3.1x" (no interval then).
+        bound: when an arm was censored in some pair: a sentence such as ">= 3.10x" (no interval then).
+        at_least, at_most: the speed in it, rounded outward to a hundredth; read them by `limits_of`.
+        failed: which arm failed and in how many races, "" where none did; read it by `failure_of`.
         reached_arm, reached_against, n: how many of n pairs reached it. left_censored: crossed at the first evaluation.
         arm_s, against_s: seconds to target per pair (inf: never, or it failed).
         arm_rows, against_rows: rows each was to train on (0: not recorded).
@@ -161,6 +170,36 @@ class TargetRow:
     arm_j: tuple[float, ...] = ()
     against_j: tuple[float, ...] = ()
     energy: Ratio | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    failed: str = ""
+
+
+def limits_of(row: TargetRow) -> tuple[float | None, float | None]:
+    """Return how many times as fast an arm is at the least and at the most; None: no such bound is known.
+
+    Of a row that was written before it had these, what its sentence says.
+    """
+    told = _BOUND.match(row.bound) if row.at_least is None and row.at_most is None else None
+    if told is None:
+        return row.at_least, row.at_most
+    return (float(told[2]), None) if told[1] == ">" else (None, float(told[2]))
+
+
+def limit_in_words(at_least: float | None, at_most: float | None) -> str:
+    """Return `at least 3.10x` or `at most 0.80x`; "" where neither is known."""
+    if at_least is not None:
+        return f"at least {at_least:.2f}x"
+    return "" if at_most is None else f"at most {at_most:.2f}x"
+
+
+def failure_of(row: RatioRow | TargetRow) -> str:
+    """Return `plan_S failed in 1 of 5 races`, or "" where no arm did.
+
+    Of a row that was written before it had that, what the sentence of its verdict begins with.
+    """
+    said = row.verdict.sentence
+    return row.failed or (said.partition(": ")[0] if _FAILED in said else "")
 
 
 @dataclass(frozen=True)
@@ -196,7 +235,8 @@ class Comparison:
         data_source: name, origin, sha256. command: reproduces this. environment: machine and versions.
         memory: arm -> what its step holds, by part and over time.
         notes: anything a reader must know (left-censored targets, stopped arms, what was not measured).
-        num_ranks: processes that each arm was trained by together.
+        num_ranks: processes that each arm was trained by together. batch_rows: of a step, of all of them; None: not
+            written down, in reports of before.
         meter: what counted joules, or why nothing did. planning_energy: of what `planning_s` of a plan is the seconds
             of, where the same meter counted it.
         gain: seconds of the reference and of the plan by phase, in turns; None: not measured. thirds: of training.
@@ -230,6 +270,7 @@ class Comparison:
     planning_energy: Mapping[str, Energy] = field(default_factory=dict)
     gain: Gain | None = None
     thirds: tuple[ThirdRow, ...] = ()
+    batch_rows: int | None = None
     schema: int = RESULT_SCHEMA
 
     def arm(self, name: str) -> Arm | None:

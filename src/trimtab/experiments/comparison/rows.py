@@ -9,10 +9,10 @@ from typing import Any
 from trimtab.core.codec import to_jsonable
 from trimtab.core.energy import NO_METER
 from trimtab.core.plan import Plan
-from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
 from trimtab.experiments.comparison.arms import PLAN_ARMS
 from trimtab.experiments.comparison.gain_rows import gain_rows, third_rows_flat
-from trimtab.experiments.comparison.result import Comparison, Ratio, RatioRow, TargetRow
+from trimtab.experiments.comparison.result import Comparison, Ratio, RatioRow, TargetRow, limits_of
+from trimtab.experiments.comparison.stats import bounds
 
 ROWS_SCHEMA = 1
 METRICS = {
@@ -103,7 +103,9 @@ def target_object(task: str, row: TargetRow, control: Ratio | None) -> dict[str,
         of_energy = {f"energy_{key}": value for key, value in interval_of(row.energy).items() if key != "pairs"}
         head |= {"arm_j": row.arm_j, "against_j": row.against_j} | of_energy
     if row.ratio is None:
-        return head | {"bound": row.bound, "verdict": row.verdict.kind}
+        at_least, at_most = limits_of(row)
+        limits = {"bound": row.bound, "at_least": at_least, "at_most": at_most}
+        return head | limits | {"verdict": row.verdict.kind}
     interval = {key: value for key, value in interval_of(row.ratio.inverse).items() if key != "n"}  # that of all pairs
     return head | interval | resolution_of(control) | {"verdict": row.verdict.kind}
 
@@ -128,6 +130,5 @@ def _cpu(ratio: Ratio | None) -> dict[str, Any]:
 
 def resolution_of(control: Ratio | None) -> dict[str, Any]:
     """Return the smallest effect the A/A control can tell from nothing; None below the pairs a verdict needs."""
-    if control is None or control.n < MIN_PAIRS_FOR_VERDICT or control.low is None or control.high is None:
-        return {"resolution": None}
-    return {"resolution": max(control.high, 1 / control.low) - 1}
+    ends = None if control is None else bounds(control)
+    return {"resolution": None if ends is None else max(ends[1], 1 / ends[0]) - 1}

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.record import BRIEF, RunRecord
-from trimtab.decide.statistics import Interval
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio
 
 Races = Mapping[int, Mapping[str, RunRecord]]  # seed -> arm name -> record
 # In a header's detail: the rows an arm was to train on.
 GIVEN_ROWS = "given_rows"
 ALIKE = 0.02  # of their rows, by which two runs of as many may differ: windows of several batches end beyond a budget
-FAILED = " failed in "  # in a sentence on arms of which one did
 
 
 Pair = tuple[RunRecord, RunRecord]
@@ -85,6 +84,13 @@ def as_ratio(interval: Interval, pairs: Sequence[float]) -> Ratio:
     return Ratio(
         interval.mean, interval.low if bounded else None, interval.high if bounded else None, interval.n, tuple(pairs)
     )
+
+
+def bounds(ratio: Ratio) -> tuple[float, float] | None:
+    """Return the interval that a verdict may rest on, or None where one needs more pairs."""
+    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
+        return None
+    return ratio.low, ratio.high
 
 
 @dataclass(frozen=True)

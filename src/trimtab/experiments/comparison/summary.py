@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from trimtab.core.energy import MeterFacts
 from trimtab.core.plan import Plan
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.decide.tier_f import tried
 from trimtab.experiments.comparison import stats
 from trimtab.experiments.comparison.arm_facts import ArmFacts, utilisation
 from trimtab.experiments.comparison.arms import ARMS, ON_RANKS, PLAN_ARMS, PLAN_LOOPS
-from trimtab.experiments.comparison.energy_rows import energy_row, meter_of, of_planning, short_blocks, watts
+from trimtab.experiments.comparison.energy_rows import (
+    energy_control,
+    energy_row,
+    meter_of,
+    of_planning,
+    short_blocks,
+    watts,
+)
 from trimtab.experiments.comparison.headline import headline
 from trimtab.experiments.comparison.notes import notes
 from trimtab.experiments.comparison.rank_notes import ONE_RANK, Ranks, rank_notes
@@ -45,9 +53,10 @@ def summarise(
     """Return everything a report shows."""
     present = [name for name in ARMS if any(name in race for race in races.values())]
     failed = [name for name in ARMS if name in facts and facts[name].error and name not in present]
-    control = _control(races)
-    ratios = _ratio_rows(task, races, facts, present, control)
-    targets = _target_rows(task, plans, races, present, control)
+    again, meter = stats.throughput_ratios(races, "self", "reference"), meter_of(races)
+    control = _control(races, again)
+    ratios = _ratio_rows(task, races, facts, present, control, meter)
+    targets = _target_rows(task, plans, races, present, control, meter)
     source = data.source
     return Comparison(
         task=task.name,
@@ -56,15 +65,14 @@ def summarise(
         metric=task.metric.name,
         higher_is_better=task.metric.higher_is_better,
         unit=task.metric.unit,
+        batch_rows=task.batch_rows,
         terms=task.terms,
         targets=task.targets,
         num_pairs=len(races),
-        arms=tuple(_arm(name, task, plans, races, facts, ranks.num) for name in (*present, *failed)),
+        arms=tuple(_arm(name, task, plans, races, facts, ranks.num, meter) for name in (*present, *failed)),
         ratios=tuple(ratios),
         target_rows=tuple(targets),
-        resolution=None
-        if control is None
-        else stats.as_ratio(control, stats.throughput_ratios(races, "self", "reference")),
+        resolution=None if control is None else stats.as_ratio(control, again),
         plans=plans.plans,
         trials=tuple(trial for found in plans.profiles.values() for trial in found.trials),
         planning_s=_planning_s(plans),
@@ -75,8 +83,8 @@ def summarise(
         peak_source=plans.device.source if plans.device else "unknown",
         notes=(*rank_notes(ranks, plans, facts, task.batch_rows), *notes(task, plans, targets, races)),
         num_ranks=ranks.num,
-        meter=meter_of(races),
-        planning_energy=of_planning(plans.energy, meter_of(races)),
+        meter=meter,
+        planning_energy=of_planning(plans.energy, meter),
         thirds=tuple(_thirds(task, races, present)),
     )
 
@@ -87,9 +95,9 @@ def _planning_s(plans: Plans) -> float:
     return math.fsum([found.get("F", found["S"]), *(found[key] for key in PLAN_LOOPS if key in found)])
 
 
-def _control(races: stats.Races) -> Interval | None:
-    ratios = stats.throughput_ratios(races, "self", "reference")
-    return ratio_interval(ratios) if len(ratios) > 1 and not stats.failed_in(races, "self") else None
+def _control(races: stats.Races, again: Sequence[float]) -> Interval | None:
+    """Return the interval of the reference's throughput over its own, by race `again`; None: too few, or it failed."""
+    return ratio_interval(again) if len(again) > 1 and not stats.failed_in(races, "self") else None
 
 
 def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, str]:
@@ -99,7 +107,15 @@ def _failures(races: stats.Races, facts: Mapping[str, ArmFacts]) -> dict[str, st
     return early | {name: where for name, where in raced.items() if where}
 
 
-def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping[str, ArmFacts], num_ranks: int) -> Arm:
+def _arm(
+    name: str,
+    task: Task,
+    plans: Plans,
+    races: stats.Races,
+    facts: Mapping[str, ArmFacts],
+    num_ranks: int,
+    meter: MeterFacts,
+) -> Arm:
     kind = (ARMS if num_ranks == 1 else ON_RANKS)[name]
     is_freed = name == PLAN_ARMS["F"] and "F" in plans.plans
     all_records = {seed: race[name] for seed, race in sorted(races.items()) if name in race}
@@ -112,7 +128,7 @@ def _arm(name: str, task: Task, plans: Plans, races: stats.Races, facts: Mapping
     finals = [curve.points[-1] for curve in curves if curve.points]
     fact = facts.get(name)
     rows_per_s = tuple(task.batch_rows / seconds for seconds in step_s)
-    metered = [] if meter_of(races).is_absent else list(records.values())
+    metered = [] if meter.is_absent else list(records.values())
     short = [short_blocks(record) for record in metered]
     mfu, hfu = utilisation(plans.device, fact, facts.get("reference"), rows_per_s)
     return Arm(
@@ -164,11 +180,11 @@ def _charged_s(name: str, plans: Plans) -> float | None:
     return plans.plans[kind.plan].planning_s if kind.is_charged and kind.plan in plans.plans else None
 
 
-def _charge(name: str, plans: Plans, races: stats.Races) -> Charge | None:
+def _charge(name: str, plans: Plans, meter: MeterFacts) -> Charge | None:
     """Return what an arm is charged; its joules where the meter of the races counted them."""
     if (seconds := _charged_s(name, plans)) is None:
         return None
-    spent = of_planning(plans.energy, meter_of(races)).get(ARMS[name].plan)
+    spent = of_planning(plans.energy, meter).get(ARMS[name].plan)
     return Charge(seconds, None if spent is None else spent.joules)
 
 
@@ -178,15 +194,16 @@ def _ratio_rows(
     facts: Mapping[str, ArmFacts],
     present: list[str],
     control: Interval | None,
+    meter: MeterFacts,
 ) -> list[RatioRow]:
     rows: list[RatioRow | None] = []
-    better = task.metric.higher_is_better
+    better, counted = task.metric.higher_is_better, (meter, energy_control(races))
     for name in present:
         if name in ("reference", "strong_plan"):
             continue
         tier = ARMS[name].tier
         rows.append(throughput_row(races, name, "reference", tier, control))
-        rows.append(energy_row(races, name, "reference", tier))
+        rows.append(energy_row(races, name, "reference", tier, *counted))
         if name != "self":
             rows.append(_memory(races, facts, name, "reference", tier))
         if ARMS[name].has_quality:
@@ -194,7 +211,7 @@ def _ratio_rows(
     for arm, peer in [(name, peer) for name in present for peer in ARMS[name].rivals if peer in present]:
         tier = ARMS[arm].tier
         rows.append(throughput_row(races, arm, peer, tier, control))
-        rows.append(energy_row(races, arm, peer, tier))
+        rows.append(energy_row(races, arm, peer, tier, *counted))
         rows.append(_memory(races, facts, arm, peer, tier))
     if "strong_plan" in present:
         rows.append(do_no_harm_row(races, "strong_plan", "strong", "S"))
@@ -215,7 +232,7 @@ def _thirds(task: Task, races: stats.Races, present: list[str]) -> list[ThirdRow
 
 
 def _target_rows(
-    task: Task, plans: Plans, races: stats.Races, present: list[str], control: Interval | None
+    task: Task, plans: Plans, races: stats.Races, present: list[str], control: Interval | None, meter: MeterFacts
 ) -> list[TargetRow]:
     rows: list[TargetRow | None] = []
     for target in task.targets:
@@ -224,7 +241,8 @@ def _target_rows(
             kind = ARMS[name]
             if kind.times is None:
                 continue
-            charges = (None, _charge(name, plans, races)) if kind.is_charged else (None,)
+            charges = (None, _charge(name, plans, meter)) if kind.is_charged else (None,)
             for against in ("reference", *(peer for peer in kind.times if peer in present)):
-                rows += [target_row(races, name, against, kind.tier, *metric, charge, control) for charge in charges]
+                of = (races, name, against, kind.tier, *metric)
+                rows += [target_row(*of, charge, control, meter=meter) for charge in charges]
     return [row for row in rows if row is not None]

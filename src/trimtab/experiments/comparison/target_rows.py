@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trimtab.core.energy import MeterFacts
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
 from trimtab.experiments.comparison.energy_rows import joules_to, meter_of
-from trimtab.experiments.comparison.result import Ratio, TargetRow, Verdict
+from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import (
     Pair,
     Races,
@@ -58,6 +59,22 @@ class _Pair:
         return self.charge_s if self.ours_early else min(self.ours, self.cut_s)
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What is known of a speed that is not known itself: at least or at most so much, else `why` it is neither."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    why: str = ""
+
+    @property
+    def said(self) -> str:
+        """It as a row's `bound`."""
+        if self.at_least is not None:
+            return f">= {self.at_least:.2f}x"
+        return self.why if self.at_most is None else f"<= {self.at_most:.2f}x"
+
+
 def target_row(
     races: Races,
     arm: str,
@@ -68,20 +85,26 @@ def target_row(
     higher_is_better: bool,
     charge: Charge | None,
     control: Interval | None = None,
+    *,
+    meter: MeterFacts | None = None,
 ) -> TargetRow | None:
     """Return one rung of the ladder; what the arm is charged is added to it.
 
     None when the two were to run to the end in no race.
+
+    Args:
+        meter: of the races; None: it is looked for in them.
     """
     records = whole(races, arm, against)
     if not records:
         return None
     charge_s = charge.seconds if charge is not None else 0.0
     pairs = [_pair(*pair, metric, target, higher_is_better, charge_s) for pair in records]
-    ratio, bound, verdict = _judge(pairs, control, arm, against)
+    ratio, limits, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
-        verdict = Verdict("no verdict", f"{said}: {verdict.sentence}")
-    spent = [] if meter_of(races).is_absent else _joules(records, pairs, charge or Charge(0.0, 0.0))
+        verdict = Verdict(NO_VERDICT, f"{said}: {verdict.sentence}")
+    meter = meter_of(races) if meter is None else meter
+    spent = [] if meter.is_absent else _joules(records, pairs, charge or Charge(0.0, 0.0))
     spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
         target=target,
@@ -90,7 +113,7 @@ def target_row(
         tier=tier,
         charged=charge is not None,
         ratio=ratio,
-        bound=bound,
+        bound=limits.said,
         reached_arm=sum(math.isfinite(pair.ours) for pair in pairs),
         reached_against=sum(math.isfinite(pair.theirs) for pair in pairs),
         n=len(pairs),
@@ -103,6 +126,9 @@ def target_row(
         arm_j=tuple(ours for ours, _ in spent),
         against_j=tuple(theirs for _, theirs in spent),
         energy=as_ratio(ratio_interval(spent_ratios), spent_ratios) if len(spent_ratios) == len(pairs) else None,
+        at_least=limits.at_least,
+        at_most=limits.at_most,
+        failed=said,
     )
 
 
@@ -143,32 +169,34 @@ def _not_yet_s(record: RunRecord, metric: str, target: float, higher_is_better: 
     return points[before - 1][1] if before else 0.0
 
 
-def _judge(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[Ratio | None, str, Verdict]:
-    """Return (ratio, bound, verdict): one of ratio and bound."""
+def _judge(
+    pairs: list[_Pair], control: Interval | None, arm: str, against: str
+) -> tuple[Ratio | None, _Limits, Verdict]:
+    """Return (ratio, limits, verdict): one of ratio and limits."""
     if (loss := _sure_loss(pairs, control, arm, against)) is not None:
         return None, *loss
     ratios = [min(pair.cap_s, pair.theirs) / pair.ours for pair in pairs]
-    if why := _unknown(pairs) or ("" if min(ratios) > 0 else ">= 0.00x"):
-        return None, why, Verdict("no verdict", why)
+    if unknown := _unknown(pairs) or (None if min(ratios) > 0 else _Limits(at_least=0.0)):
+        return None, unknown, Verdict(NO_VERDICT, unknown.said)
     ratio = as_ratio(ratio_interval(ratios), ratios)
     verdict = speed_verdict(ratio, control, arm, against)
     is_behind = any(math.isinf(pair.theirs) for pair in pairs)
     if not is_behind and not any(pair.ours_early for pair in pairs):
-        return ratio, "", verdict
+        return ratio, _Limits(), verdict
     # Each such ratio is a lower bound, and so is their mean. How long the other would have taken is anyone's guess, so
     # that there the least of them is what can be said; else the interval's lower end.
     least = min(ratios) if is_behind or ratio.low is None else ratio.low
     if verdict.kind == "gain" and least < 1 and ratio.low is not None:
         least = ratio.low  # what the verdict rests on: a least that says "slower" would speak against it
-    bound = f">= {_down(least)}"
+    limits = _Limits(at_least=_down(least))
     why = "the other had not come there when it ended" if is_behind else "it had crossed by its first evaluation"
     if verdict.kind == "gain":
-        return None, bound, Verdict("gain", f"{arm} is faster than {against}, {bound}: {why}")
-    return None, bound, Verdict("no verdict", f"{bound}: {why}")
+        return None, limits, Verdict("gain", f"{arm} is faster than {against}, {limits.said}: {why}")
+    return None, limits, Verdict(NO_VERDICT, f"{limits.said}: {why}")
 
 
-def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[str, Verdict] | None:
-    """Return (bound, verdict) where the arm surely took longer than the other, or None.
+def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: str) -> tuple[_Limits, Verdict] | None:
+    """Return (limits, verdict) where the arm surely took longer than the other, or None.
 
     Times that are bounds show a loss all the same. Where an arm had crossed by its first evaluation they are upper
     ones: the other's as it stands, the arm's by what it took at the least. Where a cap stopped the arm before it
@@ -182,22 +210,22 @@ def _sure_loss(pairs: list[_Pair], control: Interval | None, arm: str, against: 
     most = as_ratio(ratio_interval(ratios), ratios)
     if most.high is None or speed_verdict(most, control, arm, against).kind != "harm":
         return None
-    bound = f"<= {_up(most.high)}"
+    limits = _Limits(at_most=_up(most.high))
     if cut:
         why = f"its cap stopped it before it was there in {cut} of {len(pairs)} pairs"
     else:
         why = "what is charged alone takes longer" if any(p.ours_early for p in pairs) else "the other crossed at once"
-    return bound, Verdict("harm", f"{arm} is slower than {against}, {bound}: {why}")
+    return limits, Verdict("harm", f"{arm} is slower than {against}, {limits.said}: {why}")
 
 
-def _down(ratio: float) -> str:
-    """Return a lower bound, rounded down."""
-    return f"{math.floor(100 * ratio + 1e-9) / 100:.2f}x"
+def _down(ratio: float) -> float:
+    """Return a lower bound, rounded down to a hundredth."""
+    return math.floor(100 * ratio + 1e-9) / 100
 
 
-def _up(ratio: float) -> str:
-    """Return an upper bound, rounded up."""
-    return f"{math.ceil(100 * ratio - 1e-9) / 100:.2f}x"
+def _up(ratio: float) -> float:
+    """Return an upper bound, rounded up to a hundredth."""
+    return math.ceil(100 * ratio - 1e-9) / 100
 
 
 def _most(pairs: list[_Pair]) -> list[float]:
@@ -206,13 +234,14 @@ def _most(pairs: list[_Pair]) -> list[float]:
     return [pair.theirs / pair.least_s for pair in pairs] if known else []
 
 
-def _unknown(pairs: list[_Pair]) -> str:
-    """Say what pairs allow in which it is not known how long the arm took, or the other at the least; else ""."""
+def _unknown(pairs: list[_Pair]) -> _Limits | None:
+    """Return what pairs allow in which it is not known how long the arm took, or the other at the least; else None."""
     never = [math.isinf(pair.ours) for pair in pairs]
     if any(never) and (most := _most(pairs)):
-        return f"<= {_up(max(most))}"
+        return _Limits(at_most=_up(max(most)))
     if all(never):
-        return "never reached by either" if all(math.isinf(pair.theirs) for pair in pairs) else "never reached"
+        is_neither = all(math.isinf(pair.theirs) for pair in pairs)
+        return _Limits(why="never reached by either" if is_neither else "never reached")
     if any(never):
-        return "reached in some pairs only"
-    return OTHER_EARLY if any(pair.theirs_early for pair in pairs) else ""
+        return _Limits(why="reached in some pairs only")
+    return _Limits(why=OTHER_EARLY) if any(pair.theirs_early for pair in pairs) else None

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, resolution
-from trimtab.experiments.comparison.result import NO_HARM, Ratio, Verdict
+from trimtab.experiments.comparison.result import NO_HARM, NO_VERDICT, Ratio, Verdict
+from trimtab.experiments.comparison.stats import bounds
 
 NON_INFERIOR = 0.97
 QUALITY = 0.5  # points of accuracy, or percent of perplexity
@@ -56,12 +57,12 @@ def clear_side(ratio: Ratio, control: Interval | None) -> int | Verdict:
 
     No verdict below five pairs, of the ratio or of the A/A control.
     """
-    if (bounds := _bounds(ratio)) is None:
-        return _too_few(ratio)
-    low, high = bounds
+    if (ends := bounds(ratio)) is None:
+        return too_few(ratio)
+    low, high = ends
     if control is None or control.n < MIN_PAIRS_FOR_VERDICT:
         pairs = "" if control is None else f" of {MIN_PAIRS_FOR_VERDICT} pairs ({control.n} ran)"
-        return Verdict("no verdict", f"no A/A control{pairs}, so {figures(ratio)} may be noise")
+        return Verdict(NO_VERDICT, f"no A/A control{pairs}, so {figures(ratio)} may be noise")
     resolved = resolution(control)
     # Where the reference differs from itself, a ratio has to be clear of that difference too.
     least, most = (1.0, 1.0) if control.low <= 1 <= control.high else (min(1.0, control.low), max(1.0, control.high))
@@ -74,25 +75,25 @@ def _resolved(control: Interval | None) -> str:
 
 def control_verdict(ratio: Ratio, what: str = "the reference") -> Verdict:
     """Return the verdict on a loop against itself: its interval is the resolution, and should hold 1."""
-    if (bounds := _bounds(ratio)) is None:
-        return _too_few(ratio)
-    low, high = bounds
+    if (ends := bounds(ratio)) is None:
+        return too_few(ratio)
+    low, high = ends
     if low <= 1 <= high:
         return Verdict("no gain", f"{what} against itself: {figures(ratio)}; this interval is the resolution")
-    return Verdict("no verdict", f"the control itself differs: {figures(ratio)} between two runs of the same loop")
+    return Verdict(NO_VERDICT, f"the control itself differs: {figures(ratio)} between two runs of the same loop")
 
 
 def non_inferiority(ratio: Ratio) -> Verdict:
     """Return whether the interval lies at or above 0.97 ("do no harm"), below it, or shows neither."""
-    if (bounds := _bounds(ratio)) is None:
-        return _too_few(ratio)
-    low, high = bounds
+    if (ends := bounds(ratio)) is None:
+        return too_few(ratio)
+    low, high = ends
     found = f"{ratio.mean:.3f}x (95% {low:.3f} to {high:.3f}, n={ratio.n}), bar {NON_INFERIOR}; {_power(ratio)}"
     if low >= NON_INFERIOR:
         return Verdict(NO_HARM, f"do no harm: {found}")
     if high < NON_INFERIOR:
         return Verdict("harm", f"harm: {found}")
-    return Verdict("no verdict", f"not shown: {found}")
+    return Verdict(NO_VERDICT, f"not shown: {found}")
 
 
 def _power(ratio: Ratio) -> str:
@@ -126,10 +127,10 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
     Args:
         unit: of the metric, as `Metric` has it.
     """
-    bounds = _finite(ratio)
-    if isinstance(bounds, Verdict):
-        return bounds
-    low, high = bounds
+    ends = _finite(ratio)
+    if isinstance(ends, Verdict):
+        return ends
+    low, high = ends
     found = f"{quality_figures(ratio, unit)}, limit {QUALITY}"
     if tier == "F" and low > 0 and ratio.mean > QUALITY:
         return Verdict("gain", f"quality is higher: {found}")
@@ -137,7 +138,7 @@ def quality_verdict(ratio: Ratio, tier: str, unit: str) -> Verdict:
         return Verdict("no gain", f"quality within the limit: {found}")
     if high < 0 and ratio.mean < -QUALITY:
         return Verdict("harm", f"quality is lower: {found}")
-    return Verdict("no verdict", f"quality not shown to be equal: {found}")
+    return Verdict(NO_VERDICT, f"quality not shown to be equal: {found}")
 
 
 def quality_interaction(ratio: Ratio, what: str) -> Verdict:
@@ -147,10 +148,10 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
         ratio: difference of two differences of the metric, or ratio of two ratios in percent; better above 0.
         what: of which changes.
     """
-    bounds = _finite(ratio)
-    if isinstance(bounds, Verdict):
-        return bounds
-    low, high = bounds
+    ends = _finite(ratio)
+    if isinstance(ends, Verdict):
+        return ends
+    low, high = ends
     found = f"{what}: {quality_figures(ratio)} beyond what it does alone"
     if low > 0 and ratio.mean > QUALITY:
         return Verdict("more together", found)
@@ -158,7 +159,7 @@ def quality_interaction(ratio: Ratio, what: str) -> Verdict:
         return Verdict("less together", found)
     if low >= -QUALITY and high <= QUALITY:
         return Verdict("none found", f"{found}, limit {QUALITY}")
-    return Verdict("no verdict", f"{found}: neither shown nor ruled out, limit {QUALITY}")
+    return Verdict(NO_VERDICT, f"{found}: neither shown nor ruled out, limit {QUALITY}")
 
 
 def quality_figures(ratio: Ratio, unit: str = "") -> str:
@@ -172,16 +173,10 @@ def quality_figures(ratio: Ratio, unit: str = "") -> str:
 def _finite(ratio: Ratio) -> tuple[float, float] | Verdict:
     """Return the interval of differences of a metric, or why there is no verdict on them."""
     if not all(map(math.isfinite, ratio.pairs)):
-        return Verdict("no verdict", "the metric is not finite in some pair")
-    return _bounds(ratio) or _too_few(ratio)
+        return Verdict(NO_VERDICT, "the metric is not finite in some pair")
+    return bounds(ratio) or too_few(ratio)
 
 
-def _bounds(ratio: Ratio) -> tuple[float, float] | None:
-    """Return the interval, or None where a verdict needs more pairs."""
-    if ratio.n < MIN_PAIRS_FOR_VERDICT or ratio.low is None or ratio.high is None:
-        return None
-    return ratio.low, ratio.high
-
-
-def _too_few(ratio: Ratio) -> Verdict:
-    return Verdict("no verdict", f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")
+def too_few(ratio: Ratio) -> Verdict:
+    """Return that a verdict needs more pairs."""
+    return Verdict(NO_VERDICT, f"{ratio.n} pairs: a verdict needs {MIN_PAIRS_FOR_VERDICT}")

@@ -1,4 +1,4 @@
-"""Findings of each kind of run. A further kind is a function here and an entry in `evaluation_files.KINDS`."""
+"""Findings of each kind of run. A further kind is a function here and an entry in `evaluation.files.KINDS`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from dataclasses import replace
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval, mean_interval
 from trimtab.experiments.ablation.result import INTERACTION, MEMORY, QUALITY, THROUGHPUT, Ablation
 from trimtab.experiments.comparison.ratio_rows import difference
-from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, TargetRow, Verdict
-from trimtab.experiments.comparison.stats import ALIKE, FAILED, as_ratio, crossing
+from trimtab.experiments.comparison.result import (
+    NO_VERDICT,
+    Arm,
+    Comparison,
+    Ratio,
+    RatioRow,
+    TargetRow,
+    Verdict,
+    failure_of,
+    limits_of,
+)
+from trimtab.experiments.comparison.stats import ALIKE, as_ratio, crossing
 from trimtab.experiments.evaluation.gain_findings import REFERENCE, gain_findings
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.scaling.result import RECIPES, TIERS, Scaling
-
-NO_VERDICT = "no verdict"
 
 _Point = tuple[int, float, float]  # of a curve: rows, seconds, metric
 
@@ -34,13 +42,13 @@ def of_comparison(name: str, found: Comparison) -> Run:
         found.unit,
         found.terms,
         {arm.name: _label(arm) for arm in found.arms},
-        found.created,
         found.command,
         found.data_source.get("sha256", ""),
         found.higher_is_better,
         _trained(found),
         meter=found.meter.describe(),
         gain=found.gain,
+        precisions={arm.name: arm.precision for arm in found.arms if arm.precision},
     )
 
 
@@ -87,7 +95,7 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
         said = "" if has_verdict else row.verdict.sentence
         arm = found.arm(row.arm)
         each = arm.terms_per_s if arm is not None and measure == "throughput" else ()
-        kind = {"has_verdict": has_verdict, "values": each}
+        kind = {"has_verdict": has_verdict, "values": each, "failed": failure_of(row)}
         yield Finding(measure, row.arm, row.against, row.tier, *values, row.ratio, said, **kind)
         if measure == "do_no_harm":
             yield from _peaks(found, row)
@@ -96,15 +104,15 @@ def _ratios(found: Comparison) -> Iterator[Finding]:
 def _of_a_row(joules: float | None, found: Comparison) -> float | None:
     """Return joules of a batch as those of a row, as records tell them; None where no plan says how many rows it has.
 
-    A plan has the rows of one rank, whose joules are of all.
+    Joules are of all ranks. Of reports of before only a plan is known, which has the rows of one rank, the fullest.
     """
-    batches = {plan.batch_rows * found.num_ranks for plan in found.plans.values()}
+    batches = {found.batch_rows or plan.batch_rows * found.num_ranks for plan in found.plans.values()}
     return joules / batches.pop() if joules is not None and len(batches) == 1 else None
 
 
 def _has_verdict(row: RatioRow) -> bool:
     """Return whether an interval may be held against a bar; that its own bar is in it is no reason against another."""
-    if row.metric == "do_no_harm" and FAILED not in row.verdict.sentence:
+    if row.metric == "do_no_harm" and not failure_of(row):
         return row.ratio.n >= MIN_PAIRS_FOR_VERDICT
     return row.verdict.kind != NO_VERDICT
 
@@ -121,7 +129,8 @@ def _quality(found: Comparison, row: RatioRow) -> Finding:
     values = [statistics.median(metric) for metric in zip(*((o[2], t[2]) for o, t in ends), strict=True)]
     has_verdict = _has_verdict(row)
     said = "; ".join(filter(None, ("" if has_verdict else row.verdict.sentence, after)))
-    kind = {"has_verdict": has_verdict and is_theirs_whole and (is_ours_whole or row.tier == "F")}
+    is_comparable = is_theirs_whole and (is_ours_whole or row.tier == "F")
+    kind = {"has_verdict": has_verdict and is_comparable, "failed": failure_of(row)}
     return Finding("final_metric", row.arm, row.against, row.tier, *(values or (None, None)), row.ratio, said, **kind)
 
 
@@ -137,8 +146,8 @@ def _peaks(found: Comparison, row: RatioRow) -> Iterator[Finding]:
     ours, theirs = (_value("peak_memory", found.arm(name)) for name in (row.arm, row.against))
     if ours and theirs:
         figure = Ratio(ours / theirs, None, None, 1, (ours / theirs,), counted=True)
-        said = row.verdict.sentence if FAILED in row.verdict.sentence else ""
-        kind = {"said": said, "has_verdict": not said}
+        failed = failure_of(row)
+        kind = {"said": row.verdict.sentence if failed else "", "has_verdict": not failed, "failed": failed}
         yield Finding("peak_memory", row.arm, row.against, row.tier, ours, theirs, figure, **kind)
 
 
@@ -155,7 +164,12 @@ def _value(measure: str, arm: Arm | None) -> float | None:
 def _targets(found: Comparison) -> Iterator[Finding]:
     for row in found.target_rows:
         time, failed = _time(row, "time_to_target", row.arm, row.against), _failure(found.arm(row.arm))
-        yield replace(time, said=failed, figure=None, has_verdict=False) if failed else time
+        yield _without_figure(time, failed) if failed else time
+
+
+def _without_figure(time: Finding, failed: str) -> Finding:
+    """Return a time of an arm that failed, which shows nothing: a bound would be held against a bar as a figure is."""
+    return replace(time, said=failed, figure=None, has_verdict=False, at_least=None, at_most=None, failed=failed)
 
 
 def _failure(arm: Arm | None) -> str:
@@ -166,10 +180,12 @@ def _time(row: TargetRow, measure: str, arm: str, against: str, part: str = "") 
     ours, theirs = (_median(seconds) for seconds in (row.arm_s, row.against_s))
     figure, is_open = None if row.ratio is None else row.ratio.inverse, row.verdict.kind == NO_VERDICT
     said = row.bound or _unreached(row) or (row.verdict.sentence if is_open and figure is not None else "")
-    if FAILED in row.verdict.sentence:
-        said = row.verdict.sentence
-    where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open}
+    at_least, at_most = limits_of(row)
+    if failed := failure_of(row):
+        said, at_least, at_most = row.verdict.sentence, None, None
+    where = {"target": row.target, "charged": row.charged, "has_verdict": not is_open, "failed": failed}
     where |= {"values": row.arm_s, "part": part, "reached": (row.reached_arm, row.reached_against)}
+    where |= {"at_least": at_least, "at_most": at_most}
     return Finding(measure, arm, against, row.tier, ours, theirs, figure, said, **where)
 
 
@@ -190,7 +206,7 @@ def _peers(found: Comparison) -> Iterator[Finding]:
         if arm.tier or arm.name in (REFERENCE, "self") or not arm.curves:
             continue
         if failed := _failure(arm):
-            yield Finding("final_metric", arm.name, REFERENCE, said=failed, has_verdict=False)
+            yield Finding("final_metric", arm.name, REFERENCE, said=failed, has_verdict=False, failed=failed)
         elif (end := _at_the_end(arm, reference, found)) is not None:
             values = (_value("final_metric", each) for each in (arm, reference))
             figure, said, is_alike = end
@@ -262,8 +278,8 @@ def _mfu(found: Comparison) -> Iterator[Finding]:
         each = [arm.mfu * rate / middle for rate in arm.terms_per_s]
         theirs = None if reference is None else reference.mfu
         figure = as_ratio(mean_interval(each), each)
-        said = _failure(arm)
-        kind = {"said": said, "has_verdict": not said}
+        failed = _failure(arm)
+        kind = {"said": failed, "has_verdict": not failed, "failed": failed}
         yield Finding("mfu", arm.name, REFERENCE, arm.tier, arm.mfu, theirs, figure, **kind)
 
 
@@ -274,7 +290,7 @@ def of_scaling(name: str, found: Scaling) -> Run:
         "scaling",
         found.task,
         dict(found.environment or {}) | _threads(found),
-        Verdict("no verdict", "Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds."),
+        Verdict(NO_VERDICT, "Scaling efficiency: throughput(n) / (n throughput(1)), paired within rounds."),
         tuple(_efficiencies(found)),
         labels=RECIPES,
     )
@@ -313,7 +329,6 @@ def of_ablation(name: str, found: Ablation) -> Run:
         found.metric,
         found.unit,
         labels={"plan": "a change of trimtab's plan"} | {change.name: change.says for change in found.changes},
-        created=found.created,
         command=found.command,
         data_sha256=found.data_source.get("sha256", ""),
         higher_is_better=found.higher_is_better,

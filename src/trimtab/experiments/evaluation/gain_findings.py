@@ -9,7 +9,7 @@ from trimtab.core.errors import FormatError
 from trimtab.core.phases import Gain
 from trimtab.decide.attribution import MEMORY as MEMORY_BOUND
 from trimtab.decide.attribution import shares
-from trimtab.experiments.comparison.result import ThirdRow, Verdict
+from trimtab.experiments.comparison.result import NO_VERDICT, ThirdRow, Verdict
 from trimtab.experiments.comparison.stats import as_ratio
 from trimtab.experiments.evaluation.result import Finding, Run
 from trimtab.experiments.phase_page import PhasePage
@@ -67,7 +67,7 @@ def of_phases(name: str, found: PhasePage) -> Run:
         "phases",
         gain.task,
         gain.environment,
-        Verdict("no verdict", said),
+        Verdict(NO_VERDICT, said),
         tuple(gain_findings(gain, found.thirds[0] if found.thirds else (), faster=())),
         labels={"plan_S": gain.changes or "the plan"},
         gain=gain,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.core.hardware import absent_device
-from trimtab.decide.projection import doubling_months
+from trimtab.decide.projection import doubling_months, net_speedup, speedup_of_time_saved
 from trimtab.experiments.evaluation.paper_figures import BATCH_IMAGES, MAIN_TABLES, RANKS
 
 GPU = "RTX 3090"
@@ -78,13 +78,13 @@ def _utilisation() -> Check:
 
 
 def _net() -> Check:
-    net = 1.42 / (1 + 0.12)
+    net = net_speedup(1.42, 0.12)
     return Check("1.42 / (1 + 0.12) is about 1.27", "eq. 21", f"{net:.3f}", abs(net - 1.27) < 0.005)
 
 
 def _doublings() -> tuple[Check, Check]:
     fast, slow = doubling_months(1.26), doubling_months(1.20)
-    speed = 1 / (1 + _change(0, "time_to_target") / 100)
+    speed = speedup_of_time_saved(-_change(0, "time_to_target") / 100)
     gives = f"{fast:.1f}; and 26.2% less time is {speed:.3f}x the speed: {doubling_months(speed):.1f} months"
     return (
         Check("26% a cycle doubles in 14.8 months", "eq. 23", gives, abs(fast - 14.8) < 0.05),

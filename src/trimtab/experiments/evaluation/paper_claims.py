@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT
-from trimtab.experiments.comparison.result import Ratio, Verdict
+from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, Verdict
+from trimtab.experiments.comparison.stats import bounds
 from trimtab.experiments.evaluation.paper_figures import (
     ABOUT,
     CLAIMS,
@@ -22,12 +22,10 @@ from trimtab.experiments.evaluation.paper_figures import (
 )
 from trimtab.experiments.evaluation.result import Finding, Run
 
-PASS, FAIL, NO_VERDICT = "pass", "fail", "no verdict"
+PASS, FAIL = "pass", "fail"
 NOT_COMPARABLE, NOT_MEASURED = "not comparable", "not measured"
 # The paper's recipe, as it stands in its text; and ours. A component's effect is of the plan that has it.
 LITERAL, OURS = "paper", ("plan_S", "plan_F", "plan", "plan_batch")
-_AT_LEAST, _AT_MOST = ">= ", "<= "  # how a time that is bounded is told
-_BOUNDS = (_AT_LEAST, _AT_MOST)
 NEAR = 0.1  # of the whole, around a share that is claimed, what is about it
 _ABSOLUTE = ("mfu",)  # which is of a device, as no ratio of two loops on it is
 _THIRDS = (("early",), ("middle",), ("late",))
@@ -105,7 +103,7 @@ def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
 
 def _tells(rung: Finding) -> bool:
     """Return whether something is known of a time: itself, a bound, or that one of the two came there more often."""
-    return rung.figure is not None or rung.said.startswith(_BOUNDS) or rung.reached[0] != rung.reached[1]
+    return rung.figure is not None or rung.is_bounded or rung.reached[0] != rung.reached[1]
 
 
 def _because(claim: Claim, here: str, finding: Finding) -> str:
@@ -123,8 +121,8 @@ def _because(claim: Claim, here: str, finding: Finding) -> str:
 
 def _is_even(claim: Claim, finding: Finding) -> bool:
     """Return whether a claim is of a third of training, and a third of the gain is in its interval."""
-    bounds = _bounds(finding.figure)
-    return claim.part in _THIRDS and bounds is not None and bounds[0] <= 1 / 3 <= bounds[1]
+    ends = _ends(finding.figure)
+    return claim.part in _THIRDS and ends is not None and ends[0] <= 1 / 3 <= ends[1]
 
 
 def _open(finding: Finding) -> str:
@@ -171,9 +169,9 @@ def nearest(rungs: Sequence[Finding], target: float | None) -> Finding:
     """
     if exact := [each for each in rungs if target is not None and each.target == target]:
         return exact[-1]
-    known = [at for at, each in enumerate(rungs) if each.figure or each.said.startswith(_AT_LEAST)]
+    known = [at for at, each in enumerate(rungs) if each.figure or each.at_least is not None]
     if not known:
-        return next((each for each in reversed(rungs) if each.said.startswith(_BOUNDS)), rungs[-1])
+        return next((each for each in reversed(rungs) if each.at_most is not None), rungs[-1])
     behind = [each.target for each in rungs[known[-1] + 1 :] if each.reached[0] < each.reached[1]]
     return replace(rungs[known[-1]], behind_at=behind[-1]) if behind else rungs[known[-1]]
 
@@ -206,17 +204,17 @@ def met(sense: str, bar: float, finding: Finding) -> str:
     left behind on a harder one. Of a difference of the final metric where training is another one, tier F's or P1's,
     only what is worse counts (math: section 8).
     """
-    bounds = _bounds(finding.figure) if finding.has_verdict else None
-    bounds = _bound(finding) if finding.figure is None else bounds
-    if bounds is None:
+    ends = _ends(finding.figure) if finding.has_verdict else None
+    ends = _shares(finding) if finding.figure is None else ends
+    if ends is None:
         return NO_VERDICT
-    found = _beyond(sense, bar, bounds, finding)
+    found = _beyond(sense, bar, ends, finding)
     is_open = finding.behind_at is not None or not finding.has_verdict
     return NO_VERDICT if found == PASS and is_open else found
 
 
-def _beyond(sense: str, bar: float, bounds: tuple[float, float], finding: Finding) -> str:
-    low, high = bounds
+def _beyond(sense: str, bar: float, ends: tuple[float, float], finding: Finding) -> str:
+    low, high = ends
     if sense == MOST:
         return PASS if high <= bar else FAIL if low > bar else NO_VERDICT
     if sense == LEAST:
@@ -228,30 +226,31 @@ def _beyond(sense: str, bar: float, bounds: tuple[float, float], finding: Findin
     return PASS if -bar <= low and high <= beyond else FAIL if low > beyond or high < -bar else NO_VERDICT
 
 
-def _bound(finding: Finding) -> tuple[float, float] | None:
-    """Return between which shares of the other's a time lies that is told as `>= 3.1x` or `<= 0.8x` the speed."""
-    told = re.match(r"([<>])= (\d+(?:\.\d+)?)x", finding.said)
-    if told is None or len(finding.values) < MIN_PAIRS_FOR_VERDICT:
+def _shares(finding: Finding) -> tuple[float, float] | None:
+    """Return between which shares of the other's a time lies of which a bound on the speed is all that is known."""
+    if len(finding.values) < MIN_PAIRS_FOR_VERDICT:
         return None
-    share = 1 / float(told[2]) if float(told[2]) > 0 else math.inf
-    return (0.0, share) if told[1] == ">" else (share, math.inf)
+    if finding.at_least is not None:
+        return 0.0, _share(finding.at_least)
+    return None if finding.at_most is None else (_share(finding.at_most), math.inf)
 
 
-def _bounds(figure: Ratio | None) -> tuple[float, float] | None:
+def _share(speed: float) -> float:
+    return 1 / speed if speed > 0 else math.inf
+
+
+def _ends(figure: Ratio | None) -> tuple[float, float] | None:
+    """Return between what a figure lies, by its interval or as it was counted; None where it allows no verdict."""
     if figure is None or not math.isfinite(figure.mean):
         return None
-    if figure.counted:
-        return figure.mean, figure.mean
-    if figure.n < MIN_PAIRS_FOR_VERDICT or figure.low is None or figure.high is None:
-        return None
-    return figure.low, figure.high
+    return (figure.mean, figure.mean) if figure.counted else bounds(figure)
 
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
     given = [run for run in runs if run.task in _tasks(claim)]
-    labels = [run.labels[LITERAL] for run in given if LITERAL in run.labels]
-    if claim.part == PRECISION and labels and all(label.endswith("computed in fp32") for label in labels):
+    precisions = [run.precisions.get(LITERAL, "") for run in given if LITERAL in run.labels]
+    if claim.part == PRECISION and precisions and all(each == "fp32" for each in precisions):
         return "there is no fast half precision on this processor: P1 was computed in fp32, and no plan in less"
     if claim.part == SPLITTING and claim.workload is IMAGES:
         return "its models have batch statistics, which a batch that is cut would change; whole batches hold no less"
@@ -262,7 +261,8 @@ def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     raced = any(finding.arm == LITERAL for run in runs for finding in run.findings if run.task in _tasks(claim))
     if claim.measure == "gain_share":
         if raced and claim.part not in _THIRDS:
-            return "P1's steps are not clocked by phase; where our plans' gain lies is below"
+            clocked = "P1's steps are clocked by phase once, not in paired laps: no share of its gain is told"
+            return f"{clocked}; where our plans' gain lies is below"
         return "P1 saved nothing that could be shared out" if raced else "no run of it was given"
     return "it has no figure" if raced else "no run of it was given"
 

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.codec import from_jsonable
 from trimtab.core.energy import OTHER_RANKS, MeterFacts
 from trimtab.core.record import RunRecord
-from trimtab.experiments.comparison.result import Verdict
+from trimtab.experiments.comparison.result import NO_VERDICT, Verdict
 from trimtab.experiments.evaluation.result import Finding, Run
 
 
@@ -32,7 +32,7 @@ def of_record(name: str, found: RunRecord) -> Run:
         "record",
         header.name,
         header.environment,
-        Verdict("no verdict", said),
+        Verdict(NO_VERDICT, said),
         tuple(findings),
         labels={"run": "one run"},
         data_sha256=str(data.get("sha256", "")) if isinstance(data, dict) else "",

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.core.phases import Gain
-from trimtab.experiments.comparison.result import Ratio, Verdict
+from trimtab.experiments.comparison.result import Ratio, Verdict, limit_in_words
 
 # Of an environment: what makes a machine another one, and what a figure depends on beside it.
 MACHINE = ("cpu", "cpu_cores", "gpu", "os")
 VERSIONS = ("trimtab", "sources", "torch", "cuda", "numpy", "python", "threads")
-_BOUNDS = {">= ": "at least", "<= ": "at most"}  # how what is said of a time that is bounded begins
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,9 @@ class Finding:
         figure: what is judged: the ratio ours over theirs (below 1 is better for time and memory), a difference of the
             final metric (points or percent, positive is better), or a share; None: not known.
         said: what stands in place of it, where it is not known, or has to be known beside it.
+        at_least, at_most: of a time of which no more is known, how many times as fast ours is; None where an arm
+            failed, as such a bound would be held against a bar without a verdict of its run.
+        failed: which arm failed in some race, and where; "" where none did.
         has_verdict: whether its run has one on it: enough pairs, a control, and nothing that failed.
         values: the figure itself of each pair, where there is one of each; infinite: never reached.
         reached: of a target, the pairs in which each of the two did. behind_at: a harder target that
@@ -51,19 +53,25 @@ class Finding:
     charged: bool = False
     ranks: int | None = None
     part: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    failed: str = ""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a bound is what is known of it."""
+        return self.at_least is not None or self.at_most is not None
 
     @property
     def told(self) -> str:
         """What is said, as a person reads it: of a bound also that it is of speeds, which amid changes is not seen."""
-        return self.said if self.target is None else bound_in_words(self.said)
+        return bound_in_words(self.at_least, self.at_most) or self.said
 
 
-def bound_in_words(said: str) -> str:
-    """Return a bound on how many times as fast something is as a person reads it; anything else as it is."""
-    for sign, words in _BOUNDS.items():
-        if said.startswith(sign):
-            return f"{words} {said.removeprefix(sign)} the speed"
-    return said
+def bound_in_words(at_least: float | None, at_most: float | None) -> str:
+    """Return a bound on how many times as fast something is as a person reads it; "" where there is none."""
+    said = limit_in_words(at_least, at_most)
+    return f"{said} the speed" if said else ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Run:
 
     Args:
         name: as it was given. kind: comparison, scaling, record and the like. labels: arm -> what a person reads.
+        precisions: arm -> what it computed in, where that is known.
         data_sha256: of what it was trained on, "" where that is not recorded. higher_is_better: of its metric.
         trained: what its reference was trained on and came to, in words; "" where that is not known.
         planned: how much longer a run its plan was made for than what was raced, in words; "" where that is the same.
@@ -90,7 +99,6 @@ class Run:
     unit: str = ""
     terms: str = "rows"
     labels: Mapping[str, str] = field(default_factory=dict)
-    created: str = ""
     command: str = ""
     data_sha256: str = ""
     higher_is_better: bool = True
@@ -99,6 +107,7 @@ class Run:
     meter: str = ""
     known: tuple[str, ...] = ()
     gain: Gain | None = None
+    precisions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def machine(self) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from trimtab.decide.attribution import (
     of_the_roof,
 )
 from trimtab.decide.attribution import speedup as speedup_of
-from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, net_of, unprojected
+from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, efficiency_after, net_of, unprojected
 from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT, Interval
 from trimtab.experiments.comparison.result import Ratio, ThirdRow
 from trimtab.experiments.report import wording as say
@@ -206,8 +206,9 @@ def _doubling(gain: Gain, speedup: Interval) -> str:
         return f"{reason}{measured}: nothing is projected by that."
     return (
         f"by a speed-up of {say.ratio(speedup.mean)} in every cycle of {CYCLE_MONTHS:g} months, "
-        f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}. That every cycle brings as much as "
-        "this one is an assumption, and so is how long it takes; neither was measured."
+        f"efficiency doubles: {_months(speedup.mean)}{_by_its_interval(speedup)}, and after a year it "
+        f"is {say.ratio(efficiency_after(12.0, speedup.mean))} of today's. That every cycle brings as much as this one "
+        "is an assumption, and so is how long it takes; neither was measured."
     )
 
 

@@ -18,6 +18,7 @@ _ENDS = {
     "budget": "it ran to the end of its budget",
     "grad_norm": "stopped, its gradient's norm below the limit",
     "target": "stopped at its target",
+    "interrupted": "interrupted, to be gone on with",
     "error": "ended by an error",
 }
 _MOST_POINTS = 600  # a track of more is thinned out: the page stays small

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from trimtab.core.energy import Provenance
 from trimtab.core.units import format_bytes, format_count, format_seconds
-from trimtab.experiments.comparison.result import Arm, Comparison, Ratio, RatioRow, Verdict
+from trimtab.decide.statistics import MIN_PAIRS_FOR_VERDICT as PAIRS_FOR_A_VERDICT
+from trimtab.experiments.comparison.result import NO_VERDICT, Arm, Comparison, Ratio, RatioRow, Verdict
+from trimtab.experiments.comparison.stats import bounds
 
 Words = Callable[[float], str]
 UNMEASURED = "not measured"
 NEVER = "never"
-NO_VERDICT = "no verdict"
-PAIRS_FOR_A_VERDICT = 5  # math: section 8
 TIERS = {"S": "Tier S: the same maths", "F": "Tier F: other dynamics", "": "Recipes and controls"}
 PLANS = {"S": "tier S", "F": "tier F", "strong": "for P2 (tier S)"}
 MAX_PAIRS_SHOWN = 16  # report.json holds all of them
@@ -151,7 +151,8 @@ def estimate(value: Ratio, words: Words) -> tuple[str, str]:
 
 def is_resolved(control: Ratio | None) -> bool:
     """Whether an A/A control has an interval that may be shown as the resolution."""
-    return control is not None and control.n >= PAIRS_FOR_A_VERDICT and interval(control, ratio) != UNMEASURED
+    ends = None if control is None else bounds(control)
+    return ends is not None and all(map(math.isfinite, ends))
 
 
 def interval(value: Ratio, words: Words) -> str:

@@ -47,8 +47,8 @@ class JobSettings:
     """How much of a job to run.
 
     Args:
-        modes: of `scaling.MODES`. blocks: of each loop, about `block_s` seconds each. frees_batch: whether a plan whose
-            batch is freed runs too.
+        modes: of `scaling.result.MODES`. blocks: of each loop, about `block_s` seconds each. frees_batch: whether a
+            plan whose batch is freed runs too.
         budget: each rank's; with a limit on memory, ranks choose how they share the model. plan: given, whose settings
             run on each number of ranks; None: one is made.
     """

@@ -18,6 +18,7 @@ from trimtab.experiments.scaling.bench import Bench, JobSettings
 from trimtab.experiments.scaling.plans import Planned, fitted, plan_of_job, within
 from trimtab.experiments.scaling.result import Job, Refused, TimedArm
 from trimtab.measure.machine import environment
+from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task, TaskData
 
 
@@ -28,7 +29,7 @@ def run_job(task: Task, number: int, folder: Path, settings: JobSettings, progre
         number: of the round. folder: that plans are kept in, for all jobs with as many rows a rank.
     """
     here, data = place(), task.load_data()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     arms: list[TimedArm] = []
     refused: list[Refused] = []
     for mode in settings.modes if here.num_ranks > 1 else ("weak",):
