@@ -12,8 +12,8 @@ A slice that takes longer than it may is ended. Where that left something new it
 it would only be ended again, and is run when `--slice-minutes` allows more than it was ended at. On a GPU a race to a
 target is as long as a slice may be, so that `--slice-minutes` is chosen once for a folder. Goals of 20 and 30 times
 the reference's speed are open only where its race is that many times as long as what is planned and trained: an hour
-and more a race. Without it a slice may take nine minutes on a GPU, which may be lent for a short turn, and twenty on
-two cores.
+and more a race. Without it a slice may take nine minutes on a GPU, which may be lent for a short turn, and
+twenty-five on two cores.
 """
 
 from __future__ import annotations
@@ -195,7 +195,11 @@ def here(size: str, folder: Path | None = None, limit_s: float = 60 * MINUTES["c
     refuse_gpu(size, gpus)
     meter = find_meter(torch.device("cuda" if gpus else "cpu"))
     results = HERE.parent / "runs" if size == "tiny" else HERE / "results"
-    folder = folder or own_folder(results / f"evaluation-{slug(found, gpus)}", found)
+    if folder is None:
+        first = results / f"evaluation-{slug(found, gpus)}"
+        folder = own_folder(first, found)
+        if folder != first:
+            print(f"{first.name} is of another machine: results are in {folder.name}", file=sys.stderr)
     claim(folder, found, writes=writes)
     names = tuple(each.callback.__name__ for each in app.registered_commands if each.callback is not None)
     return Place(folder, found, gpus, not meter.facts.is_absent, names, limit_s)

@@ -26,7 +26,7 @@ def slug(found: Mapping[str, str], gpus: int = 0) -> str:
 
 
 def own_folder(folder: Path, found: Mapping[str, str]) -> Path:
-    """Return the folder, or the first of `folder-2`, `folder-3`, ... that no other host of its GPU has."""
+    """Return the folder, or the first of `folder-2`, `folder-3`, ... that is no other machine's."""
     names = (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, MOST_HOSTS + 1)))
     return next((each for each in names if _machine_of(each) in (None, _mine(found))), folder)
 

@@ -14,7 +14,7 @@ from trimtab.experiments.phase_page import FILE as PHASES
 
 TASKS, GPU_TASKS = "{tasks}", "{gpu tasks}"  # stand for the files of `evaluation_tasks` and `evaluation_gpu_tasks`
 PLANS = "{plans}"  # stands for the folder of plans that are written by hand
-MINUTES = {"cpu": 20.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
+MINUTES = {"cpu": 25.0, "gpu": 9.0, "tiny": 9.0}  # that a slice may take
 CAP_S, AROUND_S = 90, 130  # of training of an arm in a race to a target; of a race's start and its evaluations
 COUNTED_S = 50  # of counting what each arm of an ablation holds, on its first race
 MINUTE_S = 60  # of training, where a minute is all that a target may take
@@ -178,7 +178,7 @@ def _freed() -> Iterator[Slice]:
     only = ("--no-peers", "--adapt", "learning-rate")
     freed = (f"{TASKS}:cifar10_half", *only)
     yield from _races("cifar-freed", "cifar10_half, S and F", freed, _FIVE, 9.8, whole=True, plans_minutes=2.6)
-    for kind, task, minutes, cap_s in (("cifar", "cifar10_long", 12.5, 120), ("wikitext", "wikitext2_long", 19, 90)):
+    for kind, task, minutes, cap_s in (("cifar", "cifar10_long", 12.5, 120), ("wikitext", "wikitext2_long", 22, 150)):
         longer = (f"{TASKS}:{task}", *only, "--cap", str(cap_s), "--reference-cap", "900")
         says, how = f"{task}, F beside S for {cap_s} s", {"whole": True, "plans_minutes": 5}
         yield from _races(f"{kind}-long", says, longer, _FIVE, minutes, **how)

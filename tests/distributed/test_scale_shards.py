@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import brief
 import pytest
 from ranks import Ended, run_torchrun
 from wide_task import WIDE, least_of
@@ -23,7 +22,6 @@ SHORT = ["--quick", "--scaling=weak", "--out=table", "--json"]
 # An interpreter that ends as usual leaves a file.
 MARKED = (
     WIDE
-    + brief.SCALE
     + """
 import atexit, os
 

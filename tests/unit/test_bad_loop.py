@@ -312,7 +312,7 @@ def test_a_tensor_that_is_no_field_is_refused_where_a_part_would_have_the_classs
     batch = Counting(**loop.batch)
     with loop.start() as run:
         window = run.window(batch)
-        with refused(loop, BatchError, "batch.number", "a tensor that is no field of Counting", run):
+        with refused(loop, BatchError, "batch", "Counting.number, a tensor that is no field", run):
             run.train_step(window, lambda model, part: mean_loss(model, {"x": part.x, "y": part.y}))
 
 
@@ -332,7 +332,19 @@ def test_what_a_loss_keeps_on_its_batch_is_kept_for_each_part_and_breaks_no_othe
         return mean_loss(model, {"x": part.x, "y": part.y})
 
     keeping(loop.model, batch)  # as it is trained on whole
-    with loop.start() as run:
+    with loop.start() as run, pytest.warns(UserWarning, match=r"Plain\.mask is a tensor that is no field") as warned:
         for _ in range(2):
             run.train_step(run.window(batch), keeping)
     assert sizes == [ROWS, *([2] * (2 * ROWS // 2))]
+    assert len(warned) == 1
+
+
+def test_a_loss_that_needs_what_a_part_goes_without_fails_by_its_name(loop):
+    batch = Plain(**loop.batch)
+    batch.number = (batch.y >= 0).sum()
+    with (
+        loop.start() as run,
+        pytest.warns(UserWarning, match="no field"),
+        pytest.raises(AttributeError, match="number"),
+    ):
+        run.train_step(run.window(batch), lambda model, part: part.number * mean_loss(model, {"x": part.x}))

@@ -6,10 +6,12 @@ in place of 0.4 s), and a step that has begun cannot be stopped. One with a faul
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 from trimtab.calibrate.child import DONE, LATE, RAISED, can_fork, end_of
 from trimtab.calibrate.subject import Subject
+from trimtab.core.errors import BatchError
 from trimtab.core.profile import Candidate
 from trimtab.core.units import format_seconds
 from trimtab.measure.timing import time_call
@@ -30,10 +32,11 @@ class Guard:
     """
 
     def __init__(self, subject: Subject, incumbent: Candidate) -> None:
-        rows = subject.rows
-        few = next(slices(subject.batch, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
-        self._few, self._rows, self._incumbent = replace(subject, batch=few), rows, incumbent
+        rows, few = subject.rows, subject.batch
         self._is_on, self._has_begun = subject.device.type == "cpu" and can_fork(), False
+        with contextlib.suppress(BatchError):  # one that cannot be split goes whole
+            few = next(slices(few, rows, min(rows, max(_FEWEST, rows // _SHARE))))[0]
+        self._few, self._rows, self._incumbent = replace(subject, batch=few), rows, incumbent
         self._ends: dict[Candidate, str] = {}
 
     def refusal(self, candidate: Candidate) -> str | None:

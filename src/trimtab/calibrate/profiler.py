@@ -33,6 +33,7 @@ from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
+from trimtab.measure.memory import forget_peak
 from trimtab.measure.meters import Found, with_idle
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
@@ -85,6 +86,7 @@ def profile_loop(
         if traces:
             profile = replace(profile, elsewhere_traces=trace_for_others(subject, profile, progress))
             profile = replace(profile, elsewhere_blocks=trace_blocks_for_others(subject, profile, progress))
+    forget_peak(subject.device)  # of candidates: a run looks at its own
     if drawn.seconds is not None and phases:
         phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)

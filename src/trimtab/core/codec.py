@@ -75,6 +75,8 @@ def write_whole(path: str | Path, text: str) -> None:
 def write_result(path: Path, text: str) -> None:
     """Write what a command was asked to: a file as `write_whole` does; to a pipe or its own output, what it is given.
 
+    Where no other file can be put in a file's place, it is written as it is, and holds what it held where that fails.
+
     Raises:
         OSError: it cannot be written.
     """
@@ -95,7 +97,12 @@ def _written_over(path: Path, text: str) -> None:
     except OSError as error:
         if error.errno not in _NO_OTHER or not path.is_file():
             raise
-        path.write_text(text, encoding="utf-8")
+        held = path.read_bytes()
+        try:
+            path.write_bytes(text.encode())
+        except OSError:
+            path.write_bytes(held)
+            raise
 
 
 def is_stream(path: Path) -> bool:

@@ -138,6 +138,7 @@ def _trained(run: Run, batches: Any, asked: Training, counted: CountedTerms, bef
 
 
 def _evaluated(run: Run, task: Task, model: torch.nn.Module, held_out: Sequence[Any]) -> float:
+    # Not whether it can be of the metric's unit: that matters where differences are told, and a run is not lost for it.
     value = task.metric.figure(task.metric.evaluate(model, held_out))
     run.evaluated(value, task.metric.name)
     return value

@@ -43,6 +43,12 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
     return storage_bytes(live()) + peak_growth(step)
 
 
+def forget_peak(device: torch.device) -> None:
+    """Begin the peak on CUDA anew: what held it is over."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def unused_bytes(device: torch.device) -> int | None:
     """Return how much of the last peak on CUDA no tensor was ever in: pieces too small for what was asked for.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,7 +180,7 @@ def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bo
 
     Args:
         is_part: of its rows: it lacks tensors that are no fields and caches, which are of the whole; a loss that
-            keeps a mask on its batch makes its own, and one that needs the whole's fails in the proof of splitting.
+            keeps a mask on its batch makes its own, and one that needs the whole's fails. It is warned of them.
 
     Raises:
         BatchError: it is a part, in which such a tensor's name would stand for the class's own.
@@ -191,10 +192,8 @@ def _rebuild_dataclass(original: Any, each: Callable[[Any], Any], *, is_part: bo
         elif name not in fields and isinstance(value, Tensor):
             if not is_part:
                 made.__dict__[name] = each(value)
-            elif hasattr(type(made), name):
-                raise _no_field(original, name)
             else:
-                del made.__dict__[name]
+                _leave_out(made, name)
     for name in fields:  # a frozen one's too
         object.__setattr__(made, name, each(getattr(original, name)))
     return made
@@ -204,13 +203,25 @@ def _is_cached(value: Any, name: str) -> bool:
     return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
-def _no_field(value: Any, name: str) -> BatchError:
-    return BatchError(
-        f"batch.{name}",
-        given=f"a tensor that is no field of {type(value).__name__}",
-        expected="tensors in fields, which are split by rows",
-        way_out="Declare it as a field, or compute it in the loss.",
+def _leave_out(part: Any, name: str) -> None:
+    kind = type(part)
+    if hasattr(kind, name):
+        raise BatchError(
+            "batch",
+            given=f"{kind.__name__}.{name}, a tensor that is no field",
+            expected="tensors in fields, which are split by rows",
+            way_out="Declare it as a field, or compute it in the loss.",
+        )
+    del part.__dict__[name]
+    _warn_of_no_field(kind, name)
+
+
+@functools.cache  # once for each, and not once a micro-batch
+def _warn_of_no_field(kind: type, name: str) -> None:
+    said = (
+        f"batch: {kind.__name__}.{name} is a tensor that is no field; parts of a batch go without it, and a loss that"
     )
+    warnings.warn(f"{said} asks for it makes its own or fails. Declare it as a field, or compute it.", stacklevel=2)
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -43,8 +43,6 @@ class CompileCheck:
         self._gain: Interval | None = None
         self._is_decided = False
         call.shapes = []
-        if not self._has_room():  # the peak so far may be planning's, of the loop as it was
-            torch.cuda.reset_peak_memory_stats(device)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:

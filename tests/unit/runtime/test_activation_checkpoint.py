@@ -17,6 +17,7 @@ from trimtab.core.chain import DearPart, Stage
 from trimtab.core.errors import UsageError
 from trimtab.core.recompute import Kept, Segment, schedule_of
 from trimtab.decide.checkpoint_schedule import every_block, keep_all, predict, sqrt_segments
+from trimtab.runtime import recomputed
 from trimtab.runtime.activation_checkpoint import use_plan, use_schedule
 
 L = 6
@@ -562,3 +563,13 @@ def test_statistics_that_were_frozen_and_are_not_any_more_move_once_a_step():
 
     for ours, theirs in zip(both(made(), SCHEDULES["every_block"]), both(made(), keep_all(L)), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_buffers_are_noted_by_the_mode_in_which_a_forward_began():
+    norm, rows = nn.BatchNorm1d(4), torch.randn(8, 4)
+    for freezes in (False, True):
+        with recomputed._Buffers([norm]).noting():
+            norm(rows)
+            norm.train(not freezes)
+    assert recomputed._moved_by(norm, True) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert recomputed._moved_by(norm, False) is None

@@ -57,7 +57,8 @@ def _figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 def _figure(found: Finding) -> dict[str, Any]:
     every = {"arm": found.arm, "against": found.against, "tier": found.tier}
     every |= {"value": found.value, "baseline": found.baseline, "said": found.said}
-    where = {"target": found.target, "ranks": found.ranks, "part": found.part or None}
+    where = {"target": found.target, "ranks": found.ranks, "part": found.part or None, "failed": found.failed or None}
+    where |= {"at_least": found.at_least, "at_most": found.at_most}
     every |= {"charged": found.charged} if found.target is not None else {}
     return every | {key: value for key, value in where.items() if value is not None} | _interval(found.figure)
 
