@@ -218,10 +218,8 @@ def _leave_out(part: Any, name: str) -> None:
 
 @functools.cache  # once for each, and not once a micro-batch
 def _warn_of_no_field(kind: type, name: str) -> None:
-    said = (
-        f"batch: {kind.__name__}.{name} is a tensor that is no field; parts of a batch go without it, and a loss that"
-    )
-    warnings.warn(f"{said} asks for it makes its own or fails. Declare it as a field, or compute it.", stacklevel=2)
+    said = f"batch: {kind.__name__}.{name} is a tensor that is no field; parts of a batch go without it."
+    warnings.warn(f"{said} A loss that asks for it makes its own or fails: declare it as a field.", stacklevel=2)
 
 
 def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
