@@ -17,12 +17,6 @@ from trimtab.calibrate import recompute_seconds, trials
 
 trials.BLOCK_S, trials._STAGE_S, recompute_seconds._MEASURING_S = {BLOCK_S}, {STAGE_S}, {MEASURING_S}
 """
-# For a task's file that `trimtab scale` is given, where no speed is looked at: the fewest windows are a block.
-SCALE = """
-from trimtab.experiments.scaling import bench
-
-bench.Bench._windows_of = lambda self, loop: bench._MIN_WINDOWS
-"""
 
 
 def shorten(set_to: Callable[[object, str, float], None] = setattr) -> None:

@@ -64,16 +64,9 @@ RANK = """
 """
 
 
-FEWER = {"run.windows(batches()), 110)": "run.windows(batches()), 60)"}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each rank found, by the seconds of a reduction; fewer windows where these are most of what is run."""
-    return {
-        slow: ranks(tmp_path_factory.mktemp("ranks"), slow, changes=changes)
-        for slow, changes in ((0.0, {}), (0.05, FEWER))
-    }
+    return {slow: ranks(tmp_path_factory.mktemp("ranks"), slow) for slow in (0.0, 0.05)}
 
 
 def ranks(folder: Path, slow: float, measured: str = "always", policy: str = "goodput", changes=None):

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -86,6 +86,19 @@ def test_where_the_incumbents_own_rows_do_not_come_to_their_end_nothing_is_told_
     alike = [replace(each, micro_batch=4, fused_optimizer=True, allocator="retain") for each in candidates]
     assert [guard.refusal(each) for each in alike] == said  # the same kernels: what was told is told again
     assert len(seen) == calls
+
+
+def test_a_batch_that_cannot_be_split_goes_whole():
+    @dataclass
+    class Batch:
+        rows: torch.Tensor
+        number = None
+
+    batch = Batch(torch.randn(8, 4))
+    batch.number = torch.tensor(8)
+    model = nn.Linear(4, 1)
+    subject = Subject(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b.rows).mean(), batch)
+    assert probe.Guard(subject, Candidate("fp32", "keep", False, 8))._few.rows == 8
 
 
 def test_what_it_changes_and_says_is_its_own(capfd):

@@ -146,7 +146,7 @@ def test_meters_are_not_mixed():
         reached = {
             seed: {name: replace(run, evaluations=seen) for name, run in race.items()} for seed, race in pairs.items()
         }
-        row = target_row(reached, "plan_S", "reference", "S", **ladder)
+        row = target_row(reached, "plan_S", "reference", "S", meter=meter_of(reached), **ladder)
         assert (len(row.arm_j), row.energy is None) == (told, not told)
 
 
@@ -190,20 +190,19 @@ def test_energy_to_target_is_of_the_pairs_in_which_both_reached_it():
         return metered(record(blocks=[(10, seconds)] * 3, evaluations=points), power_w)
 
     found = {seed: {"plan_S": run(1.0, 150.0), "reference": run(2.0, 100.0)} for seed in range(5)}
-    row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None)
+    row = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, None, meter=MEASURED)
     assert row.energy.mean == pytest.approx(0.75)
     assert row.arm_j == pytest.approx([300.0] * 5)
-    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0, 900.0))
+    charged = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0, 900.0), meter=MEASURED)
     assert charged.arm_j == pytest.approx([1200.0] * 5)
     assert charged.energy.mean == pytest.approx(3.0)
-    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0))
+    unknown = target_row(found, "plan_S", "reference", "S", 0.6, "accuracy", True, Charge(60.0), meter=MEASURED)
     assert (unknown.energy, unknown.arm_j) == (None, ())  # what planning took is not known, so neither is the sum
-    never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None)
+    never = target_row(found, "plan_S", "reference", "S", 5.0, "accuracy", True, None, meter=MEASURED)
     assert never.energy is None
     flat = metered(record(blocks=[(10, 2.0)] * 3, evaluations=[(10 * i, 2.0 * i, 0.1) for i in (1, 2, 3)]), 100.0)
-    survivors = target_row(
-        found | {4: found[4] | {"reference": flat}}, "plan_S", "reference", "S", 0.6, "accuracy", True, None
-    )
+    left = found | {4: found[4] | {"reference": flat}}
+    survivors = target_row(left, "plan_S", "reference", "S", 0.6, "accuracy", True, None, meter=MEASURED)
     assert (survivors.energy, len(survivors.arm_j)) == (None, 4)  # those that are left were chosen by their outcome
 
 

@@ -1076,6 +1076,8 @@ def test_joules_of_a_batch_are_told_as_those_of_a_row_and_against_whom(tmp_path)
         metered = of_comparison("a", replace(made, plans={"S": Plan.fixed(8)}, num_ranks=ranks, **given))
         of = [found for found in metered.findings if found.measure == "energy"]
         assert [(found.value, found.baseline) for found in of] == [(each, each)] * 2
+    uneven = replace(made, plans={"S": Plan.fixed(3)}, num_ranks=3, batch_rows=8, **given)  # of 3, 3 and 2 rows
+    assert {found.value for found in of_comparison("a", uneven).findings if found.measure == "energy"} == {2.0}
     page = write_evaluation([metered], tmp_path, "x")["md"].read_text()
     shown = [line.split(" | ")[1:5] for line in page.splitlines() if "nvml gpu 0" in line]
     assert [line[0] for line in shown] == ["label of plan_S", "label of plan_S, against label of paper"]

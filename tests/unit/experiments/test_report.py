@@ -850,6 +850,7 @@ def test_the_projection_is_of_what_was_measured_and_says_what_it_assumes() -> No
     assert "12.2%" in net
     assert "1.52" in doubling
     assert re.search(r"after 8\.[23] months", doubling)
+    assert re.search(r"after a year it is 2\.7\d*x of today's", doubling)
     assert "assumption" in doubling
     none = replace(gain(), plan=gain().reference)
     assert all("cannot be told apart" in said for said in gain_tables.projection_sentences(none))

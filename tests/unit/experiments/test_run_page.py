@@ -7,6 +7,7 @@ import math
 import pytest
 
 from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
+from trimtab.core.stop import StopReason
 from trimtab.experiments.report.run_page import run_page, tracks
 
 
@@ -62,3 +63,9 @@ def test_names_are_escaped_and_nothing_can_run():
     assert "<script" not in page
     assert "default-src 'none'" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("reason", ["closed", "error", *StopReason])
+def test_each_way_that_a_run_ends_has_its_words(reason):
+    page = run_page(RunRecord(Header("a run"), steps(4), end=End(reason)))
+    assert f"a run: {reason}<" not in page

@@ -48,6 +48,11 @@ def second(monkeypatch):
     monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
 
 
+def test_a_metric_beyond_its_unit_does_not_lose_the_run_that_it_is_of():
+    metric = replace(tiny.metric, unit="share", evaluate=lambda model, batches: 27.0)
+    assert trained(metric=metric)["accuracy"] == 27.0
+
+
 def test_tokens_per_second_are_those_the_loss_counted():
     batches = load_data().batches(0, BATCH_ROWS)
     counted = sum(int((next(batches)[1] == 0).sum()) for _ in range(STEPS))

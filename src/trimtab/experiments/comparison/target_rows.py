@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.core.energy import MeterFacts
+from trimtab.core.energy import NO_METER, MeterFacts
 from trimtab.core.record import RunRecord
 from trimtab.decide.statistics import Interval, ratio_interval
-from trimtab.experiments.comparison.energy_rows import joules_to, meter_of
+from trimtab.experiments.comparison.energy_rows import joules_to
 from trimtab.experiments.comparison.result import NO_VERDICT, Ratio, TargetRow, Verdict
 from trimtab.experiments.comparison.stats import (
     Pair,
@@ -86,14 +86,14 @@ def target_row(
     charge: Charge | None,
     control: Interval | None = None,
     *,
-    meter: MeterFacts | None = None,
+    meter: MeterFacts = NO_METER,
 ) -> TargetRow | None:
     """Return one rung of the ladder; what the arm is charged is added to it.
 
     None when the two were to run to the end in no race.
 
     Args:
-        meter: of the races; None: it is looked for in them.
+        meter: of the races, whose joules are told.
     """
     records = whole(races, arm, against)
     if not records:
@@ -103,7 +103,6 @@ def target_row(
     ratio, limits, verdict = _judge(pairs, control, arm, against)
     if said := failures(races, arm, against):
         verdict = Verdict(NO_VERDICT, f"{said}: {verdict.sentence}")
-    meter = meter_of(races) if meter is None else meter
     spent = [] if meter.is_absent else _joules(records, pairs, charge or Charge(0.0, 0.0))
     spent_ratios = [ours / theirs for ours, theirs in spent]
     return TargetRow(
