@@ -17,7 +17,7 @@ from trimtab.core.hardware import DeviceSpec
 from trimtab.core.plan import Check, Choice, Mark, Measured, Plan
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Trial
 from trimtab.core.record import BRIEF, End, RunRecord
-from trimtab.experiments.comparison import summary, target_rows
+from trimtab.experiments.comparison import summary
 from trimtab.experiments.comparison.arm_facts import ArmFacts
 from trimtab.experiments.comparison.notes import WHY_TIMED, notes
 from trimtab.experiments.comparison.result import Comparison, Verdict
@@ -445,8 +445,7 @@ def test_what_the_intervals_do_not_hold_is_told():
 
 def test_the_meter_of_the_races_is_looked_for_once(monkeypatch):
     looked = []
-    for module in (summary, target_rows):
-        monkeypatch.setattr(module, "meter_of", lambda found: looked.append(found) or NO_METER)
+    monkeypatch.setattr(summary, "meter_of", lambda found: looked.append(found) or NO_METER)
     assert comparison().meter == NO_METER
     assert len(looked) == 1
 
