@@ -5,6 +5,8 @@
 #   WORKERS      test processes of one thread, 0 for one of all:  make test WORKERS=0
 #   GPU_PYTHON   a Python whose torch has CUDA:   make gpu-check GPU_PYTHON=python3
 #   SIZE         of the evaluation, cpu or gpu:   make evaluation SIZE=gpu GPU_PYTHON=python3
+#   ONLY         slices of it, or their folders:  make evaluation SIZE=gpu ONLY="gpt2-half resnet-minute"
+#   MINUTES      that a slice of it may take:     make evaluation SIZE=gpu MINUTES=150 ONLY=gpt2-freed
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -93,7 +95,8 @@ gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Run the tests
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -rs $(PYTEST_ARGS)
 
 evaluation: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP)) ## Go on with the paper's evaluation, a slice of minutes after another
-	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/evaluation.py --size $(SIZE)
+	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/evaluation.py --size $(SIZE) \
+		$(if $(MINUTES),--slice-minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove the environment, caches and builds; keeps runs/
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

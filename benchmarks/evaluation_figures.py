@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evaluation_goals import GOALS, Reached, reached, runs_in
+from evaluation_goals import GOALS, Reached, reached, runs_in, unfounded_in
 from evaluation_slices import DONE, TO_DO, Ran, Slice, slices
 from phases_figures import phases
 
@@ -147,7 +147,9 @@ def _run(path: Path, run: Run, link: str, comparison: Callable[[list[Row]], Iter
             yield f"*{says}*"
             yield ""
         if isinstance(found, Comparison):
-            yield from comparison(benchmark_object(found)["rows"])
+            unfounded = unfounded_in(path.parent, run)
+            rows = benchmark_object(found)["rows"]
+            yield from comparison([row for row in rows if row["metric"].removesuffix("_ratio") not in unfounded])
         else:
             yield from ablation(found)
         yield ""

@@ -23,6 +23,7 @@ from trimtab.experiments.evaluation.result import Finding, Run
 
 MET, MISSED, NOT_SHOWN, NOT_MEASURED = "met", "missed", "not shown", "not measured"
 TOLD_MET, TOLD_MISSED = "predicted met", "predicted missed"  # of what was not measured
+_UNFOUNDED = "not to be believed, by what was found since (docs/RESULTS.md)"
 KNOWN = "known.json"  # what was found of races after they were run: of which runs or states of the sources, and what
 MONITOR, NO_HARM, TOLD = "monitor_overhead_ratio", "do_no_harm_ratio", "predicted_time_ratio"
 SMALL_BYTES = 4.5e9  # that GPT-2 is to be trained within
@@ -318,16 +319,33 @@ def runs_in(found: Sequence[Slice], folder: Path) -> dict[str, Run]:
         replace(run, name=path.partition("/")[0])
         for path, run in zip(wanted, read_runs([folder / path for path in wanted]), strict=True)
     ]
-    return {run.name: replace(run, known=tuple(_known(folder, run))) for run in named}
+    return {run.name: _with_what_is_known(folder, run) for run in named}
+
+
+def _with_what_is_known(folder: Path, run: Run) -> Run:
+    gone = {"figure": None, "value": None, "baseline": None, "has_verdict": False, "said": _UNFOUNDED}
+    unfounded = unfounded_in(folder, run)
+    findings = tuple(replace(each, **gone) if each.measure in unfounded else each for each in run.findings)
+    return replace(run, findings=findings, known=tuple(each.says for each in _found_of(folder, run)))
+
+
+def unfounded_in(folder: Path, run: Run) -> set[str]:
+    """Return the measures of a run that were found to be wrong after it had ended, of which no figure counts."""
+    return {measure for each in _found_of(folder, run) for measure in each.unfounded}
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found of races after they were run, and of which: by their run, or the state of their sources."""
+    """What was found of races after they were run, and of which: by their run, or the state of their sources.
+
+    Args:
+        unfounded: measures, as a finding has them, that are not to be believed by it.
+    """
 
     says: str
     runs: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    unfounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -342,8 +360,8 @@ def _all_found(path: Path) -> tuple[_Found, ...]:
         raise FormatError(str(path), given=f"{error.field}: {error.given}", expected=error.expected) from None
 
 
-def _known(folder: Path, run: Run) -> Iterator[str]:
+def _found_of(folder: Path, run: Run) -> Iterator[_Found]:
     for each in _all_found(folder / KNOWN):
         by_state = any(state in run.environment.get("sources", "") for state in each.sources)
         if by_state or run.name in each.runs:
-            yield each.says
+            yield each

@@ -20,7 +20,9 @@ import pytest
 from saving import forge
 
 from trimtab import cli
+from trimtab.cli.options import adaptation
 from trimtab.core.codec import from_json, read_json, to_json
+from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.profile import PROFILE_SCHEMA, Profile
 from trimtab.core.rank_trace import WAYS, RankTrace, Way
@@ -434,6 +436,12 @@ def test_a_kept_run_that_begins_writes_over_no_file_of_anothers(trimtab, tmp_pat
     assert not Path("new").exists()
 
 
+def test_a_kept_run_whose_record_has_no_folder_is_refused_before_it_begins(trimtab):
+    done = trimtab("train", "tiny:task", "--steps", 2, "--checkpoints", "new", "--record", "absent/run.jsonl")
+    explained(done, "--record: given absent/run.jsonl, whose folder does not exist")
+    assert not Path("new").exists()
+
+
 SECRET = "hunter2-and-nobody-else-s"
 
 
@@ -522,6 +530,15 @@ def test_a_task_is_begun_in_a_new_file_and_runs_as_it_is(trimtab, tmp_path):
     found = trimtab("train", "mine.py:task", "--plan", "plan.json", "--steps", 40, "--json").json
     assert (found["task"], found["data"]) == ("mine", "four classes, made up (TensorDataset and TensorDataset)")
     assert found["accuracy"] > 0.5  # of four classes
+
+
+def test_what_is_to_be_typed_next_names_a_file_in_any_folder(trimtab):
+    Path("my dir").mkdir()
+    done = trimtab("init", "my dir/task.py")
+    assert "  trimtab compare 'my dir/task.py:task' --quick\n" in done.out
+    text = Path("my dir/task.py").read_text()
+    assert "\ntrimtab plan 'my dir/task.py:task' " in text
+    assert 'name="task"' in text
 
 
 def test_what_the_next_command_lacks_is_said_where_a_task_is_begun(trimtab, monkeypatch):
@@ -628,6 +645,13 @@ def test_a_comparison_and_its_report(trimtab, tmp_path):
     assert trimtab("report", "out", "--paper", "--json").json["name"] == "report"
     explained(trimtab("report", "out", "tiny.py"), "tiny.py: given text that is not JSON")
     explained(trimtab("report", "out", "."), "a folder that holds no result")
+
+
+@pytest.mark.parametrize("runs", [("absent",), ("absent", "other")])
+def test_a_report_to_be_written_to_a_file_is_refused_before_any_run_is_read(trimtab, runs):
+    Path("page.html").write_text("mine")
+    explained(trimtab("report", *runs, "--out", "page.html"), "--out: given page.html, which is a file")
+    assert Path("page.html").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -760,6 +784,24 @@ def test_a_plan_that_changes_nothing_is_ablated_in_a_sentence(trimtab, tmp_path)
     done = trimtab("ablate", "tiny.py:task", "--plan", "mine.json", "--out", "out")
     assert (done.code, done.err) == (0, "")
     assert "Nothing to ablate: the plan changes nothing of the loop." in done.out
+
+
+# Options of several commands
+
+
+def test_none_is_adapted_beside_nothing_else():
+    assert adaptation(None) == adaptation("none") == adaptation("none,none") == ()
+    assert adaptation("batch,learning-rate,batch") == ("batch", "learning_rate")
+    with pytest.raises(ValueGivenError, match="--adapt: given none,batch; expected none, or what may change"):
+        adaptation("none,batch")
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "phases"])
+def test_other_ranks_than_a_launcher_started_are_refused(trimtab, monkeypatch, command):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = trimtab(command, "tiny:task", "--ranks", 3)
+    explained(done, "--ranks: given 3 under a launcher, which started 2", "expected the launcher's 2")
 
 
 # What user code prints

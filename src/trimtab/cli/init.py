@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +24,14 @@ def init(
         raise FormatError("init", given=f"{file}, whose folder does not exist", expected="a file in one that does")
     import trimtab.tasks
 
+    called = shlex.quote(f"{file.as_posix()}:task")
     text = Path(trimtab.tasks.__file__).with_name("starter.py").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as written:
-            written.write(text.replace(_NAME, file.as_posix()).replace('name="my_task"', f'name="{file.stem}"'))
+            written.write(text.replace(f"{_NAME}:task", called).replace('name="my_task"', f'name="{file.stem}"'))
     except FileExistsError:
         raise FormatError("init", given=f"{file}, which exists", expected="a new file") from None
     typer.echo(f"{file}: edit its parts 1 to 3, then")
     if find_spec("matplotlib") is None:
         typer.echo("  pip install 'trimtab[report]'   # draws the report's figures")
-    typer.echo(f"  trimtab compare {file.as_posix()}:task --quick")
+    typer.echo(f"  trimtab compare {called} --quick")

@@ -72,13 +72,14 @@ def adaptation(adapt: str | None, known: tuple[str, ...] = (*TRAINED, "batch")) 
     """Return what `--adapt` names.
 
     Raises:
-        ValueGivenError: it names what is not known.
+        ValueGivenError: it names what is not known, or none beside something.
     """
     from trimtab.core.checks import one_of
 
-    if adapt is None or adapt == "none":
-        return ()
-    return tuple(one_of("--adapt", name, (*known, "none")).replace("-", "_") for name in adapt.split(","))
+    names = [] if adapt is None else [one_of("--adapt", name, (*known, "none")) for name in adapt.split(",")]
+    if "none" in names and set(names) != {"none"}:
+        raise ValueGivenError("--adapt", given=str(adapt), expected="none, or what may change")
+    return tuple(name.replace("-", "_") for name in dict.fromkeys(names) if name != "none")
 
 
 def refuse_adapt(adapt: str | None, recorded: str) -> None:
@@ -169,8 +170,11 @@ def require_record(record: Path | None, kept: Checkpoints | None, task: str, see
 
     if kept is None:
         require_new(record)
-    elif record is not None and record.exists() and not kept.saved_rows():
-        require_own(record, Header(task, seed), "--record")
+    elif record is not None and record.exists():
+        if not kept.saved_rows():
+            require_own(record, Header(task, seed), "--record")
+    else:
+        require_new(record)
 
 
 def require_new(record: Path | None) -> None:

@@ -231,9 +231,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Put several runs on one page, beside what the paper claims; write one run's own report again."""
+    from trimtab.experiments.claim import folder_of
     from trimtab.experiments.evaluation.files import has_own_report, read_runs
     from trimtab.experiments.report import read_report
 
+    if out is not None:
+        folder_of("report", "", out)
     if paper or len(runs) > 1 or not has_own_report(runs[0]):
         command = shlex.join(["trimtab", *sys.argv[1:]])
         write_and_show_evaluation(read_runs(runs), out or Path("runs") / "report", command, as_json=as_json)

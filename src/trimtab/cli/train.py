@@ -71,7 +71,7 @@ def train(
     from trimtab.core.objective import Budget
     from trimtab.distributed.launch import launch
     from trimtab.distributed.process_group import joined, place
-    from trimtab.experiments.ranks import task_of_rank
+    from trimtab.experiments.ranks import ranks_of_job, task_of_rank
     from trimtab.experiments.train_command import plan_of_run, train_or_tell
     from trimtab.experiments.train_record import require_trackers
     from trimtab.tasks import load_task
@@ -81,7 +81,7 @@ def train(
     loaded = load_task(task).shortened(batch_rows=rows, judged_batches=judged)
     kept, tracks = kept_in(loaded.name, checkpoints, every, resume, accept), tuple(track or ())
     beside = {"pauses": pauses, "takes": takes, "watts": energy_watts, "idle_watts": idle_watts, "is_dry": dry_run}
-    process = {"is_kept": kept is not None, "num_ranks": max(ranks, here.num_ranks)}
+    process = {"is_kept": kept is not None, "num_ranks": ranks_of_job(ranks)}
     hours = clean_hours(when_clean, carbon_kind, by, **beside, **process)
     require_record(None if here.rank else record, kept, loaded.name, seed)
     require_trackers(tracks, record)

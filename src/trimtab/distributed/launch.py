@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab.core.errors import RankError
@@ -15,14 +16,17 @@ from trimtab.core.errors import RankError
 # current folder whatever has the name of a package; a task of the user's is found there by its own name.
 _PROGRAM = ("-P", "-m", "trimtab.cli")
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 def launch(arguments: Sequence[str], num_ranks: int) -> None:
     """Run `trimtab ARGUMENTS` as so many ranks, and wait for all: one thread each, unless OMP_NUM_THREADS says else.
 
     Raises:
         RankError: a rank ended by an error or a signal; the others were then ended too.
+        KeyboardInterrupt, SystemExit: this process was sent SIGINT, or another signal, and ended them.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -40,9 +44,24 @@ def launch(arguments: Sequence[str], num_ranks: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
-            elastic_launch(config, sys.executable)(*_PROGRAM, *arguments)
+            with _own_handlers():
+                elastic_launch(config, sys.executable)(*_PROGRAM, *arguments)
         except ChildFailedError as failed:
             raise _error_of(failed) from None
+        except SignalException as sent:
+            raise (KeyboardInterrupt() if sent.sigval == signal.SIGINT else SystemExit(128 + sent.sigval)) from None
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Leave the handlers of signals as they are: torch's launcher puts its own in their place, for good."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:  # None: one that is not Python's
+                signal.signal(number, handler)
 
 
 def _error_of(failed: Any) -> RankError:

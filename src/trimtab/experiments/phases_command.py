@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trimtab.experiments.gain import measure_gain
 from trimtab.experiments.phase_page import PhasePage, merged
 from trimtab.experiments.planning import given_plan, make_plans
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.ranks import job_plans, refuse_on_ranks, task_of_rank
+from trimtab.experiments.ranks import job_plans, ranks_of_job, refuse_on_ranks, task_of_rank
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
 from trimtab.tasks.placement import device_here
@@ -54,6 +55,19 @@ class Asked:
             raise ValueGivenError("--plan", given=f"with {len(self.sources)} tasks", expected="with the one it is for")
         return read_json(Plan, self.plan)
 
+    def require_tasks(self, tasks: Collection[str]) -> None:
+        """Raise where what is asked of measuring has nothing to measure.
+
+        Raises:
+            ValueGivenError: as said.
+        """
+        of = {"--memory": self.memory, "--plan": self.plan, "--rounds": self.rounds}
+        of["--ranks"] = None if self.ranks == 1 else self.ranks
+        asked = [name for name, value in of.items() if value is not None]
+        if asked and not tasks:
+            expected = "a task to measure: what was recorded is shown as it is"
+            raise ValueGivenError(asked[0], given=f"with {' and '.join(self.sources)}", expected=expected)
+
     def recorded(self) -> dict[str, PhasePage]:
         """Return what was measured before, by source.
 
@@ -78,7 +92,8 @@ def phases_of(asked: Asked) -> PhasePage | None:
     """Return where the gain of each source comes from; None where another process tells it."""
     given, here, recorded = asked.given(), place(), asked.recorded()
     tasks = {source: load_task(source) for source in asked.sources if source not in recorded}
-    num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
+    asked.require_tasks(tasks)
+    num_ranks = ranks_of_job(asked.ranks)
     if num_ranks > 1:
         for task in tasks.values():
             refuse_on_ranks(task, num_ranks)

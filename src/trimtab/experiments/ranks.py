@@ -24,6 +24,20 @@ from trimtab.tasks.placement import device_here
 from trimtab.tasks.task import Task
 
 
+def ranks_of_job(asked: int) -> int:
+    """Return how many ranks a command runs on: those of a launcher, which it is one of, or as many as were asked for.
+
+    Raises:
+        ValueGivenError: others were asked for than the launcher started.
+    """
+    here = place().num_ranks
+    if here > 1 and asked not in (1, here):
+        given = f"{asked} under a launcher, which started {here}"
+        way_out = "Leave --ranks out, or have the launcher start as many."
+        raise ValueGivenError("--ranks", given=given, expected=f"the launcher's {here}", way_out=way_out)
+    return max(asked, here)
+
+
 def task_of_rank(task: Task, num_ranks: int) -> Task:
     """Return a task as one of so many ranks sees it: its share of every batch, and of all rows.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
     first, last = parts[0], parts[-1]
     seconds = math.fsum(part.seconds for part in parts)
     energy = last.energy if len(parts) == 1 else summed([part.energy for part in parts], in_turn=True)
-    return {
+    found = {
         "task": task.name,
         "steps": steps,
         "rows": steps * task.batch_rows,
@@ -63,10 +63,15 @@ def figures_of(task: Task, steps: int, parts: Sequence[Part]) -> dict[str, Any]:
         "energy_j": energy.joules,
         **_carbon_figures([part.carbon for part in parts if part.carbon is not None]),
         **({} if last.done * task.batch_rows == last.rows_before else {"loss": last.loss}),  # where a step was left
-        task.metric.name: last.value,
         "data": f"{last.data.name} ({last.data.origin})",
         "data_on": f"{last.where.value}: {last.where.reason}",
     }
+    return found | {_name_beside(task.metric.name, found): last.value}
+
+
+def _name_beside(metric: str, found: Mapping[str, Any]) -> str:
+    """Return what a held-out metric is called among figures of training: one called loss is not the training's."""
+    return f"held_out_{metric}" if metric in {*found, "loss"} else metric
 
 
 def _carbon_figures(parts: Sequence[Carbon]) -> dict[str, Any]:

@@ -59,9 +59,13 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
                 module.__class__ = kind
             module.__dict__.pop(_PART, None)
 
-    for index, part in swaps:
-        modules[index].__dict__[_PART] = part
-        modules[index].__class__ = _swapped(type(modules[index]))
+    try:
+        for index, part in swaps:
+            modules[index].__dict__[_PART] = part
+            modules[index].__class__ = _swapped(type(modules[index]))
+    except BaseException:  # a class that cannot be derived from, or Ctrl-C, with some swapped
+        undo()
+        raise
     return undo
 
 

@@ -94,7 +94,7 @@ def apply_plan(
         if make_state:
             undo.callback(optimizers.make_state(optimizer))
         layout.align_state(optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        optimizers.drop_gradients(optimizer)
         return undo.pop_all()
 
 

@@ -1,7 +1,7 @@
 """Batches: count rows, slice into micro-batches, move to a device. Any nesting of mappings, tuples, lists, dataclasses.
 
-Leaves: a tensor with a first dimension holds one row per index; a list without tensors holds one row per item;
-0-dim tensors, strings, numbers and None are the same for every row.
+Leaves: a tensor with a first dimension holds one row per index; a list without such tensors holds one row per item,
+which may be a dict or a tuple; 0-dim tensors, strings, numbers and None are the same for every row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
 
 def row_slice(batch: Batch, rows: slice) -> Batch:
     """Return some rows of a batch. Tensors are views."""
-    return _map(batch, lambda leaf: leaf[rows] if _has_rows(leaf) else leaf, is_part=True)
+    return _part(batch, lambda leaf: leaf[rows])
 
 
 def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
@@ -77,7 +77,7 @@ def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
         laid_out = torch.empty_strided(found.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         return laid_out.copy_(found)
 
-    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf, is_part=True)
+    return _part(batch, taken)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -152,9 +152,40 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _map(value: Any, function: Callable[[Any], Any], *, is_part: bool = False) -> Any:
-    each = functools.partial(_map, function=function, is_part=is_part)
+def _part(batch: Batch, taken: Callable[[Any], Any]) -> Batch:
+    """Return a batch of what is taken of each leaf that has rows."""
+    if _rows_of_flat(batch):
+        return type(batch)(map(taken, batch))
+    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf, rows=count_rows(batch))
+
+
+def _is_list_of_rows(value: Any, rows: int) -> bool:
+    """Return whether a list that is no leaf holds a row per item, as one of dicts, of as many items as there are rows.
+
+    Raises:
+        BatchError: its items are no rows, and nothing in them has any; or it could be read either way.
+    """
+    if type(value) is not list or not value:
+        return False
+    inner = [leaf for _, leaf in _leaves(value, "") if _has_rows(leaf)]
+    if any(isinstance(leaf, Tensor) for leaf in inner) or (inner and len(value) != rows):
+        return False  # columns, each of which is cut
+    if inner or len(value) != rows:
+        raise BatchError(
+            "batch",
+            given=f"a list of {len(value)} items, {type(value[0]).__name__} and the like, beside {rows} rows",
+            expected="an item per row, or tensors in it, to split it by rows",
+            way_out="Put what is not per row into a tuple, and what is into a list of dicts, tuples or numbers.",
+        )
+    return True
+
+
+def _map(value: Any, function: Callable[[Any], Any], *, rows: int | None = None) -> Any:
+    """Return the same structure of what a function makes of each leaf; of its rows, where `rows` says how many."""
+    each = functools.partial(_map, function=function, rows=rows)
     if isinstance(value, _LEAVES) or _is_row_list(value):
+        return function(value)
+    if rows is not None and _is_list_of_rows(value, rows):
         return function(value)
     if isinstance(value, Mapping):
         items = {key: each(item) for key, item in value.items()}
@@ -162,7 +193,7 @@ def _map(value: Any, function: Callable[[Any], Any], *, is_part: bool = False) -
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(each, value))
     if _is_dataclass(value):
-        return _rebuild_dataclass(value, each, is_part=is_part)
+        return _rebuild_dataclass(value, each, is_part=rows is not None)
     return type(value)(map(each, value))
 
 

@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Choice, Mark, Plan
+from trimtab.measure.gradient_norms import squared_norm
 
 
 def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
@@ -27,7 +28,8 @@ def multiply(optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
 
 def norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return the global norm of the gradients as they stand: a scalar on their device."""
-    return get_total_norm(_gradients(optimizer))
+    grads = _gradients(optimizer)
+    return squared_norm(grads).sqrt() if any(grad.is_sparse for grad in grads) else get_total_norm(grads)
 
 
 def finish(

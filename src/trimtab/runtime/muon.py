@@ -90,8 +90,13 @@ class _Beside:
         self._muon = torch.optim.Muon([{"params": by_group[index]} for index in self._places], adjust_lr_fn=_SCALE)
         self._hidden: list[Tensor | None] = []
         self._before = {p: optimizer.state.pop(p) for p in matrices if p in optimizer.state}
-        for p in matrices:
-            self._put(p, torch.zeros_like(p, memory_format=torch.preserve_format))
+        self._hooks: list[Any] = []
+        try:
+            for p in matrices:
+                self._put(p, torch.zeros_like(p, memory_format=torch.preserve_format))
+        except BaseException:  # out of memory, or Ctrl-C, with the moments of some taken
+            self.end()
+            raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._step),
             optimizer.register_step_post_hook(self._show),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +55,20 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Do as `optimizer.zero_grad(set_to_none=True)`, without what torch's does besides: half its time (docs/LOG.md)."""
     if getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
+        if _says_to_none(type(optimizer)):
+            optimizer.zero_grad(set_to_none=True)
+            return
+        optimizer.zero_grad()
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
+
+
+@functools.cache
+def _says_to_none(cls: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer's own `zero_grad` takes what torch's does: Apex's takes nothing."""
+    taken = inspect.signature(cls.zero_grad).parameters
+    return "set_to_none" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -67,14 +77,60 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def supports_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `use_fused` can switch this optimizer."""
+    """Return whether `use_fused` can switch this optimizer.
+
+    Not where the fused step would do other than the plain one: SGD with dampening, a parameter's first step of which is
+    unlike the others, and parameters with gaps, which its kernels on the CPU walk through as if there were none.
+    """
     groups = optimizer.param_groups
     return (
         type(optimizer) in _FUSED_CLASSES
         and not any(group.get("differentiable") or group.get("capturable") for group in groups)
+        and not any(group.get("momentum") and group.get("dampening") for group in groups)
         and all(p.is_floating_point() and not p.is_sparse for group in groups for p in group["params"])
+        and all(_is_dense(p) for group in groups for p in group["params"])
         and all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     )
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Return whether a parameter's elements lie side by side, in whatever order."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.numel() == 0 or extent == parameter.numel()
+
+
+def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give a parameter whose first gradient came later the zeros that its first step begins with.
+
+    torch's fused SGD takes the momenta of all or of none.
+    """
+    for group in optimizer.param_groups:
+        held = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+        lacking = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        for p in lacking if len(lacking) < len(held) else ():
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def _align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Lay out gradients as their parameters: the kernels on the CPU walk through both alike."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p).copy_(p.grad)
+
+
+def _hooks_of_fused(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Register what the fused step needs that the plain one does not; nothing for most loops, whose steps pay for it.
+
+    A loop that puts gradients of its own making into a channels_last model has others than autograd's.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    needed = []
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
+        needed.append(_begin_momenta)
+    if any(p.device.type == "cpu" and not p.is_contiguous() for p in parameters):
+        needed.append(_align_gradients)
+    return [optimizer.register_step_pre_hook(each) for each in needed]
 
 
 def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -101,10 +157,11 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     # A loaded state brings flags of its own; a saved one must not carry the plan's beyond the run.
     loading = optimizer.register_load_state_dict_post_hook(switch)
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
+    hooks = [loading, saving, *_hooks_of_fused(optimizer)]
 
     def undo() -> None:
-        loading.remove()
-        saving.remove()
+        for hook in hooks:
+            hook.remove()
         for group, (fused, foreach) in zip(optimizer.param_groups, before, strict=False):
             group["fused"], group["foreach"] = fused, foreach
             _move_steps(optimizer, group, on_device=fused is True)

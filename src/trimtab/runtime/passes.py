@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.core import checks
-from trimtab.core.errors import LoopError
+from trimtab.core.errors import BatchError, LoopError
 from trimtab.core.plan import Plan
 from trimtab.core.stop import StopReason
 from trimtab.runtime.backend import Backend
 from trimtab.runtime.batch_control import BatchControl
-from trimtab.runtime.batches import count_rows
+from trimtab.runtime.batches import count_rows, tensors_in
 from trimtab.runtime.data_position import DataPosition, require_state_kept
 from trimtab.runtime.fixed_batch import FixedBatch
 from trimtab.runtime.joining import Joining, NoRows
@@ -144,7 +145,7 @@ class Passes(RunView):
         """Return the batches of the next window; None where a signal ended what draws them, and the run is left."""
         drawn: list[Any] = []
         try:
-            drawn.extend(itertools.islice(batches, self.num_batches))
+            drawn.extend(_unshared(itertools.islice(batches, self.num_batches)))
         except RuntimeError:  # of a loader whose workers were sent the signal too
             if drawn or self._peers.num_ranks > 1 or not self._keeper.is_leaving():
                 raise
@@ -200,3 +201,23 @@ class Passes(RunView):
     def _require_open(self) -> None:
         """Raise where the run is closed."""
         raise NotImplementedError
+
+
+def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches of one window, of which none may be written over as the next is drawn.
+
+    Raises:
+        BatchError: one was: its loader yields the same tensors again, with other rows in them.
+    """
+    seen: list[tuple[Tensor, int]] = []
+    for batch in batches:
+        if any(tensor._version != version for tensor, version in seen):
+            raise BatchError(
+                "batch",
+                given="a batch whose tensors the loader wrote over as it drew the next of the same window",
+                expected="tensors of its own in each of them",
+                way_out="Have the loader yield a copy: a window of several batches holds them all.",
+            )
+        held = () if isinstance(batch, NoRows) else tensors_in(batch)
+        seen += [(tensor, tensor._version) for tensor in held if not tensor.is_inference()]
+        yield batch

@@ -60,6 +60,7 @@ class MixedPrecision(Part):
         self.name, self._device = name, device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._before = 0.0  # the loss scale before the last step
+        self._scale: float | None = None  # as it was last read, which waits for the device; None: it may be another
 
     @property
     def scales(self) -> bool:
@@ -69,7 +70,9 @@ class MixedPrecision(Part):
     @property
     def loss_scale(self) -> float | None:
         """The loss scale; None where there is none."""
-        return None if self._scaler is None else self._scaler.get_scale()
+        if self._scaler is not None and self._scale is None:
+            self._scale = self._scaler.get_scale()
+        return self._scale
 
     @property
     def scale_on_device(self) -> float | Tensor:
@@ -94,15 +97,17 @@ class MixedPrecision(Part):
         if self._scaler is None:
             optimizer.step()
             return True
-        self._before = self._scaler.get_scale()
+        self._before = self._scaler.get_scale() if self._scale is None else self._scale
         self._scaler.step(optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= self._before
+        self._scale = self._scaler.get_scale()
+        return self._scale >= self._before
 
     def keep_scale(self, *, where: bool) -> None:
         """Go on at the loss scale before the step that was just tried, where that was not to blame for what it met."""
         if where and self._scaler is not None:
             self._scaler.update(self._before)
+            self._scale = self._before
 
     def renew(self) -> None:
         """Go on at the same scale without the step that was begun: torch's own scaler unscales once between updates."""
@@ -113,7 +118,7 @@ class MixedPrecision(Part):
 
     def leave_fp16(self, name: str | None = None) -> None:
         """Compute in a precision of fp32's range from here on."""
-        self.name, self._scaler = name or wider(self._device), None
+        self.name, self._scaler, self._scale = name or wider(self._device), None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the name and the scaler's state."""
@@ -142,6 +147,7 @@ class MixedPrecision(Part):
                 self.leave_fp16(state["name"])
             elif scaler is not None:
                 scaler.load_state_dict(checked)
+                self._scale = None
 
         return load
 

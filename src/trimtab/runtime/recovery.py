@@ -25,7 +25,7 @@ _HINT = (
 )
 _STATISTICS = " Batch statistics are then those of micro-batches, and training another one."
 _OTHERWISE = "; its gradient is another one by that"
-_UNPROVED = "; that keeps the gradient of a mean over rows, or of (loss_sum, count): a plan would have proved it"
+_UNPROVED = "; that keeps the gradient where each row's loss depends on that row alone: a plan would have proved it"
 
 
 def recovers_from(policy: str | None, plan: Plan, model: nn.Module, *, may_retry: bool) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -101,13 +102,22 @@ def scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> contextlib.
     return contextlib.nullcontext() if factor == 1.0 else _multiplied(optimizer, factor)
 
 
+_CHANGED = (
+    "a learning rate was changed within optimizer.step(), while the plan's factor was in it; it is put back as it was "
+    "before: step your scheduler after run.step() or run.train_step(), not in a hook of the optimizer"
+)
+
+
 @contextlib.contextmanager
 def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     before = [group["lr"] for group in optimizer.param_groups]
+    multiplied = [rate * factor for rate in before]
     try:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+        for group, rate in zip(optimizer.param_groups, multiplied, strict=True):
+            group["lr"] = rate
         yield
     finally:
+        if any(group["lr"] is not rate for group, rate in zip(optimizer.param_groups, multiplied, strict=True)):
+            warnings.warn(_CHANGED, stacklevel=2)
         for group, rate in zip(optimizer.param_groups, before, strict=True):
             group["lr"] = rate

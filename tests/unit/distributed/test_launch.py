@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
 from trimtab.core.codec import to_json
@@ -19,6 +21,7 @@ from trimtab.distributed.launch import launch
 ROOT = Path(__file__).parents[3]
 TINY_TASK = ROOT / "tests" / "unit" / "experiments" / "tiny_task.py"
 PLANTED = "open('ran', 'a').write(__name__)\nraise ImportError('planted')\n"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @pytest.fixture
@@ -55,3 +58,43 @@ def test_a_rank_finds_the_task_that_was_named_there(rank, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 64
     assert not (tmp_path / "ran").exists()
+
+
+def handlers() -> dict[int, object]:
+    return {number: signal.getsignal(number) for number in ENDING}
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """Return what has ranks end so, under a launcher that handles signals itself, as torch's does for good."""
+    before = handlers()
+
+    def set_ending(error: BaseException | None) -> None:
+        def ranks(*given: str) -> None:
+            for number in ENDING:
+                signal.signal(number, lambda *sent: None)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(api, "elastic_launch", lambda config, program: ranks)
+
+    yield set_ending
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))])
+def test_a_signal_ends_the_command_as_it_does_one_without_ranks(ending, number, end):
+    before = handlers()
+    ending(SignalException("sent", number))
+    with pytest.raises(type(end)) as caught:
+        launch((), 2)
+    assert caught.value.args == end.args
+    assert handlers() == before
+
+
+def test_ranks_that_end_well_leave_signals_to_what_handled_them(ending):
+    before = handlers()
+    ending(None)
+    launch((), 2)
+    assert handlers() == before

@@ -10,6 +10,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import race_records
 from measured_runs import CPU, GAIN, GPU, NOISE, ablation, around, comparison, counted, gain, on, recorded, scaled
 
 from trimtab.core.codec import to_json, to_jsonable
@@ -54,6 +55,7 @@ from trimtab.experiments.evaluation.result import Finding
 from trimtab.experiments.evaluation.rows import evaluation_object
 from trimtab.experiments.phase_page import PhasePage
 from trimtab.experiments.report import write_evaluation
+from trimtab.experiments.report.evaluation_tables import claim_table, gain_table
 
 
 def judged(found, source, measure, arm="paper"):
@@ -674,6 +676,19 @@ def test_a_change_with_which_a_target_is_never_reached_is_not_judged_by_throughp
     assert (found.status, found.finding.measure, found.why) == (NO_VERDICT, "component_time", "never reached")
 
 
+def test_a_change_of_training_is_not_judged_by_throughput():
+    """A row may teach less of it: of tier F no seconds a row stand for those to a target."""
+    claim = next(each for each in CLAIMS if each.says == "schedule: 4.9% less time")
+    never_s = {"arm_s": (math.inf,) * 5, "against_s": (math.inf,) * 5}
+    neither = ("never reached by either", 0, 0, 5, 0)
+    never = TargetRow(0.85, "plan", "unchanged", "F", False, None, *neither, **never_s, verdict=GAIN)
+    made = replace(ablation(), effects=(Effect("schedule", "alone", "throughput", "F", around(1.3), GAIN),))
+    assert judge([of_ablation("a", made)])[claim] == ()
+    (found,) = judge([of_ablation("a", replace(made, times=(ChangeTime("schedule", "alone", never),)))])[claim]
+    assert (found.status, found.finding.measure) == (NO_VERDICT, "component_time")
+    assert found.why == "never reached by either"
+
+
 def test_the_page_says_what_the_papers_recipe_leaves_out(tmp_path):
     said = " ".join(write_evaluation([of_comparison("a", comparison())], tmp_path, "x")["md"].read_text().split())
     assert "no clipping (eq. 12), and so P1 has none" in said
@@ -713,6 +728,23 @@ def test_a_share_of_the_gain_is_held_against_its_claim(tmp_path):
     assert judge([run])[sent] == (), "one process"
     page = write_evaluation([run], tmp_path, "x")["md"].read_text()
     assert "early" in next(line for line in page.splitlines() if line.startswith("| 35% of the gain early"))
+
+
+def test_shares_stand_beside_what_the_paper_claims_of_such_a_model():
+    for task, part, claimed, says in (
+        ("cifar10_resnet50", "early", "35%", "35% of the gain early in training"),
+        ("wikitext2_gpt2", "backward", "28%", "28% of the gain in the backward"),
+    ):
+        early = ThirdRow("early", "plan_S", "reference", "S", None, None, None, saved=around(0.4))
+        run = of_comparison("a", replace(comparison(task), gain=gain(task), thirds=(early,)))
+        told = {row[0]: row[1] for row in gain_table(run, "S").rows}
+        assert {"early", "backward"} <= told.keys()
+        assert {name: claim for name, claim in told.items() if claim} == {part: claimed}
+        rows = claim_table(judge([run]), "", [run], whole=False).rows
+        assert [row[-2] for row in rows if row[0] == says] == [f"1: {task}, {part}"]
+    run = of_ablation("b", ablation())
+    (where,) = {row[-2] for row in claim_table(judge([run]), "", [run], whole=False).rows}
+    assert where == "1: cifar10_resnet50, precision alone"
 
 
 def phase_page(num_ranks: int = 2, gains: int = 1) -> PhasePage:
@@ -1155,3 +1187,9 @@ def test_a_record_is_no_ratio():
     assert [each.figure for each in run.findings] == [None, None]
     assert run.findings[0].value == pytest.approx(20.0)
     assert "cut off" in run.headline.sentence
+
+
+def test_the_record_of_an_arm_of_a_race_has_the_speed_of_its_laps():
+    run = of_record("r", race_records.record(blocks=[(10, 1.0), (20, 2.0)], name="plan_S"))
+    assert [each.value for each in run.findings if each.measure == "throughput"] == pytest.approx([10.0])
+    assert run.headline.sentence == "plan_S, seed 0: 30 rows of a race, ended: budget"

@@ -26,6 +26,7 @@ from trimtab.core.plan import Check, Choice, Mark, Measured, Plan, Rejected
 from trimtab.core.profile import Candidate, Trial
 from trimtab.core.step_memory import PARTS, Moment, StepMemory
 from trimtab.experiments.comparison.arms import PLAN_ARMS
+from trimtab.experiments.comparison.gain_rows import phase_object
 from trimtab.experiments.comparison.result import (
     Arm,
     ArmCurve,
@@ -47,7 +48,7 @@ from trimtab.experiments.report import (
     wording,
     write_report,
 )
-from trimtab.experiments.report.document import Picture
+from trimtab.experiments.report.document import Bullets, Picture, Section
 from trimtab.experiments.report.figures import curve_band, curves, draw, forest
 from trimtab.experiments.report.html import html_page
 from trimtab.experiments.report.key_figures import key_figures
@@ -751,6 +752,15 @@ def test_what_a_step_holds_is_drawn_by_part_and_only_what_it_has() -> None:
     assert draw(Picture("timeline"), replace(case, memory={})).svg == ""
 
 
+def test_a_bullet_is_whole_up_to_four_times_what_a_cell_is() -> None:
+    long = " ".join(["word"] * 479 + ["words"])
+    assert len(long) == 2400
+    for text, is_whole in ((long, True), (f"{long}!", False)):
+        made = replace(document(CASES["gpt"]), sections=(Section("Notes", (Bullets((text,)),)),))
+        for page in (html_page(made), markdown_page(made)):
+            assert (text in page) is is_whole
+
+
 def test_markdown_tables_keep_their_columns() -> None:
     for case in CASES.values():
         text = re.sub(r"(`{3,})sh\n.*?\n\1", "", markdown_report(case), flags=re.DOTALL)
@@ -896,6 +906,23 @@ def test_tasks_stand_side_by_side() -> None:
     assert "forward: Linear" in text
     assert "Early, middle and late" in text
     assert "Side by side" in text
+
+
+def test_a_speed_up_stands_with_its_interval_where_the_plan_does() -> None:
+    *_, (name, reference, plan, of_the_gain) = gain_tables.side_by_side((gain("a_cnn"),)).rows
+    assert (name, reference, of_the_gain) == ("speed-up", "", "")
+    assert re.fullmatch(r"1\.52\dx \(1\.\d+x to 1\.\d+x\)", plan)
+
+
+def test_gains_of_several_machines_are_told_together_and_each_row_names_its_device() -> None:
+    here, there = (
+        replace(gain(task), environment={"cpu": cpu, "torch": "2"}, device=replace(gain().device, name=cpu))
+        for task, cpu in (("a_cnn", "one"), ("a_gpt", "another"))
+    )
+    found = phase_object((here, there), ((), thirds()))
+    assert found["environment"] == {"cpu": "one / another", "torch": "2"}
+    clocked = [row for row in found["rows"] if not row["metric"].startswith("third_")]
+    assert {(row["task"], row["device"]) for row in clocked} == {("a_cnn", "one"), ("a_gpt", "another")}
 
 
 def test_a_gain_is_flat_rows_too() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
+import race_records
 
 from trimtab.core.record import End, Event, Header, RunRecord, StepRecord
 from trimtab.core.stop import StopReason
@@ -35,6 +37,16 @@ def test_the_page_shows_course_and_events():
     assert page.count("<svg") == 3
     for text in ("a run: stopped at its target", "12 windows of 144 rows", "0 void", "k* = 2.3", "trace 640.1"):
         assert text in page, text
+
+
+def test_of_an_arm_of_a_race_laps_are_told():
+    page = run_page(race_records.record(blocks=[(10, 1.0), (20, 2.5)], name="plan_S"))
+    assert "2 laps of 30 rows in 3.5 s, 0 void" in page
+
+
+def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
+    page = run_page(RunRecord(Header("a run"), steps(1), (), (Event("k", 1, {"to": 2}),), End("closed")))
+    assert re.findall(r'<td[^>]*data-label="([^"]*)"', page) == ["after window", "what", "figures"]
 
 
 def test_void_windows_and_a_torn_record_are_said():

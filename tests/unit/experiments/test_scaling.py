@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trimtab.core.codec import from_json, to_json
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.link import Link
+from trimtab.core.progress import silent
 from trimtab.experiments.report.scaling_page import scaling_page
+from trimtab.experiments.scaling import command
 from trimtab.experiments.scaling import result as scaling
 from trimtab.experiments.scaling import table as scaling_table
 from trimtab.experiments.scaling.bench import JobSettings
@@ -19,6 +23,7 @@ from trimtab.experiments.scaling.result import Job, Refused, Sharing, Timed, Tim
 from trimtab.experiments.scaling.scale import ScaleSettings, next_round, numbers, path_of
 
 LINK = Link("gloo of 2 ranks", 1e-4, 1e9, "timed", calibrated=True)
+SLOW = replace(LINK, name="gloo of 4 ranks")
 
 
 def timed(rate: float) -> Timed:
@@ -171,6 +176,50 @@ def test_ranks_that_share_cores_are_said_to():
     assert "nothing of scaling" not in scaling_table.text(summarise("tiny", [job(2, 0, 120.0)]))
 
 
+def test_ranks_that_share_cores_have_no_interval_and_are_in_no_figure():
+    jobs = [job(ranks, n, 100.0 * ranks * (1 - 0.01 * n * (ranks > 1))) for n in range(5) for ranks in (1, 2, 4)]
+    found = summarise("tiny", jobs)
+    assert (row(found, 2).has_verdict, row(found, 4).has_verdict) == (True, False)
+    assert "98.0% (96.0 to 100.0)" in scaling_table.text(found)
+    shared = next(line for line in scaling_table.text(found).splitlines() if "4 (share cores)" in line)
+    assert "100.0%, 99.0%, 98.0%, 97.0%, 96.0%" in shared
+    _, two, four = scaling_table.benchmark_rows(found, "local")
+    assert two["low"] < two["mean"] < two["high"]
+    assert (four["mean"], four["low"], four["high"]) == (pytest.approx(two["mean"]), None, None)
+
+    def figure(page: str) -> str:
+        return page.partition("<figure>")[2].partition("<figcaption>")[0]
+
+    page, fewer = (scaling_page(summarise("tiny", of)) for of in (jobs, [each for each in jobs if each.ranks < 4]))
+    assert figure(page) == figure(fewer) != ""
+    assert "Ranks that share what they run on (4) are left out.</figcaption>" in page
+    assert "are left out" not in fewer
+    assert "several that share nothing" in scaling_page(summarise("tiny", [each for each in jobs if each.ranks != 2]))
+
+
+def test_without_a_name_for_all_each_rows_link_is_that_of_its_ranks():
+    refused = (Refused("plan", "weak", 4, "5 MiB over 4 MiB"),)
+    jobs = [job(1, 0, 100.0), job(2, 0, 150.0), replace(job(4, 0, 300.0), link=SLOW, refused=refused)]
+    found = summarise("tiny", jobs)
+    told = [(each["ranks"], each["link"]) for each in scaling_table.benchmark_rows(found, None)]
+    assert told == [(1, ""), (2, LINK.name), (4, SLOW.name), (4, SLOW.name)]
+    assert {each["link"] for each in scaling_table.benchmark_rows(found, "slow")} == {"slow"}
+    before = replace(found, linked=())  # as it was written before it had that
+    assert {each["link"] for each in scaling_table.benchmark_rows(before, None)} == {""}
+
+
+def test_under_a_launcher_rows_of_other_jobs_keep_their_own_link(tmp_path, monkeypatch):
+    for each in (job(1, 0, 100.0), job(2, 0, 150.0), replace(job(4, 0, 300.0), link=SLOW)):
+        path_of(tmp_path, 0, each.ranks).write_text(to_json(each))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(command, "one_job", lambda *given: None)
+    task = f"{Path(__file__).with_name('tiny_task.py')}:task"
+    found = command.run_scale(task, tmp_path, ScaleSettings(), None, silent)
+    links = {each["ranks"]: each["link"] for each in found.as_benchmark()["rows"]}
+    assert links == {1: "", 2: LINK.name, 4: SLOW.name}
+
+
 def test_rows_are_flat_and_name_link_and_tier():
     (one, two) = scaling_table.benchmark_rows(summarise("tiny", [job(1, 0, 100.0), job(2, 0, 150.0, 200.0)]), "slow")
     assert (one["metric"], one["mean"], two["mean"]) == ("scaling_efficiency", None, pytest.approx(0.75))
@@ -214,3 +263,9 @@ def test_the_page_draws_efficiency_and_escapes_what_comes_from_outside():
     assert "<script" not in page
     assert "95.0% (95.0 to 95.0)" in page
     assert "No figure" in scaling_page(summarise("tiny", [job(2, 0, 100.0)]))
+
+
+def test_each_cell_of_a_narrow_page_has_the_name_of_its_column():
+    found = summarise("tiny", [job(2, 0, 100.0), job(2, 1, 100.0, mode="strong")])
+    head, *rows = scaling_table.tables(found)["Same maths"]
+    assert re.findall(r'<td[^>]*data-label="([^"]*)"', scaling_page(found)) == [*head] * len(rows)

@@ -603,6 +603,18 @@ def test_the_verdict_on_quality_has_the_unit_of_its_metric(unit, said):
     assert row.verdict.sentence.startswith(f"quality within the limit: {said} (95% ")
 
 
+@pytest.mark.parametrize("tier", ["S", "F"])
+def test_a_verdict_on_quality_says_after_which_rows_where_these_are_not_all(tier):
+    def arms(given_rows: int) -> list[RunRecord]:
+        made = record(evaluations=[(768, 1.0, 0.5), (1536, 2.0, 0.8)])
+        return [replace(made, header=replace(made.header, detail={stats.GIVEN_ROWS: given_rows}))] * 5
+
+    short, whole = (quality(arms(rows), arms(rows), tier=tier).verdict for rows in (7168, 1550))
+    assert (short.kind, whole.kind) == ("no gain", "no gain")
+    assert short.sentence.endswith(", limit 0.5, after 1,536 of 7,168 rows")
+    assert whole.sentence.endswith(", limit 0.5")  # nearly all of them
+
+
 def test_a_diverged_arm_is_not_of_equal_quality():
     ours, theirs = [climbing([1, 2], [0.8, math.nan])] * 5, [climbing([1, 2], [0.8, 0.8])] * 5
     assert quality(ours, theirs).verdict.kind == "no verdict"

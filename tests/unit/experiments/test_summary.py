@@ -443,6 +443,22 @@ def test_what_the_intervals_do_not_hold_is_told():
     assert not any("one plan" in note for note in comparison(races(1)).notes)
 
 
+@pytest.mark.parametrize(
+    ("planning_s", "charged", "said"),
+    [
+        (0.0, {False}, "its file tells no seconds of planning"),
+        (2.0, {False, True}, "its 2 s of planning are those of its file"),
+    ],
+)
+def test_a_plan_that_was_given_is_charged_with_what_its_file_tells(planning_s, charged, said):
+    given = Plans({"S": replace(plans().plans["S"], planning_s=planning_s)})
+    raced = {seed: {name: race[name] for name in ("reference", "self", "plan_S")} for seed, race in races().items()}
+    found = summarise(TASK, load_data(), given, raced, FACTS, command="", environment={})
+    assert {each.charged for each in found.target_rows if each.arm == "plan_S"} == charged
+    assert f"the plan was given, and nothing planned here: {said}" in found.notes
+    assert not any("the plan was given" in note for note in comparison().notes)
+
+
 def test_the_meter_of_the_races_is_looked_for_once(monkeypatch):
     looked = []
     monkeypatch.setattr(summary, "meter_of", lambda found: looked.append(found) or NO_METER)

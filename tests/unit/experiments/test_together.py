@@ -25,7 +25,7 @@ from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.summary import summarise
 from trimtab.experiments.planning import Plans, given_plan
 from trimtab.experiments.racing.inspect_arm import _mean, measure_arm
-from trimtab.experiments.ranks import refuse_on_ranks, task_of_rank
+from trimtab.experiments.ranks import ranks_of_job, refuse_on_ranks, task_of_rank
 from trimtab.experiments.report.outline import byline
 from trimtab.experiments.together import together
 from trimtab.recipes.reference import ReferenceLoop
@@ -94,6 +94,15 @@ def test_what_ranks_cannot_race_is_refused(changes, asked, said):
 @pytest.mark.parametrize("asked", [{"adapts": False, "peers": False}, {"adapts": None, "peers": None}])
 def test_what_is_left_out_by_itself_is_not_refused(asked):
     refuse_on_ranks(tiny, 2, **asked)
+
+
+def test_a_job_has_the_ranks_that_were_asked_for_or_those_of_its_launcher(monkeypatch):
+    assert (ranks_of_job(1), ranks_of_job(3)) == (1, 3)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (ranks_of_job(1), ranks_of_job(2)) == (2, 2)
+    with pytest.raises(ValueGivenError, match="--ranks: given 3 under a launcher, which started 2; expected the laun"):
+        ranks_of_job(3)
 
 
 def test_a_given_plan_is_for_as_many_ranks_and_their_share():

@@ -53,6 +53,12 @@ def test_a_metric_beyond_its_unit_does_not_lose_the_run_that_it_is_of():
     assert trained(metric=metric)["accuracy"] == 27.0
 
 
+def test_a_held_out_metric_that_is_called_loss_stands_beside_that_of_training():
+    found = trained(metric=replace(tiny.metric, name="loss", evaluate=lambda model, batches: 0.25))
+    assert found["held_out_loss"] == 0.25
+    assert found["loss"] > 0.25
+
+
 def test_tokens_per_second_are_those_the_loss_counted():
     batches = load_data().batches(0, BATCH_ROWS)
     counted = sum(int((next(batches)[1] == 0).sum()) for _ in range(STEPS))

@@ -20,7 +20,7 @@ from trimtab.experiments.comparison.compare import compare
 from trimtab.experiments.comparison.result import Comparison
 from trimtab.experiments.comparison.settings import USUAL_ADAPT, Settings
 from trimtab.experiments.progress_bar import ProgressBar
-from trimtab.experiments.ranks import refuse_on_ranks
+from trimtab.experiments.ranks import ranks_of_job, refuse_on_ranks
 from trimtab.experiments.together import together
 from trimtab.tasks import load_task
 
@@ -101,7 +101,7 @@ def compared(asked: Asked, command: str) -> Comparison | None:
     """
     metering = Metering(asked.energy_watts)
     given, budget, here, task = asked.given(), Budget(asked.memory), place(), load_task(asked.task)
-    num_ranks = asked.ranks if here.num_ranks == 1 else here.num_ranks
+    num_ranks = ranks_of_job(asked.ranks)
     if num_ranks > 1:
         refuse_on_ranks(task, num_ranks, adapts=bool(asked.adapt), peers=asked.races_peers)
     settings, folder = asked.settings(num_ranks), asked.folder

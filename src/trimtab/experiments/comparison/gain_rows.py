@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab.core.phases import Gain
+from trimtab.core.record import read_together
 from trimtab.decide.attribution import Saved, attribute, bound_seconds, speedup
 from trimtab.decide.projection import CYCLE_MONTHS, doubling_months, unprojected
 from trimtab.decide.statistics import Interval
@@ -16,15 +17,16 @@ ROWS_SCHEMA = 1
 
 
 def phase_object(gains: Sequence[Gain], thirds: Sequence[Sequence[ThirdRow]]) -> dict[str, Any]:
-    """Return the object that `trimtab phases --json` prints, in the environment of the first."""
+    """Return the object that `trimtab phases --json` prints; of what differs between their machines each is told."""
     rows = [row for gain in gains for row in gain_rows(gain)]
     rows += [row for gain, each in zip(gains, thirds, strict=True) for row in third_rows_flat(gain.task, each)]
-    return {"schema": ROWS_SCHEMA, "name": "phases", "environment": dict(gains[0].environment), "rows": rows}
+    where = read_together(gain.environment for gain in gains)
+    return {"schema": ROWS_SCHEMA, "name": "phases", "environment": where, "rows": rows}
 
 
 def gain_rows(gain: Gain) -> Iterator[dict[str, Any]]:
     """Yield a row for each phase, part, bound and clock of a gain, its speed-up, and what that comes to."""
-    found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks}
+    found, head = attribute(gain), {"task": gain.task, "ranks": gain.num_ranks, "device": gain.device.name}
     for name, rows in (
         ("phase_saved_s", (*found.phases, found.unattributed, found.whole)),
         ("part_saved_s", found.parts),

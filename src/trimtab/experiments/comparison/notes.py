@@ -33,8 +33,17 @@ def notes(task: Task, plans: Plans, targets: Sequence[TargetRow], races: stats.R
         found.append(f"Tier F is charged with planning{f' and {search} of {took}' if search else ''} in every pair.")
     if races and all(stats.is_brief(record) for race in races.values() for record in race.values()):
         found.append("No arm ran to its end: time to target and final metric were not measured.")
-    found += _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
+    found += _given(plans) + _planned(task) + _horizon(races) + _only_timed(races) + _rates(task, races)
     return found + _unlike_trials(plans, races) + sources(races) + spread(plans, races)
+
+
+def _given(plans: Plans) -> list[str]:
+    """Say of a plan that was made before what its planning is told by."""
+    plan = plans.plans["S"]
+    if "S" in plans.profiles:
+        return []
+    took = f"its {format_seconds(plan.planning_s)} of planning are those of its file" if plan.planning_s else ""
+    return [f"the plan was given, and nothing planned here: {took or 'its file tells no seconds of planning'}"]
 
 
 def _unlike_trials(plans: Plans, races: stats.Races) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from trimtab.core.record import RunRecord
@@ -16,6 +16,7 @@ from trimtab.experiments.comparison.stats import (
     cpu_ratios,
     curve,
     failures,
+    given_rows,
     throughput_ratios,
     to_the_end,
 )
@@ -97,17 +98,25 @@ def quality_row(
     if tier == "F" and not all(_ran_out(record) for pair in pairs for record in pair):
         return None
     how = _at_the_ends if tier == "F" and not at_equal_rows else _last_alike if tier == "F" else _last_common
-    differences = []
+    differences, compared = [], []
     for ours, theirs in pairs:
         mine, yours = by_rows(ours, metric), by_rows(theirs, metric)
         if (last := how(mine, yours)) is not None:
             differences.append(difference(mine[last[0]], yours[last[1]], higher_is_better, unit))
+            compared.append((last[1], given_rows(theirs)))
     if not differences:
         return None
     interval = mean_interval(differences)
     ratio = as_ratio(interval, differences)
     verdict = quality_verdict(ratio, tier, unit)
+    verdict = replace(verdict, sentence=f"{verdict.sentence}{_short_of_the_end(compared)}")
     return row_unless_failed(RatioRow("final_metric_difference", arm, against, tier, ratio, verdict), races)
+
+
+def _short_of_the_end(compared: Iterable[tuple[int, int]]) -> str:
+    """Say where metrics are compared, (rows, rows that were to be trained on): "" where that is the end of training."""
+    rows, given = min(compared, key=lambda pair: pair[0] / max(pair[1], 1))
+    return "" if rows >= (1 - ALIKE) * given else f", after {rows:,} of {given:,} rows"
 
 
 def _at_the_ends(mine: Collection[int], yours: Collection[int]) -> tuple[int, int] | None:

@@ -181,8 +181,11 @@ def _charged_s(name: str, plans: Plans) -> float | None:
 
 
 def _charge(name: str, plans: Plans, meter: MeterFacts) -> Charge | None:
-    """Return what an arm is charged; its joules where the meter of the races counted them."""
-    if (seconds := _charged_s(name, plans)) is None:
+    """Return what an arm is charged; its joules where the meter of the races counted them.
+
+    None where nothing is known of it: a plan by hand says 0 s, which no planning took.
+    """
+    if not (seconds := _charged_s(name, plans)):
         return None
     spent = of_planning(plans.energy, meter).get(ARMS[name].plan)
     return Charge(seconds, None if spent is None else spent.joules)
@@ -241,7 +244,8 @@ def _target_rows(
             kind = ARMS[name]
             if kind.times is None:
                 continue
-            charges = (None, _charge(name, plans, meter)) if kind.is_charged else (None,)
+            charge = _charge(name, plans, meter)
+            charges = (None,) if charge is None else (None, charge)
             for against in ("reference", *(peer for peer in kind.times if peer in present)):
                 of = (races, name, against, kind.tier, *metric)
                 rows += [target_row(*of, charge, control, meter=meter) for charge in charges]

@@ -128,7 +128,8 @@ def _quality(found: Comparison, row: RatioRow) -> Finding:
     after, (is_ours_whole, is_theirs_whole) = _after(ends, _budget_rows(found))
     values = [statistics.median(metric) for metric in zip(*((o[2], t[2]) for o, t in ends), strict=True)]
     has_verdict = _has_verdict(row)
-    said = "; ".join(filter(None, ("" if has_verdict else row.verdict.sentence, after)))
+    open_as = "" if has_verdict else row.verdict.sentence
+    said = "; ".join(filter(None, (open_as.partition(", after ")[0] if after else open_as, after)))
     is_comparable = is_theirs_whole and (is_ours_whole or row.tier == "F")
     kind = {"has_verdict": has_verdict and is_comparable, "failed": failure_of(row)}
     return Finding("final_metric", row.arm, row.against, row.tier, *(values or (None, None)), row.ratio, said, **kind)

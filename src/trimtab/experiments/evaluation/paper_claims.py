@@ -78,10 +78,9 @@ def _first(found: set[str], *order: str) -> str:
 
 def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
     for run in runs:
-        if run.task not in _tasks(claim):
+        if run.task not in tasks_of(claim):
             continue
-        by, label = _way(claim, run)
-        for finding in _of(by, run):
+        for by, label, finding in _ways(claim, run):
             elsewhere, here = _elsewhere(by, run, finding), met(by.sense, by.bar, finding)
             if _is_even(by, finding) and here == PASS:
                 here = NO_VERDICT
@@ -90,15 +89,19 @@ def _judged(claim: Claim, runs: Sequence[Run]) -> Iterator[Judged]:
             yield Judged(claim, run, finding, status, here, why)
 
 
-def _way(claim: Claim, run: Run) -> tuple[Claim, str]:
-    """Return what a run can judge a claim by, and how that is labelled where it is not what the claim speaks of.
+def _ways(claim: Claim, run: Run) -> Iterator[tuple[Claim, str, Finding]]:
+    """Yield what a run can judge a claim by, and how that is labelled where it is not what the claim speaks of.
 
-    A component's time to the target is its throughput where both loops learn as much of a row, which need not be so.
+    A component's time to the target is its throughput where both loops learn as much of a row: in tier S, not in F.
     """
+    own = tuple(_of(claim, run))
     if claim.measure != "component_time" or any(map(_tells, _of(replace(claim, target=None), run))):
-        return claim, ""
+        yield from ((claim, "", finding) for finding in own)
+        return
+    yield from ((claim, "", finding) for finding in own if finding.tier == "F")
     by = replace(claim, measure="component_throughput", sense=LEAST, bar=1 / claim.bar, target=None)
-    return by, "by throughput, as no time to a target is known: "
+    label = "by throughput, as no time to a target is known: "
+    yield from ((by, label, finding) for finding in _of(by, run) if finding.tier != "F")
 
 
 def _tells(rung: Finding) -> bool:
@@ -248,7 +251,7 @@ def _ends(figure: Ratio | None) -> tuple[float, float] | None:
 
 def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     """Say why there is no figure of the paper's own recipe for a claim."""
-    given = [run for run in runs if run.task in _tasks(claim)]
+    given = [run for run in runs if run.task in tasks_of(claim)]
     precisions = [run.precisions.get(LITERAL, "") for run in given if LITERAL in run.labels]
     if claim.part == PRECISION and precisions and all(each == "fp32" for each in precisions):
         return "there is no fast half precision on this processor: P1 was computed in fp32, and no plan in less"
@@ -258,7 +261,7 @@ def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
         return "P1 is raced whole; what such a change of a plan of ours is worth is below, where a plan makes it"
     if claim.measure == "scaling_efficiency":
         return "P1 is run on one device; how our plans scale is below"
-    raced = any(finding.arm == LITERAL for run in runs for finding in run.findings if run.task in _tasks(claim))
+    raced = any(finding.arm == LITERAL for run in runs for finding in run.findings if run.task in tasks_of(claim))
     if claim.measure == "gain_share":
         if raced and claim.part not in _THIRDS:
             clocked = "P1's steps are clocked by phase once, not in paired laps: no share of its gain is told"
@@ -267,7 +270,8 @@ def unmeasured(claim: Claim, runs: Sequence[Run]) -> str:
     return "it has no figure" if raced else "no run of it was given"
 
 
-def _tasks(claim: Claim) -> tuple[str, ...]:
+def tasks_of(claim: Claim) -> tuple[str, ...]:
+    """Return the tasks that a claim speaks of: at the paper's size, and smaller ones."""
     return (*claim.workload.tasks, *claim.workload.smaller)
 
 

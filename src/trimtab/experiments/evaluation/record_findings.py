@@ -10,15 +10,17 @@ from trimtab.core.codec import from_jsonable
 from trimtab.core.energy import OTHER_RANKS, MeterFacts
 from trimtab.core.record import RunRecord
 from trimtab.experiments.comparison.result import NO_VERDICT, Verdict
+from trimtab.experiments.comparison.stats import trained
 from trimtab.experiments.evaluation.result import Finding, Run
 
 
 def of_record(name: str, found: RunRecord) -> Run:
     """Return what the record of one run shows: no ratio, for it is paired with nothing."""
     header, steps = found.header, found.steps
-    seconds, rows = math.fsum(step.wall_s for step in steps), sum(step.rows for step in steps)
+    rows, seconds = trained(found)
     ended = "cut off" if found.end is None else found.end.reason
-    said = f"{header.name}, seed {header.seed}: {len(steps)} windows of {rows:,} rows, ended: {ended}"
+    what = f"{len(steps)} windows of {rows:,} rows" if steps else f"{rows:,} rows of a race"
+    said = f"{header.name}, seed {header.seed}: {what}, ended: {ended}"
     findings = [Finding("throughput", "run", value=rows / seconds)] if seconds > 0 and rows else []
     if found.evaluations:
         metric, value = next(iter(found.evaluations[-1].metrics.items()), ("", math.nan))

@@ -16,6 +16,7 @@ from trimtab.experiments.evaluation.paper_claims import (
     PASS,
     Judged,
     nearest,
+    tasks_of,
     unmeasured,
 )
 from trimtab.experiments.evaluation.paper_figures import CLAIMS, COMPONENTS, RANKS, Claim, Line, MainTable
@@ -71,7 +72,9 @@ def _beside_of(finding: Finding, run: Run) -> str:
 
 
 def _part(finding: Finding) -> str:
-    return f", {say.one_line(finding.part).replace('_', ' ')} {finding.against}" if finding.part else ""
+    """Return what a figure is of: of a component also what it was set in, of a share of the gain itself alone."""
+    set_in = f" {finding.against}" if finding.measure.startswith("component_") else ""
+    return f", {say.one_line(finding.part).replace('_', ' ')}{set_in}" if finding.part else ""
 
 
 def _verdict(each: Judged) -> Verdict:
@@ -244,8 +247,9 @@ def _measure(component: Finding) -> str:
 
 
 def gain_table(run: Run, tier: str) -> Table:
-    """Return what shares of what an arm saves lie where, beside what the paper claims of such."""
-    claimed = {part: f"{100 * each.bar:g}%" for each in CLAIMS if each.measure == "gain_share" for part in each.part}
+    """Return what shares of what an arm saves lie where, beside what the paper claims of it for such a model."""
+    of_it = [each for each in CLAIMS if each.measure == "gain_share" and run.task in tasks_of(each)]
+    claimed = {part: f"{100 * each.bar:g}%" for each in of_it for part in each.part}
     rows = tuple(
         (say.one_line(each.part).replace("_", " "), claimed.get(each.part, ""), *figures(each, run))
         for each in run.findings

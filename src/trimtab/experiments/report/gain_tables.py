@@ -232,7 +232,7 @@ def side_by_side(gains: Sequence[Gain]) -> Table:
     ]
     names = _in_any(each for pair in bounds for each in pair)
     rows += [(name, *(cell for pair in bounds for cell in _bound_cells(pair, name))) for name in names]
-    rows.append(("speed-up", *(cell for gain in gains for cell in ("", *_speedup_cells(gain)))))
+    rows.append(("speed-up", *(cell for gain in gains for cell in ("", _speedup_cell(gain), ""))))
     columns = [f"{_title(gain)}: {name}" for gain in gains for name in ("reference", "plan", "of the gain")]
     note = "Shares of a step; then what the phase has of the seconds saved, where it is clear that any are."
     return Table("Side by side", ("", *columns), tuple(rows), "No task was measured.", note, tuple(columns))
@@ -242,9 +242,10 @@ def _title(gain: Gain) -> str:
     return f"{say.one_line(gain.task)} {gain.on_ranks}".rstrip()
 
 
-def _speedup_cells(gain: Gain) -> tuple[str, str]:
+def _speedup_cell(gain: Gain) -> str:
     found = speedup_of(gain)
-    return say.ratio(found.mean), _between(found, say.ratio)
+    value, interval = say.ratio(found.mean), _between(found, say.ratio)
+    return value if interval == _NO_INTERVAL else f"{value} ({interval})"
 
 
 def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:

@@ -111,7 +111,7 @@ def _block(block: Block, document: Document) -> str:
 
 
 def _list(items: tuple[str, ...]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+    return f"<ul>{''.join(f'<li>{escape(item, 4 * say.MAX_TEXT)}</li>' for item in items)}</ul>"
 
 
 def _table(table: Table) -> str:
@@ -152,10 +152,15 @@ def _group(name: str, width: int) -> str:
 
 
 def _cell(table: Table, column: str, cell: Cell, extra: str = "") -> str:
-    label, kind = escape(column).strip(), _kind(table, column)
-    kind += "" if label else " bare"
+    kind = _kind(table, column)
     kind += " tight" if isinstance(cell, str) and len(cell) <= _TIGHT else ""
-    return f'<td class="{kind}" data-label="{label}"><div>{_content(cell)}{extra}</div></td>'
+    return labelled(column, f"{_content(cell)}{extra}", kind)
+
+
+def labelled(column: str, content: str, kind: str = "text") -> str:
+    """Return a cell of a table, of HTML: a narrow page has no row of heads, and shows each cell beside its label."""
+    label = escape(column).strip()
+    return f'<td class="{kind}{"" if label else " bare"}" data-label="{label}"><div>{content}</div></td>'
 
 
 def _content(cell: Cell) -> str:

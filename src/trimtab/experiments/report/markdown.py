@@ -52,7 +52,7 @@ def _block(block: Block) -> str:
         case Paragraph(text):
             return escape(text, 4 * say.MAX_TEXT)
         case Bullets(items):
-            return "\n".join(f"- {escape(item)}" for item in items)
+            return "\n".join(f"- {escape(item, 4 * say.MAX_TEXT)}" for item in items)
         case Code(text):
             return _code(text)
         case Picture():

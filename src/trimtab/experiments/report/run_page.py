@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.record import Event, RunRecord, StepRecord
+from trimtab.experiments.comparison.stats import blocks, trained
 from trimtab.experiments.report import wording as say
-from trimtab.experiments.report.html import escape, page
+from trimtab.experiments.report.html import escape, labelled, page
 from trimtab.experiments.report.svg import COLOUR, few_ticks, plain_log, render
 
 _ENDS = {
@@ -55,15 +56,20 @@ def tracks(steps: Sequence[StepRecord]) -> tuple[Track, ...]:
 
 
 def _header(record: RunRecord) -> str:
-    steps = record.steps
-    void = sum(not step.applied for step in steps)
-    seconds = sum(step.wall_s for step in steps)
     ended = "cut off: its record has no end" if record.end is None else _ENDS.get(record.end.reason, record.end.reason)
-    facts = f"{len(steps)} windows of {sum(step.rows for step in steps):,} rows in {say.seconds(seconds)}, {void} void"
     return (
         f'<header><p class="over">trimtab run</p><h1>{escape(record.header.name)}: {escape(ended)}</h1>'
-        f'<p class="muted">{escape(facts)}</p></header>'
+        f'<p class="muted">{escape(_trained(record))}</p></header>'
     )
+
+
+def _trained(record: RunRecord) -> str:
+    """Say what was trained; of an arm of a race its record holds laps, and no window."""
+    steps, laps = record.steps, blocks(record)
+    rows, seconds = trained(record)
+    void = sum(not step.applied for step in steps)
+    what = f"{len(laps)} laps" if laps and not steps else f"{len(steps)} windows"
+    return f"{what} of {rows:,} rows in {say.seconds(seconds)}, {void} void"
 
 
 def _tracks(record: RunRecord) -> str:
@@ -99,11 +105,10 @@ def _figure(track: Track, rows: Sequence[int], marks: Sequence[int]) -> str:
 def _events(record: RunRecord) -> str:
     if not record.events:
         return '<section><h2>What happened</h2><p class="muted">Nothing but training.</p></section>'
-    rows = "".join(
-        f"<tr><td>{event.step}</td><td>{escape(event.name)}</td><td>{_detail(event)}</td></tr>"
-        for event in record.events
-    )
-    head = "<thead><tr><th>after window</th><th>what</th><th>figures</th></tr></thead>"
+    names = ("after window", "what", "figures")
+    told = [(str(event.step), escape(event.name), _detail(event)) for event in record.events]
+    rows = "".join(f"<tr>{''.join(map(labelled, names, cells))}</tr>" for cells in told)
+    head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
     return (
         f'<section><h2>What happened</h2><div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div></section>'
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.experiments.report.html import escape, page
+from trimtab.experiments.report.html import escape, labelled, page
 from trimtab.experiments.report.svg import COLOUR, render, variable
 from trimtab.experiments.scaling.result import MODES, Scaling, ScalingRow
 from trimtab.experiments.scaling.table import notes, tables
@@ -37,10 +37,10 @@ def _figure(found: Scaling) -> str:
         (mode, recipe, rows)
         for mode in MODES
         for recipe in _ROLES
-        if (rows := [row for row in found.rows if (row.mode, row.recipe) == (mode, recipe) and row.efficiency])
+        if (rows := [row for row in _drawn(found) if (row.mode, row.recipe) == (mode, recipe)])
     ]
     if not lines:
-        return '<p class="muted">No figure: no round has one rank and several.</p>'
+        return '<p class="muted">No figure: no round has one rank and several that share nothing.</p>'
 
     def paint(axes: Sequence[Any]) -> None:
         (ax,) = axes
@@ -57,9 +57,16 @@ def _figure(found: Scaling) -> str:
         for recipe in dict.fromkeys(recipe for _, recipe, _ in lines)
     )
     said = "Full lines: weak scaling, broken ones: strong. Bars: 95%, of five rounds or more."
+    if shared := sorted({row.ranks for row in found.rows if row.crowded}):
+        said += f" Ranks that share what they run on ({', '.join(map(str, shared))}) are left out."
     return (
         f"<section><h2>Efficiency</h2><figure>{drawn}<ul>{keys}</ul><figcaption>{said}</figcaption></figure></section>"
     )
+
+
+def _drawn(found: Scaling) -> list[ScalingRow]:
+    """Return the rows that have an efficiency which says something: not of ranks that share cores or devices."""
+    return [row for row in found.rows if row.efficiency is not None and not row.crowded]
 
 
 def _role(recipe: str) -> str:
@@ -83,7 +90,7 @@ def _tables(found: Scaling) -> str:
 
 def _table(title: str, head: Sequence[str], *rows: Sequence[str]) -> str:
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(labelled, head, map(escape, row)))}</tr>" for row in rows)
     return (
         f'<section><h2>{title}</h2><div class="scroll"><table>'
         f"<thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div></section>"

@@ -26,11 +26,11 @@ from trimtab.tasks.task import Task
 
 @dataclass(frozen=True)
 class Found:
-    """A table, where it was written, and what its link is called."""
+    """A table, where it was written, and what its link is called; None: of each row its own."""
 
     table: Scaling
     path: Path
-    link: str
+    link: str | None
 
     @property
     def text(self) -> str:
@@ -69,7 +69,7 @@ def run_scale(
     if job is not None or here.rank:
         return None
     found = scaling.summarise(loaded.name, jobs_in(out), environment())
-    return _written(found, out, found.links[-1].name if found.links else "")
+    return _written(found, out, None)
 
 
 def _again(out: Path) -> Launch:
@@ -83,7 +83,7 @@ def _next(task: Task, out: Path, settings: ScaleSettings, ranks: int) -> str:
     return str(next_round(out, ranks))
 
 
-def _written(found: Scaling, out: Path, link: str) -> Found:
+def _written(found: Scaling, out: Path, link: str | None) -> Found:
     write_whole(out / "scaling.json", to_json(found, indent=1))
     path = out / "report.html"
     write_whole(path, scaling_page(found))

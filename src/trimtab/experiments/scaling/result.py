@@ -150,8 +150,8 @@ class ScalingRow:
 
     @property
     def has_verdict(self) -> bool:
-        """Whether its efficiency is of rounds enough for an interval."""
-        return len(self.pairs) >= MIN_PAIRS_FOR_VERDICT
+        """Whether its efficiency is of rounds enough for an interval, and of ranks that share nothing."""
+        return len(self.pairs) >= MIN_PAIRS_FOR_VERDICT and not self.crowded
 
     @property
     def window_s(self) -> float:
@@ -161,7 +161,11 @@ class ScalingRow:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The table of a task."""
+    """The table of a task.
+
+    Args:
+        links: as jobs timed them. linked: how many ranks each of them joins; in tables of before not written down.
+    """
 
     task: str
     rows: tuple[ScalingRow, ...]
@@ -169,6 +173,7 @@ class Scaling:
     environment: dict[str, str] | None = None
     threads: tuple[int, ...] = ()
     refused: tuple[Refused, ...] = ()
+    linked: tuple[int, ...] = ()
     schema: int = SCALING_SCHEMA
 
 
@@ -190,7 +195,8 @@ def summarise(task: str, jobs: Sequence[Job], environment: dict[str, str] | None
     refused = dict.fromkeys(each for job in jobs for each in job.refused)
     ordered = tuple(sorted(refused, key=lambda each: (MODES.index(each.mode), each.ranks)))
     where = read_together(job.environment for job in jobs) or environment
-    return Scaling(task, tuple(rows), tuple(links[ranks] for ranks in sorted(links)), where, threads, ordered)
+    numbers = tuple(sorted(links))
+    return Scaling(task, tuple(rows), tuple(map(links.__getitem__, numbers)), where, threads, ordered, numbers)
 
 
 def _row(jobs: Sequence[Job], recipe: str, mode: str, ranks: int) -> ScalingRow | None:

@@ -137,19 +137,20 @@ def _speed(link: Link) -> str:
     return f"{format_seconds(link.latency_s)} a hop, {link.bytes_per_s / 1e6:.4g} MB/s"
 
 
-def benchmark_rows(found: Scaling, link: str) -> Iterable[dict[str, object]]:
+def benchmark_rows(found: Scaling, link: str | None) -> Iterable[dict[str, object]]:
     """Yield a flat row of each recipe and number of ranks.
 
     Args:
-        link: what it is called: "local", "slow".
+        link: what it is called: "local", "slow"; None: each by the link that its ranks are joined by.
     """
+    names = {ranks: each.name for ranks, each in zip(found.linked, found.links, strict=False)}
     for row in found.rows:
         yield {
             "metric": "scaling_efficiency",
             "task": found.task,
             "scaling": row.mode,
             "ranks": row.ranks,
-            "link": link,
+            "link": names.get(row.ranks, "") if link is None else link,
             "recipe": row.recipe,
             "tier": TIERS[row.recipe],
             "effective_batch": row.window_rows,
@@ -172,7 +173,7 @@ def benchmark_rows(found: Scaling, link: str) -> Iterable[dict[str, object]]:
             "task": found.task,
             "scaling": refused.mode,
             "ranks": refused.ranks,
-            "link": link,
+            "link": names.get(refused.ranks, "") if link is None else link,
             "recipe": refused.recipe,
             "tier": TIERS[refused.recipe],
             "mean": None,
