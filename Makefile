@@ -25,7 +25,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 OLDEST := build/oldest-hosts
 HOSTS := tests/equivalence/test_accelerate.py tests/equivalence/test_lightning.py tests/equivalence/test_transformers.py \
 	tests/equivalence/test_hosts_of_unlike_lengths.py tests/equivalence/test_hosts_that_are_planned.py \
-	tests/equivalence/test_hosts_that_compile.py tests/equivalence/test_trainers_own_losses.py \
+	tests/equivalence/test_hosts_that_compile.py tests/equivalence/test_hosts_that_count_nothing.py \
+	tests/equivalence/test_hosts_that_hold_more.py tests/equivalence/test_trainers_own_losses.py \
 	tests/equivalence/test_joined_windows.py tests/distributed/test_host_ranks.py tests/unit/test_examples.py
 
 help: ## Show this list

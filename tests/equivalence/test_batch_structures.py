@@ -101,6 +101,19 @@ def test_lists_of_strings_follow_their_rows_and_constants_go_to_each(micro_batch
     assert_same_training(ours, train_plain(case), 1e-12)
 
 
+@pytest.mark.parametrize("micro_batch", [12, 5])
+def test_lists_of_a_dict_per_row_follow_their_rows(micro_batch):
+    def loss_fn(model, batch):
+        weights = torch.tensor([each["weight"] for each in batch["about"]], dtype=torch.float64)
+        losses = nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
+        return (weights * losses).mean()
+
+    about = [{"weight": 0.5 + i / ROWS, "source": NAMES[i]} for i in range(ROWS)]
+    case = class_case(loss_fn=loss_fn)
+    case = case.having(batches=[{"inputs": x, "labels": y, "about": about} for x, y in case.batches])
+    assert_same_training(train_ours(case, Plan.fixed(ROWS, micro_batch)), train_plain(case), 1e-12)
+
+
 def test_a_dataclass_may_have_a_field_without_a_value():
     @dataclass
     class Late:

@@ -75,7 +75,9 @@ def profile_loop(
         device = device_spec(subject.device)
         asked = {"objective": objective, "budget": budget, "total_steps": total_steps}
         asked |= {"frees_batch": subject.frees_batch, "meter": NO_METER if metered is None else metered.facts}
-        profile = Profile(device, facts, check, reference, environment=environment(), **asked)
+        profile = Profile(
+            device, facts, check, reference, environment=environment(has_gpu=subject.device.type == "cuda"), **asked
+        )
         phases, num_faults = _phases_or_none(subject, profile.reference_candidate)
         fault_s = page_faults.fault_s() if facts.can_retain else None
         facts = replace(facts, faults_per_step=num_faults, fault_s=fault_s, longest=drawn.longest)

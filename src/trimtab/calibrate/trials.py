@@ -340,7 +340,7 @@ def _time_block(subject: Subject, stage: Stage, candidate: Candidate, steps: int
     with subject.start(candidate) as run:
         if stage.name == ALONE:
             return _time_optimizer(subject, steps)
-        if steps > 1 or _needs_a_lead(stage):
+        if steps > 1 or subject.device.type == "cuda" or _needs_a_lead(stage):  # its memory is asked for anew
             step_until_applied(run, subject)
         for _ in range(max(steps_to_launch(each.compiled) for each in stage.candidates)):  # a run records anew
             _step(run, subject)

@@ -23,7 +23,7 @@ from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.distributed.at_work import words_at_work
-from trimtab.distributed.process_group import from_first
+from trimtab.distributed.process_group import from_first, limited_to, time_limit_s
 from trimtab.measure.random_state import derived_random_state
 from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
 from trimtab.runtime.exchange import Exchange
@@ -46,6 +46,7 @@ class KeptRanks:
         self.num = exchange.num_ranks
         self.rank = torch.distributed.get_rank() if self.num > 1 else 0
         self.verified = ReadOnce()
+        self._limit_s = time_limit_s()  # of the run, which a host may wait longer in than what follows its start
 
     @property
     def is_first(self) -> bool:
@@ -58,7 +59,10 @@ class KeptRanks:
         Args:
             about: what it is: ranks that ask of another thing get no answer, and no wrong one.
         """
-        return make() if self.num == 1 else from_first(make, self._topic(about))
+        if self.num == 1:
+            return make()
+        with limited_to(self._limit_s):
+            return from_first(make, self._topic(about))
 
     def together(self, make: Callable[[], T], about: str) -> T:
         """Return what this rank makes once every rank has made its own, however long the slowest takes.
@@ -78,7 +82,7 @@ class KeptRanks:
                 return f"{type(error).__name__}: {error}"
             return ""
 
-        said = words_at_work(tried, self._topic(about))
+        said = self._words(tried, about)
         if failure:
             raise failure[0]
         for rank, word in enumerate(said):
@@ -88,13 +92,17 @@ class KeptRanks:
 
     def each(self, word: str, about: str) -> list[str]:
         """Return what every rank says, by rank."""
-        return [word] if self.num == 1 else words_at_work(lambda: word, self._topic(about))
+        return [word] if self.num == 1 else self._words(lambda: word, about)
 
     def require_alike(self, word: str, about: str, expected: str) -> None:
         """Raise `LoopError` on all ranks where they say unlike words."""
         said = self.each(word, about)
         if len(set(said)) > 1:
             raise LoopError(about, given=f"of the ranks, in turn, {', '.join(said)}", expected=expected)
+
+    def _words(self, make: Callable[[], str], about: str) -> list[str]:
+        with limited_to(self._limit_s):
+            return words_at_work(make, self._topic(about))
 
     def _topic(self, about: str) -> str:
         return f"kept/{next(KeptRanks._asked)}/{about}"

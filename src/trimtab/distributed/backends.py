@@ -35,9 +35,10 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
         options: the loop's own, that are to be the same on every rank.
 
     Raises:
-        ValueGivenError: the plan is for other ranks, or for a model that the loop has not wrapped itself; or the ranks'
-            plans differ: on every one of them.
+        ValueGivenError: the plan is for other ranks, or for a model that the loop has not wrapped itself, or has in
+            FSDP1; or the ranks' plans differ: on every one of them.
     """
+    _require_no_flat_shards(model)
     stage = plan.zero_stage.value
     if stage is None:
         exchange = connect(model)
@@ -75,6 +76,20 @@ def backend_of(model: nn.Module, plan: Plan, options: Mapping[str, Any]) -> Back
     return backend
 
 
+def _require_no_flat_shards(model: nn.Module) -> None:
+    """Raise `ValueGivenError` for a model in FSDP1 on several ranks.
+
+    Each would clip by its shards' norm, and decide by it alone whether a gradient is a number.
+    """
+    if has_peers() and is_flat_sharded(model):
+        raise ValueGivenError(
+            "model",
+            given="one in FSDP1 (FullyShardedDataParallel), whose shards are flat, on one of several ranks",
+            expected="FSDP2, DistributedDataParallel, or the model itself with a plan that shares it (zero_stage)",
+            way_out="Wrap it by torch.distributed.fsdp.fully_shard, and make its optimizer after that.",
+        )
+
+
 def _require_no_layout(model: nn.Module, plan: Plan) -> None:
     """Raise `ValueGivenError` for parameters that are not, or would not be, contiguous.
 
@@ -109,6 +124,7 @@ def require_plannable(model: nn.Module) -> None:
     """
     if not has_peers():
         return
+    _require_no_flat_shards(model)
     is_parallel = any(type(each).__name__ == "DTensor" for each in model.parameters())
     if is_parallel or not is_to_share(model):
         by = "DTensor holds in parts" if is_parallel else "DistributedDataParallel or FSDP wraps"

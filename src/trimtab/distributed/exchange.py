@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trimtab.distributed.host_mesh import WIDEST, HostMesh, host_mesh
 from trimtab.distributed.process_group import time_limit_s
 from trimtab.distributed.trouble import Trouble
-from trimtab.measure.sharded_norms import is_flat_sharded, is_sharded
+from trimtab.measure.sharded_norms import is_sharded
 from trimtab.runtime.exchange import Figures, Gathered
 from trimtab.runtime.gradient_sync import data_parallel
 
@@ -22,14 +22,14 @@ from trimtab.runtime.gradient_sync import data_parallel
 def connect(model: nn.Module) -> RankExchange | None:
     """Return the exchange between the ranks that reduce a model's gradients together; None where there is one alone.
 
-    A model that neither DDP nor FSDP holds trains alone, as far as can be seen: `has_peers` says whether that is sure.
+    A model that neither DDP nor FSDP2 holds trains alone, as far as can be seen: `has_peers` says whether that is sure.
     """
     if not has_peers():
         return None
     parallel = data_parallel(model)
     if parallel is not None:
         group = parallel.process_group
-    elif is_sharded(model) or is_flat_sharded(model):
+    elif is_sharded(model):
         group = dist.group.WORLD
     else:
         return None

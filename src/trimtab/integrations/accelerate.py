@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from trimtab.api import plan as make_plan
@@ -68,7 +69,9 @@ def start(accelerator: Accelerator, model: nn.Module, optimizer: Any, plan: Plan
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)
+    # Any other that has one inside, as Lookahead, is what steps.
+    inner: torch.optim.Optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return inner
 
 
 def refuse_sharded(accelerator: Accelerator) -> None:

@@ -22,12 +22,16 @@ class WindowLabels:
         is_known: whether these are the rows, and their labels what is counted.
 
     Attributes:
-        batch_rows: of a batch that is not split: where it counts nothing, it is the host's own affair.
+        batch_rows: of a batch that is not split.
     """
 
     def __init__(self, batches: Sequence[Any], *, is_known: bool = True) -> None:
         self._batches, self._is_known = batches, is_known
         self.batch_rows = max((len(batch["labels"]) for batch in batches if "labels" in batch), default=0)
+
+    def is_whole(self, rows: int) -> bool:
+        """Return whether so many rows are the window: where that counts nothing, it is the host's own affair."""
+        return len(self._batches) <= 1 and rows >= self.batch_rows
 
     @functools.cached_property
     def count_in_all_rows(self) -> bool:
@@ -51,13 +55,13 @@ def smooths_by_itself(smoother: Any) -> bool:
     return smoother is not None and "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters
 
 
-def counts_nothing(count: Tensor | int) -> bool:
+def counts_nothing(count: Tensor | float) -> bool:
     """Return whether nothing counts in a micro-batch: a mean over that is no number, whatever a model is told.
 
     Waits for the device. While shapes alone are traced nobody knows, and something is taken to count.
     """
     try:
-        return not int(count)
+        return float(count) == 0  # weights may sum to less than one
     except DataDependentOutputException:
         return False
 

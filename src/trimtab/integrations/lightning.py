@@ -30,7 +30,9 @@ from trimtab.integrations.hosted import (
     require_shared,
     started,
 )
+from trimtab.integrations.labels import counts_nothing
 from trimtab.integrations.window_batches import WindowBatches
+from trimtab.integrations.zero_loss import zero_loss
 from trimtab.runtime.engine import Run
 
 _HOST = "the Trainer"
@@ -80,7 +82,7 @@ class TrimtabStrategy(SingleDeviceStrategy):
         self._planning, self._running, self._count = dict(planning or {}), dict(running or {}), count
         self._collected: list[Any] = []
         self._held: list[tuple[Tensor, Tensor]] = []
-        self._is_last = False
+        self._is_last = self._has_loss = False
 
     def setup_environment(self) -> None:
         """Take the device of the Trainer's accelerator, where none was named."""
@@ -117,8 +119,12 @@ class TrimtabStrategy(SingleDeviceStrategy):
         """Collect a batch; at the last one of a window train on it, up to the step.
 
         Returns:
-            Its mean loss, with all else that the module returned of the last micro-batch. Before the last batch, zero.
+            Its mean loss, with all else that the module returned of the last micro-batch; None where that was None of
+            all. Before the last batch, zero.
         """
+        if self._skips_backward:  # without a graph, with which a batch that the plan splits may not fit
+            with torch.no_grad(), self.run.autocast() if self.run else contextlib.nullcontext():
+                return super().training_step(batch, *rest, **named)
         self._collected.append(batch)
         if not self._is_last:
             return torch.zeros((), device=self.root_device)
@@ -133,7 +139,11 @@ class TrimtabStrategy(SingleDeviceStrategy):
             return self._loss_of(said)
 
         run = self.run or self._started(loss_fn, batches)
+        self._has_loss = False
         loss = run.accumulate(run.window(*self._window.joined(batches, run.plan)), loss_fn)
+        if not self._has_loss:
+            run.discard()
+            return None
         run.unscale()  # what the host clips, and shows to callbacks, is the gradient
         self._hold()
         return {**others, "loss": loss} if others else loss
@@ -147,13 +157,16 @@ class TrimtabStrategy(SingleDeviceStrategy):
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Train on a window, clip as the host does, and step the run."""
+        """Train on a window, clip as the host does, and step the run, unless there was nothing to train on."""
+        if self._skips_backward:  # what gradients there are the last window was stepped by
+            return closure()
         self._is_last = True
         try:
             result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         finally:
             self._is_last = False
-        self.run.step()
+        if self._has_loss:
+            self.run.step()
         return result
 
     def on_train_end(self) -> None:
@@ -171,18 +184,33 @@ class TrimtabStrategy(SingleDeviceStrategy):
         self._close()
         super().teardown()
 
+    @property
+    def _skips_backward(self) -> bool:
+        """Whether the host passes over its data for batch statistics alone, as its weight averaging does at the end."""
+        return getattr(self.lightning_module.trainer.fit_loop, "_skip_backward", False)
+
     def _loss_of(self, said: Any) -> Any:
-        """Return what a module's training step says as a loss: a mean over rows, or a sum and its count."""
+        """Return what a module's training step says as a loss: a mean over rows, or a sum and its count.
+
+        None, which leaves a batch out in the host, is a loss of zero that comes from no parameter.
+        """
+        if said is None and self.run is not None:  # without a run a plan is made, which needs a loss
+            zero = torch.zeros((), device=self.root_device, requires_grad=True)
+            return zero if self._count is None else (zero, 0)
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if not isinstance(loss, Tensor):
             given = f"{type(said).__name__} without a loss"
             raise ValueGivenError("training_step", given=given, expected="a tensor, or a dict with 'loss'")
+        self._has_loss = True
         if self._count is None:
             return loss
         if not isinstance(said, Mapping) or self._count not in said:
             given, expected = "none", f"{self._count!r} in what it returns, as count= says"
             raise ValueGivenError("training_step", given=given, expected=expected)
         count = said[self._count]
+        is_one = not isinstance(count, Tensor) or count.numel() == 1  # what else it is, is told where losses are read
+        if loss.requires_grad and is_one and counts_nothing(count):
+            return zero_loss(loss), count
         return loss * count, count
 
     def _started(self, loss_fn: Callable[[nn.Module, Any], Any], batches: Sequence[Any]) -> Run:

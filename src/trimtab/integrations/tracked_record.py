@@ -116,12 +116,14 @@ class TrackedRecord(RecordWriter):
             warnings.warn(f"{feed.name}: {trouble}; {lost}", RuntimeWarning, stacklevel=2)
 
     def _leave(self, feeds: tuple[Feed, ...]) -> None:
-        self.flush()  # what was written is safe, whatever ends the wait
-        deadline = time.monotonic() + self._wait_s
-        for feed in feeds:
-            feed.end(self._reason)
-        for feed in feeds:
-            feed.wait(deadline)
+        try:
+            self.flush()  # what was written is safe, whatever ends the wait
+        finally:  # a tracker that is not told of the end would be cut off, and a full disk is no reason for that
+            deadline = time.monotonic() + self._wait_s
+            for feed in feeds:
+                feed.end(self._reason)
+            for feed in feeds:
+                feed.wait(deadline)
         for feed in feeds:
             late = f"it had not ended after {self._wait_s:g} s" if feed.is_running else ""
             slow = "it was slower than the run" if feed.num_lost else ""

@@ -179,7 +179,7 @@ class TrimtabTrainer(Trainer):
         with self._alone():
             if count is None:
                 return self.compute_loss(model, micro)
-            is_part = self._num_ranks > 1 or len(micro.get("labels", ())) < self._labels.batch_rows
+            is_part = self._num_ranks > 1 or not self._labels.is_whole(len(micro.get("labels", ())))
             if is_part and not self._labels.count_in_all_rows and counts_nothing(count):
                 _, outputs = self.compute_loss(model, micro, return_outputs=True, num_items_in_batch=1)
                 return nothing_of(outputs), count

@@ -23,8 +23,12 @@ _LONGEST_MATMUL_S = 0.06
 _COPIED_BYTES = 64 * 2**20
 
 
-def environment() -> dict[str, str]:
-    """Return versions and settings that a figure depends on; nothing that names a person, host or path."""
+def environment(*, has_gpu: bool | None = None) -> dict[str, str]:
+    """Return versions and settings that a figure depends on; nothing that names a person, host or path.
+
+    Args:
+        has_gpu: whether a GPU was used, whose name initialises CUDA; None: where there is one.
+    """
     found = {
         "trimtab": _own_version(),
         "sources": _own_sources(),
@@ -36,7 +40,7 @@ def environment() -> dict[str, str]:
         "cpu_cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() if has_gpu is None else has_gpu:
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return found
 

@@ -44,8 +44,10 @@ def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begin the peak on CUDA anew: what held it is over."""
+    """Begin the peak on CUDA anew: what held it is over, and what is reserved beyond what is in use is given back."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -27,11 +27,17 @@ class ProcessState:
     allocator: str
 
     @classmethod
-    def capture(cls) -> ProcessState:
-        """Return the state as it is now."""
+    def capture(cls, *, wakes_cuda: bool = True) -> ProcessState:
+        """Return the state as it is now.
+
+        Args:
+            wakes_cuda: whether CUDA's generators are asked for where nothing has used CUDA yet, which initialises it: a
+                process cannot be forked then.
+        """
+        asks_cuda = torch.cuda.is_available() and (wakes_cuda or torch.cuda.is_initialized())
         return cls(
             torch.get_rng_state(),
-            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else (),
+            tuple(torch.cuda.get_rng_state_all()) if asks_cuda else (),
             random.getstate(),
             numpy.random.get_state(),
             tuple(place.fp32_precision for place in fp32_places()),

@@ -39,7 +39,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, peak_bytes: int | None = None) -> None:
-        self._process = ProcessState.capture()
+        self._process = ProcessState.capture(wakes_cuda=False)
         copied = host_copy if peak_bytes is None or not _has_room(model, optimizer, peak_bytes) else device_copy
         self._grads = [HeldGradient(tensor, copied) for tensor in tensors_of(model)]
         named = {id(t): t for t in tensors_of(model)}
@@ -93,7 +93,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield from _tensor_facts(tensor.grad)
     for value in reachable(_roots(model, optimizer)):
         yield from _tensor_facts(value) if isinstance(value, Tensor) else _container_facts(value)
-    process = ProcessState.capture()
+    process = ProcessState.capture(wakes_cuda=False)
     yield [bytes(t.numpy()) for t in (process.cpu_rng, *process.cuda_rng)]
     yield process.python_rng, [*map(str, process.numpy_rng)], process.fp32_modes, process.num_threads
     yield process.grad_enabled, process.allocator

@@ -166,7 +166,7 @@ class WindowWeights(Part):
     def _add(self, value: Tensor) -> None:
         if value.dtype in (torch.float16, torch.bfloat16):  # many small ones would be lost in a sum of such
             value = value.float()
-        elif value.is_cuda:  # a model that its user compiled with CUDA graphs writes its next loss there
+        elif value.is_cuda and self._loss is None:  # a model that its user compiled with graphs writes its next there
             value = value.clone()
         self._loss = value if self._loss is None else self._loss + value
 

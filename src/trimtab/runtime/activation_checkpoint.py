@@ -55,14 +55,15 @@ def use_schedule(model: nn.Module, blocks: Sequence[str], schedule: Schedule) ->
         for hook in hooks:
             hook.remove()
         for module, kind in plain:
-            if type(module) is _swapped(kind):  # else somebody else has swapped it since
+            if isinstance(module, _Swapped) and type(module).__mro__[2] is kind:  # else somebody swapped it since
                 module.__class__ = kind
             module.__dict__.pop(_PART, None)
 
     try:
         for index, part in swaps:
+            kind = _swapped(type(modules[index]))
             modules[index].__dict__[_PART] = part
-            modules[index].__class__ = _swapped(type(modules[index]))
+            modules[index].__class__ = kind
     except BaseException:  # a class that cannot be derived from, or Ctrl-C, with some swapped
         undo()
         raise

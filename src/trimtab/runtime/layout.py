@@ -79,6 +79,19 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = _with_strides(value, parameter.stride())
 
 
+def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Lay out gradients as a fused step's parameters: autograd's are, those that a loop makes itself may not be."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.grad is not None and not _lie_alike(parameter, parameter.grad):
+                _align_grad(parameter)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether strides are the same wherever they matter."""
+    return all(a == b for size, a, b in zip(one.shape, one.stride(), other.stride(), strict=True) if size > 1)
+
+
 def _restride(optimizer: torch.optim.Optimizer, saved: dict[str, Any], strides: dict[int, tuple[int, ...]]) -> None:
     """Give the 4-dim state tensors of a fresh `state_dict()` the strides their parameter had."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

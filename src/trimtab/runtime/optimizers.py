@@ -105,32 +105,11 @@ def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     torch's fused SGD takes the momenta of all or of none.
     """
     for group in optimizer.param_groups:
-        held = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+        begins = group["momentum"] and group["fused"]  # one that was added during the run may step as it did
+        held = [p for p in group["params"] if p.grad is not None] if begins else []
         lacking = [p for p in held if optimizer.state.get(p, {}).get("momentum_buffer") is None]
         for p in lacking if len(lacking) < len(held) else ():
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-
-
-def _align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Lay out gradients as their parameters: the kernels on the CPU walk through both alike."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None and p.grad.stride() != p.stride():
-                p.grad = torch.empty_like(p).copy_(p.grad)
-
-
-def _hooks_of_fused(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Register what the fused step needs that the plain one does not; nothing for most loops, whose steps pay for it.
-
-    A loop that puts gradients of its own making into a channels_last model has others than autograd's.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    needed = []
-    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
-        needed.append(_begin_momenta)
-    if any(p.device.type == "cpu" and not p.is_contiguous() for p in parameters):
-        needed.append(_align_gradients)
-    return [optimizer.register_step_pre_hook(each) for each in needed]
 
 
 def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -143,7 +122,8 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         raise OptimizerError(
             "plan.fused_optimizer",
             given=type(optimizer).__name__,
-            expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " with floating-point parameters",
+            expected="one of " + ", ".join(cls.__name__ for cls in _FUSED_CLASSES) + " without dampening, its "
+            "parameters dense and of floating point",
             way_out="Plan with fused_optimizer=False.",
         )
     before = [(group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
@@ -157,7 +137,9 @@ def use_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     # A loaded state brings flags of its own; a saved one must not carry the plan's beyond the run.
     loading = optimizer.register_load_state_dict_post_hook(switch)
     saving = optimizer.register_state_dict_post_hook(lambda optimizer, saved: _save_flags(saved, before))
-    hooks = [loading, saving, *_hooks_of_fused(optimizer)]
+    hooks = [loading, saving]
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
+        hooks.append(optimizer.register_step_pre_hook(_begin_momenta))
 
     def undo() -> None:
         for hook in hooks:

@@ -145,7 +145,8 @@ class Passes(RunView):
         """Return the batches of the next window; None where a signal ended what draws them, and the run is left."""
         drawn: list[Any] = []
         try:
-            drawn.extend(_unshared(itertools.islice(batches, self.num_batches)))
+            taken = itertools.islice(batches, self.num_batches)
+            drawn.extend(taken if self.num_batches == 1 else _unshared(taken))
         except RuntimeError:  # of a loader whose workers were sent the signal too
             if drawn or self._peers.num_ranks > 1 or not self._keeper.is_leaving():
                 raise
@@ -211,13 +212,14 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
     """
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
-        if any(tensor._version != version for tensor, version in seen):
+        held = [] if isinstance(batch, NoRows) else [each for each in tensors_in(batch) if not each.is_inference()]
+        again = {each.data_ptr() for each in held}
+        if any(each.data_ptr() in again and each._version != version for each, version in seen):
             raise BatchError(
                 "batch",
                 given="a batch whose tensors the loader wrote over as it drew the next of the same window",
                 expected="tensors of its own in each of them",
                 way_out="Have the loader yield a copy: a window of several batches holds them all.",
             )
-        held = () if isinstance(batch, NoRows) else tensors_in(batch)
-        seen += [(tensor, tensor._version) for tensor in held if not tensor.is_inference()]
+        seen += [(each, each._version) for each in held]
         yield batch

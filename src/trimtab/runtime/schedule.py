@@ -117,7 +117,8 @@ def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[Non
             group["lr"] = rate
         yield
     finally:
-        if any(group["lr"] is not rate for group, rate in zip(optimizer.param_groups, multiplied, strict=True)):
-            warnings.warn(_CHANGED, stacklevel=2)
+        changed = [group["lr"] is not rate for group, rate in zip(optimizer.param_groups, multiplied, strict=True)]
         for group, rate in zip(optimizer.param_groups, before, strict=True):
             group["lr"] = rate
+        if any(changed):
+            warnings.warn(_CHANGED, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import trimtab
-from trimtab.core.errors import ValueGivenError
+from trimtab.core.errors import SaveError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.core.record import End, Evaluation, Event, Header, RecordWriter, StepRecord, read_record
 from trimtab.integrations.tracked_record import Feed, TrackedRecord
@@ -334,6 +335,23 @@ def test_an_interrupt_while_waiting_is_passed_on_with_the_file_whole_and_closed(
     with pytest.raises(ValueError, match="closed file"):
         record.write(step(1))
     assert len(read_record(path).steps) == 1
+
+
+def test_a_full_disk_keeps_no_tracker_from_its_end(tmp_path, monkeypatch):
+    kept = Keeping()
+    record = TrackedRecord(tmp_path / "r.jsonl", HEADER, [kept])
+    for line in LINES:
+        record.write(line)
+
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        with pytest.raises(SaveError, match="No space left"):
+            record.close()
+    assert (len(kept.rows), kept.ended) == (6, ["closed"])
+    assert ours() == []
 
 
 def test_a_password_in_an_address_is_not_recorded(tmp_path):

@@ -23,3 +23,11 @@ def test_sources_that_are_not_installed_say_their_own_version(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert environment()["trimtab"] == trimtab.__version__
+
+
+def test_a_gpu_that_was_not_used_is_not_asked_for_its_name(monkeypatch):
+    """To ask initialises CUDA, after which no process can be forked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert environment()["gpu"] == environment(has_gpu=True)["gpu"] == "a GPU"
+    assert "gpu" not in environment(has_gpu=False)

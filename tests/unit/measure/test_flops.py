@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.measure import flops
 from trimtab.measure.flops import _own_formulas, count_flops, flops_of
 
 ROWS, WIDTH = 5, 16
@@ -82,3 +83,19 @@ def test_what_the_counter_cannot_run_is_not_counted():
     assert count_flops(refuses) is None
     with pytest.raises(RuntimeError, match="its own"):
         count_flops(lambda: (_ for _ in ()).throw(RuntimeError("its own")))
+
+
+def test_shapes_that_a_formula_of_torchs_does_not_know_are_not_counted(monkeypatch):
+    """Up to torch 2.11 that of attention asserts as many heads of keys as of queries."""
+
+    def asserts(*args, **kwargs):
+        raise AssertionError
+
+    def product():
+        torch.ones(2, 3) @ torch.ones(3, 2)
+
+    assert count_flops(product)
+    for name in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        monkeypatch.setitem(flops.flop_registry, name, asserts)
+    assert count_flops(product) is None
+    assert flops_of(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(3, 2)), {}, torch.ones(2, 2)) == 0

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from trimtab.measure import snapshot as module
+from trimtab.measure.memory import forget_peak
+from trimtab.measure.process_state import ProcessState
 from trimtab.measure.snapshot import Snapshot, fingerprint
 
 GIB = 2**30
@@ -75,3 +77,28 @@ def test_each_device_has_room_for_what_it_holds_and_for_a_trial(monkeypatch, fre
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     assert module._has_room(nn.Linear(1, 1), SimpleNamespace(state={}), 5 * GIB) is has_room
+
+
+def test_holding_a_model_on_the_host_does_not_initialise_cuda(monkeypatch):
+    def initialises():
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", initialises)
+    model, optimizer, step = trained()
+    before = fingerprint(model, optimizer)
+    with Snapshot(model, optimizer):
+        step()
+    assert fingerprint(model, optimizer) == before
+    with pytest.raises(AssertionError, match="initialised"):
+        ProcessState.capture()
+
+
+def test_what_trials_reserved_on_a_gpu_is_given_back_before_its_peak_begins_anew(monkeypatch):
+    done = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    forget_peak(torch.device("cpu"))
+    assert not done
+    forget_peak(torch.device("cuda"))
+    assert done == ["empty_cache", "reset_peak_memory_stats"]

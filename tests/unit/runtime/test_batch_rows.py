@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import OrderedDict, UserDict, namedtuple
 
@@ -11,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trimtab
 from trimtab.core.errors import BatchError
-from trimtab.runtime.batches import count_rows, rows_at, slices, to_device
+from trimtab.core.plan import Plan
+from trimtab.runtime.batches import count_rows, row_slice, rows_at, slices, to_device
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -26,13 +29,14 @@ def batches(draw, n):
     """A nesting of leaves of n rows and of constants; at least one leaf has rows."""
     leaf = st.sampled_from([rows(n), rows(n, 2), rows(n, 2, 3), [f"r{i}" for i in range(n)], list(range(n))])
     constant = st.sampled_from([torch.tensor(3.0), "name", 7, 1.5, None, True, b"x", 1j])
+    items = st.sampled_from([[{"i": i, "of": n} for i in range(n)], [(i, "a") for i in range(n)]])
     wrap = lambda inner: st.one_of(  # noqa: E731
         st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
         st.tuples(inner, inner),
         st.builds(Point, inner, inner),
         st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
     )
-    return draw(leaf), draw(st.recursive(st.one_of(leaf, constant), wrap, max_leaves=8))
+    return draw(leaf), draw(st.recursive(st.one_of(leaf, constant, items), wrap, max_leaves=8))
 
 
 def same(left, right):
@@ -107,6 +111,90 @@ def test_lists_of_constants_have_a_row_an_item_and_tuples_of_them_none():
     assert [piece["names"] for piece in pieces] == [["a"], ["b"]]
     assert all(piece["size"] == (224, 224, 3) for piece in pieces)
     assert all(piece["scale"] is batch["scale"] for piece in pieces)
+
+
+LISTS = {
+    "dicts": [{"weight": float(i), "name": f"r{i}"} for i in range(8)],
+    "tuples": [(i, f"r{i}") for i in range(8)],
+    "named tuples": [Point(i, None) for i in range(8)],
+    "tensors without dimensions": [torch.tensor(float(i)) for i in range(8)],
+}
+every_list = pytest.mark.parametrize("items", LISTS.values(), ids=LISTS)
+
+
+@every_list
+def test_a_list_of_an_item_per_row_is_cut_with_the_rows(items):
+    batch = {"x": rows(8, 2), "items": items}
+    assert count_rows(batch) == 8
+    assert [piece["items"] for piece, _ in slices(batch, 8, 3)] == [items[:3], items[3:6], items[6:]]
+    assert row_slice(batch, slice(2, 5))["items"] == items[2:5]
+    indices = [0, 0, 3, 1, 7, 7, 2, 5]
+    assert rows_at(batch, indices)["items"] == [items[index] for index in indices]
+
+
+@every_list
+def test_a_run_hands_out_the_items_of_the_rows_that_it_hands_out(items):
+    model, seen = torch.nn.Linear(2, 1), []
+
+    def loss_fn(model, batch):
+        assert len(batch[0]) == len(batch[1]) == 4
+        seen.extend(batch[1])
+        return model(batch[0]).mean()
+
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8, micro_batch=4)) as run:
+        run.train_step(run.window((rows(8, 2), items)), loss_fn)
+    assert seen == items
+
+
+NO_ITEMS_OF_ROWS = {
+    "fewer dicts": [{"size": 224}] * 3,
+    "a tuple": [(224, 224)],
+    "a tensor without dimensions": [torch.tensor(0.5)],
+    "more of them": [("a", 1)] * 9,
+}
+
+
+@pytest.mark.parametrize("items", NO_ITEMS_OF_ROWS.values(), ids=NO_ITEMS_OF_ROWS)
+def test_a_list_of_another_number_of_items_is_refused_where_it_would_be_split(items):
+    batch = {"x": rows(8, 2), "items": items}
+    assert count_rows(batch) == 8
+    assert next(slices(batch, 8, 8))[0] is batch
+    for split in (lambda: list(slices(batch, 8, 4)), lambda: rows_at(batch, list(range(8)))):
+        with pytest.raises(BatchError, match=f"a list of {len(items)} items.* beside 8 rows") as caught:
+            split()
+        assert "tuple" in caught.value.way_out
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4])
+def test_a_run_takes_such_a_list_with_a_whole_batch_alone(micro_batch):
+    model, batch = torch.nn.Linear(2, 1), (rows(8, 2), [{"size": 224}])
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8, micro_batch)) as run:
+        with contextlib.nullcontext() if micro_batch == 8 else pytest.raises(BatchError, match="a list of 1 items"):
+            run.train_step(run.window(batch), lambda model, part: model(part[0]).mean() * part[1][0]["size"])
+        assert run.applied_steps == (micro_batch == 8)
+
+
+def test_as_many_lists_of_as_many_items_as_rows_could_be_read_either_way_and_are_refused():
+    batch = {"x": rows(3), "grid": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]}
+    assert next(slices(batch, count_rows(batch), 3))[0] is batch
+    with pytest.raises(BatchError, match="a list of 3 items, list and the like, beside 3 rows"):
+        list(slices(batch, 3, 2))
+
+
+COLUMNS = {
+    "tensors": [rows(4), rows(4, 3)],
+    "as many tensors as rows": [rows(4)] * 4,
+    "lists": [list("abcd"), list(range(4))],
+    "in dicts": [{"deep": rows(4)}] * 4,
+    "beside a number": [rows(4), 3.0, (1, 2), torch.tensor(0.5)],
+}
+
+
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
+def test_a_list_of_columns_is_cut_column_by_column(columns):
+    pieces = [piece["columns"] for piece, _ in slices({"x": rows(4), "columns": columns}, 4, 3)]
+    assert [len(piece) for piece in pieces] == [len(columns)] * 2
+    assert [count_rows(piece) for piece in pieces] == [3, 1]
 
 
 class Custom:

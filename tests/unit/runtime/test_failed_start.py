@@ -1,4 +1,4 @@
-"""A start that fails anywhere on its way leaves layout, optimizer state and hooks as they were."""
+"""A start that fails anywhere on its way leaves layout, optimizer state, classes and hooks as they were."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import nn
 
 import trimtab
 from trimtab.core.plan import Plan
-from trimtab.runtime import layout, optimizers
+from trimtab.core.recompute import schedule_of
+from trimtab.runtime import activation_checkpoint, layout, optimizers
+from trimtab.runtime.activation_checkpoint import use_schedule
 
 ROWS = 4
 MOST = 40  # more conversions than there are
@@ -79,3 +81,41 @@ def test_a_conversion_that_raises_half_way_is_undone(monkeypatch, module, name, 
         break
     assert raised
     assert n < MOST - 1
+
+
+def classes_and_hooks(model):
+    return [
+        (name, type(module), sorted(vars(module)), {k: len(v) for k, v in vars(module).items() if k.endswith("hooks")})
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_blocks_that_are_made_to_recompute_half_way_are_put_back(monkeypatch, n, error):
+    """A segment of three, which the model has hooks for, and a block alone."""
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+    before = classes_and_hooks(model)
+    failing = Fails(activation_checkpoint._swapped, n, error)
+    with monkeypatch.context() as patch:
+        patch.setattr(activation_checkpoint, "_swapped", failing)
+        with pytest.raises(error, match="the n-th conversion"):
+            use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))
+    assert classes_and_hooks(model) == before
+    use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-2) (3)", 4))()
+    assert classes_and_hooks(model) == before
+
+
+class Sealed(nn.Linear):
+    """A block of a class that none is derived from."""
+
+    def __init_subclass__(cls, **options):
+        raise TypeError("a class that is sealed")
+
+
+def test_a_block_whose_class_cannot_be_derived_from_leaves_no_trace():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), Sealed(4, 4), nn.Linear(4, 4)])
+    before = classes_and_hooks(model)
+    with pytest.raises(TypeError, match="a class that is sealed"):
+        use_schedule(model, ["0", "1", "2", "3"], schedule_of("(0-1) (2) (3)", 4))
+    assert classes_and_hooks(model) == before

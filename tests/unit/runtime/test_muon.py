@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import trimtab
 from trimtab.core.errors import FormatError, ModelError, OptimizerError, ValueGivenError
 from trimtab.core.plan import Plan
 from trimtab.measure.snapshot import fingerprint
-from trimtab.runtime.muon import MOMENTUM, hidden_matrices
+from trimtab.runtime.muon import MOMENTUM, hidden_matrices, use_muon
 
 ROWS = 4
 MUON = Plan.fixed(ROWS, optimizer="muon")
@@ -147,6 +148,34 @@ def test_adamws_moments_come_back_where_muon_never_stepped_and_go_where_it_did()
     with trimtab.start(model, optimizer, MUON) as run:
         train(run, batches(4, 1))
     assert not any(p in optimizer.state for p in hidden_matrices(model, optimizer))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_momentum_that_cannot_be_made_leaves_adamws_moments(monkeypatch, error):
+    model, optimizer = loop()
+    with trimtab.start(model, optimizer, Plan.fixed(ROWS)) as run:
+        train(run, batches())
+    moments = {p: dict(state) for p, state in optimizer.state.items()}
+    hooks = {name: len(held) for name, held in vars(optimizer).items() if name.endswith("hooks")}
+    zeros, calls = torch.zeros_like, itertools.count(1)
+
+    def failing(*given, **how):
+        if next(calls) == 2:
+            raise error("the second matrix")
+        return zeros(*given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", failing)
+        with pytest.raises(error, match="the second matrix"):
+            use_muon(model, optimizer)
+    assert next(calls) == 3
+    assert optimizer.state.keys() == moments.keys()
+    for parameter, state in optimizer.state.items():
+        assert state.keys() == moments[parameter].keys()
+        assert all(value is moments[parameter][name] for name, value in state.items())
+    assert {name: len(held) for name, held in vars(optimizer).items() if name.endswith("hooks")} == hooks
+    with trimtab.start(model, optimizer, MUON) as run:
+        train(run, batches(4))
 
 
 @pytest.mark.parametrize("run_first", [True, False])
