@@ -19,8 +19,8 @@ RANK = """
     from trimtab.core.errors import FormatError, TrimtabError
     from trimtab.distributed import process_group
 
-    torch.set_num_threads(1)
     rank, folder, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(options["threads"][rank] if "threads" in options else 1)
     meet = f"{folder}/meet-{options['name']}"
     device, group = options.get("device", "cpu"), "gloo"
     if device == "cuda":
@@ -156,10 +156,26 @@ RANK = """
             os.kill(os.getpid(), signal.SIGKILL)
         return (model(batch[0]) - batch[1]).square().mean()
 
+    class Counts:
+        # What a rank keeps too, of its own.
+        def __init__(self):
+            self.said = {"rank": rank, "windows": 0}
+
+        def state_dict(self):
+            return dict(self.said)
+
+        def load_state_dict(self, state):
+            self.said = dict(state)
+
+    counts, record, keep = Counts(), None, options.get("keep", {})
+    if options.get("own_parts"):
+        path, keep = f"{folder}/record-{rank}.jsonl", keep | {"also": {"counts": counts}}
+        record = trimtab.RecordWriter(path, trimtab.Header("kept"), continues=True)
     skips = {} if options.get("no_number") is None else {"nonfinite": "skip"}
-    checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **options.get("keep", {}))
+    checkpoints = trimtab.Checkpoints(f"{folder}/run", every_s=options.get("every_s"), **keep)
     try:
-        with trimtab.start(model, optimizer, plan, total_samples=400, checkpoints=checkpoints, **skips) as run:
+        kept = {"checkpoints": checkpoints, "record": record}
+        with trimtab.start(model, optimizer, plan, total_samples=400, **kept, **skips) as run:
             noted(run.num_windows)
             while run.passes < 4:
                 if run.num_windows == options.get("leaves_after"):
@@ -175,6 +191,7 @@ RANK = """
                         continue
                     run.train_step(window, loss)
                     said[run.num_windows] = float(run.loss).hex()
+                    counts.said["windows"] += 1
                     if options.get("saves_twice") == run.num_windows:
                         run.checkpoint()
                         run.checkpoint()
@@ -192,6 +209,9 @@ RANK = """
                         with open(f"{folder}/{options['name']}-{rank}.json", "w") as file:
                             json.dump({"said": said, "consumed": consumed, "state": state}, file)
                         os._exit(9)
+        if record is not None:
+            record.close()
+            said["also"] = counts.said
         said["end"] = [float(whole(v).sum()).hex() for v in model.state_dict().values()]
     except SystemExit as left:
         said["left"] = left.code

@@ -10,6 +10,7 @@ from kept_job import job, statuses, trained
 
 from trimtab.checkpoint.envelope import newest_good, seal, verify
 from trimtab.core.errors import DamagedError
+from trimtab.core.record import read_record
 
 STEPS = {"every_steps": 5}
 
@@ -52,6 +53,44 @@ def test_more_ranks_go_on_where_that_is_accepted_and_no_row_is_lost_or_seen_twic
 
     for window in range(10, 32):
         assert rows(consumed, window) == rows(dead[1][1], window)
+
+
+UNLIKE = {"own_parts": True, "threads": [1, 2], "keep": STEPS}
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory):
+    """Return a folder with a job that died, saved after 10 windows, whose ranks are unlike in all that is their own."""
+    folder = tmp_path_factory.mktemp("unlike")
+    trained(folder, "dead", dies_after=12, **UNLIKE)
+    return folder
+
+
+def recorded(folder, rank):
+    """Return the indices of the windows in a rank's record."""
+    return [step.index for step in read_record(folder / f"record-{rank}.jsonl").steps]
+
+
+def test_each_rank_goes_on_with_its_own_record_threads_and_what_it_keeps_too(unlike, tmp_path):
+    shutil.copytree(unlike, tmp_path, dirs_exist_ok=True)
+    said, _ = trained(tmp_path, "again", **UNLIKE)
+    assert [each["also"] for each in said] == [{"rank": rank, "windows": 32} for rank in (0, 1)]
+    assert [recorded(tmp_path, rank) for rank in (0, 1)] == [[*range(32)]] * 2
+
+
+def test_a_rank_that_is_added_begins_its_record_and_keeps_too_what_rank_0_does(unlike, tmp_path):
+    """Its threads are compared with those of the rank that it takes its own from."""
+    shutil.copytree(unlike, tmp_path, dirs_exist_ok=True)
+    options = UNLIKE | {"ranks": 3, "threads": [1, 2, 1], "keep": STEPS | {"accepts": ["ranks", "plan"]}}
+    said, _ = trained(tmp_path, "three", **options)
+    assert [each["also"] for each in said] == [{"rank": rank, "windows": 32} for rank in (0, 1, 0)]
+    assert [len(recorded(tmp_path, rank)) for rank in range(3)] == [32, 32, 22]
+
+
+def test_ranks_with_each_other_s_threads_are_refused(unlike, tmp_path):
+    shutil.copytree(unlike, tmp_path, dirs_exist_ok=True)
+    said, _ = trained(tmp_path, "swapped", **UNLIKE | {"threads": [2, 1]})
+    assert all("resume: threads: given 2, 1; expected 1, 2, as the run" in each["error"] for each in said)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

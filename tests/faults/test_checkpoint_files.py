@@ -10,6 +10,7 @@ import errno
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -81,6 +82,60 @@ def test_no_damage_is_overlooked(parent, damage):
         path.write_bytes(content)
         tried[name] += 1
     assert newest_good(parent).manifest.step == 2
+
+
+def failing(monkeypatch, call: str, place: str, number: int) -> None:
+    """Have the system say an error where a call is about a path that ends so, or about an open file of one."""
+    does = getattr(os, call)
+
+    def fails(about, *given, **named):
+        path = os.readlink(f"/proc/self/fd/{about}") if isinstance(about, int) else str(about)
+        if path.endswith(place):
+            raise OSError(number, os.strerror(number))
+        return does(about, *given, **named)
+
+    monkeypatch.setattr(os, call, fails)
+
+
+PLACES = [
+    ("open", f"step-2/{NAME}"),
+    ("open", f"step-2/{TREE}"),
+    ("preadv", f"step-2/{TENSORS}"),
+    ("scandir", "step-2"),
+]
+
+
+@pytest.mark.parametrize(("call", "place"), PLACES)
+@pytest.mark.parametrize("name", ["ESTALE", "ETIMEDOUT", "EMFILE", "EACCES"])
+def test_what_cannot_be_read_for_now_is_not_taken_for_damage(parent, monkeypatch, call, place, name):
+    """It may be whole: the one before is not gone on from, and nothing is put aside."""
+    number = getattr(errno, name)
+    said = rf"{place}: given nothing that can be read \({re.escape(os.strerror(number))}\).*stays as it is"
+    with monkeypatch.context() as patch:
+        failing(patch, call, place, number)
+        for read in (verify, lambda folder: newest_good(folder.parent)):
+            with pytest.raises(FormatError, match=said) as refused:
+                read(parent / "step-2")
+            assert not isinstance(refused.value, DamagedError)
+    assert newest_good(parent).manifest.step == 2
+
+
+@pytest.mark.parametrize(("call", "place"), PLACES)
+@pytest.mark.parametrize("name", ["ENOENT", "ENOTDIR", "ELOOP", "EISDIR", "ENXIO", "EIO"])
+def test_what_the_system_says_of_the_file_itself_is_damage(parent, monkeypatch, call, place, name):
+    """It is away, a link, a folder, a socket, or on a disk that is broken."""
+    failing(monkeypatch, call, place, getattr(errno, name))
+    assert f"{place}: given nothing that can be read" in refusal(parent)
+
+
+def test_a_copy_that_cannot_be_read_for_now_counts_and_another_programs_folder_does_not(parent, monkeypatch):
+    os.rename(parent / "step-2", parent / "best")
+    (parent / "export").mkdir()
+    (parent / "export" / NAME).write_text("{}")
+    failing(monkeypatch, "open", NAME, errno.EACCES)
+    assert [each.name for each in committed(parent)] == ["best", "step-1"]
+    with pytest.raises(FormatError, match=rf"best/{NAME}: given nothing that can be read"):
+        newest_good(parent)
 
 
 def test_damage_anywhere_in_a_file_of_several_chunks(tmp_path, monkeypatch):

@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 from trimtab.checkpoint.checksums import MOST_THREADS, THREADS, Room, crc32_of_chunks
 from trimtab.checkpoint.file_names import TENSORS, TREE, prefix_of
 from trimtab.checkpoint.lock import try_lock
-from trimtab.checkpoint.manifest import NAME, File, Manifest, damaged, is_plain, manifest_of, open_file
+from trimtab.checkpoint.manifest import (
+    NAME,
+    File,
+    Manifest,
+    OutOfReach,
+    Unread,
+    damaged,
+    is_plain,
+    manifest_of,
+    open_file,
+    unread,
+)
 from trimtab.core import checks
 from trimtab.core.appended import TEMPORARY, not_written, set_apart, sync, write_over
 from trimtab.core.errors import DamagedError, FormatError, SaveError, ValueGivenError
@@ -151,13 +162,13 @@ def verify(folder: Path, rooms: Rooms = lambda name, descriptor, size: None) -> 
 
     Raises:
         DamagedError: a file is missing, is one too many, has another size or other bytes, or is none; or the manifest.
-        FormatError: the manifest has another schema.
+        FormatError: the manifest has another schema. OutOfReach: a file cannot be read for now.
     """
     manifest = manifest_of(folder)
     try:
         there = {entry.name for entry in os.scandir(folder)} - {NAME}
     except OSError as error:
-        raise damaged(folder, "", f"nothing that can be read ({error})", "a folder") from None
+        raise unread(folder, "", Unread.of(error), "a folder") from None
     for name in _of_ranks(manifest):
         if name not in manifest.files:
             raise damaged(folder, name, "nothing", "a file of each rank")
@@ -177,16 +188,16 @@ def _of_ranks(manifest: Manifest) -> Iterator[str]:
         yield from (f"{prefix_of(rank)}{name}" for name in (TENSORS, TREE))
 
 
-def _compare(folder: Path, name: str, said: File, found: File | str) -> None:
-    if isinstance(found, str):
-        raise damaged(folder, name, f"what cannot be read ({found})", "a file")
+def _compare(folder: Path, name: str, said: File, found: File | Unread) -> None:
+    if isinstance(found, Unread):
+        raise unread(folder, name, found, "a file")
     if found.bytes != said.bytes:
         raise damaged(folder, name, f"{found.bytes} bytes", f"{said.bytes}")
     if found.crc32 != said.crc32:
         raise damaged(folder, name, "other bytes than were written")
 
 
-def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | str:
+def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> File | Unread:
     """Return what a file is, read where it has the size; or why it cannot be.
 
     No error leaves it: one that is kept would keep the memory that the bytes were to go to.
@@ -200,7 +211,7 @@ def _found_of(path: Path, size: int, pool: ThreadPoolExecutor, rooms: Rooms) -> 
         finally:
             os.close(descriptor)
     except OSError as error:
-        return str(error.strerror or error)
+        return Unread.of(error)
 
 
 class Refused(NamedTuple):
@@ -238,7 +249,8 @@ def newest_good(
         verifies: does what `verify` does; the folder that is returned is the last one.
 
     Raises:
-        FormatError: one that may be newer has another schema: whoever wrote it can read it.
+        FormatError: one that may be newer has another schema: whoever wrote it can read it. OutOfReach: it cannot be
+            read for now, and may be whole.
     """
     refused: list[Refused] = []
     for folder in committed(parent):
@@ -271,9 +283,10 @@ def _counts(path: Path) -> bool:
         return True
     try:
         manifest_of(path)
-    except FormatError as error:  # of another schema: whoever wrote it can read it
-        is_of_a_run = (path / NAME).is_file() and (path / TREE).is_file()
-        return is_of_a_run or not isinstance(error, DamagedError)
+    except (DamagedError, OutOfReach):
+        return (path / NAME).is_file() and (path / TREE).is_file()
+    except FormatError:  # of another schema: whoever wrote it can read it
+        return True
     return True
 
 

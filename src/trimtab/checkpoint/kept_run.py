@@ -81,7 +81,9 @@ class KeptRun:
         try:
             said = json.loads(ranks.first(lambda: found_of(self._looked_for()), "found"))
             self._found = None if said is None else from_jsonable(Saved, said)
-            self._world = world_of(model, optimizer, plan, ranks.each(device_of(model), "devices"))
+            devices = ranks.each(device_of(model), "devices")
+            threads = ranks.each(str(torch.get_num_threads()), "threads")
+            self._world = world_of(model, optimizer, plan, devices, threads)
             ranks.together(self._require_world, "world")  # before a model is put in shards: there is no way back
             self._journal = Journal(settings.path / journal.NAME, self._world["plan"], writes=ranks.is_first)
             if settings.follows is not None:

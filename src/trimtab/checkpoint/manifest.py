@@ -7,6 +7,7 @@ signature: who can write there can write a manifest. The manifest itself, upon w
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trimtab.core import checks
 from trimtab.core.codec import from_jsonable, to_jsonable
@@ -28,6 +29,26 @@ WORLD = "world"  # what a run's folder says of ranks, by name
 _RANKS = re.compile("[1-9][0-9]{0,8}")  # as `str` writes a number: `int` would read more, and digits of other scripts
 _LONGEST = 2**26
 _WAY_OUT = "Resume from another one: `trimtab checkpoint verify FOLDER` says which are whole."
+_OUT_OF_REACH = "It may be whole, and stays as it is: start again once it can be read, or move it away."
+# What a system says of the file itself: it is away, no file (of a socket ENXIO; of others, or of one that ends early,
+# open_file and the sums say so without a number), or its disk is broken. All else may be over in a moment.
+_OF_THE_FILE = frozenset({None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EIO})
+
+
+class OutOfReach(FormatError):
+    """What cannot be read for now, and may be whole: a stale handle, no leave, too many open files."""
+
+
+class Unread(NamedTuple):
+    """Why a file cannot be read: the system's number, and its words. An error would keep all that called."""
+
+    number: int | None
+    words: str
+
+    @classmethod
+    def of(cls, error: OSError) -> Unread:
+        """Return what an error says."""
+        return cls(error.errno, str(error.strerror or error))
 
 
 @dataclass(frozen=True)
@@ -87,7 +108,7 @@ def manifest_of(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: there is none, it is not as it was written, or it names what is no file of the folder.
-        FormatError: it has another schema.
+        FormatError: it has another schema. OutOfReach: it cannot be read for now.
     """
     text = _bytes_of(folder)
     try:
@@ -130,6 +151,14 @@ def damaged(folder: Path, name: str, given: str, expected: str = "what the manif
     return DamagedError(str(folder / name), given=given, expected=expected, way_out=_WAY_OUT)
 
 
+def unread(folder: Path, name: str, why: Unread, expected: str) -> FormatError:
+    """Return the error for what cannot be read: it is damaged, or out of reach."""
+    given = f"nothing that can be read ({why.words})"
+    if why.number in _OF_THE_FILE:
+        return damaged(folder, name, given, expected)
+    return OutOfReach(str(folder / name), given=given, expected=expected, way_out=_OUT_OF_REACH)
+
+
 def _of_another(folder: Path, schema: object) -> FormatError:
     """Return the error for a folder of another trimtab, which can read what this one cannot."""
     by, way_out = "", ""
@@ -146,7 +175,7 @@ def _bytes_of(folder: Path) -> bytes:
             if size <= _LONGEST:
                 return file.read(_LONGEST)
     except OSError as error:
-        raise damaged(folder, NAME, f"nothing that can be read ({error.strerror or error})", "a manifest") from None
+        raise unread(folder, NAME, Unread.of(error), "a manifest") from None
     raise damaged(folder, NAME, f"{size} bytes", f"a manifest of at most {_LONGEST}")
 
 

@@ -18,7 +18,7 @@ from trimtab.checkpoint.file_names import prefix_of
 from trimtab.checkpoint.read_once import ReadOnce
 from trimtab.checkpoint.said import Saved, said_of
 from trimtab.checkpoint.shards import merged
-from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.core.codec import to_jsonable
 from trimtab.core.errors import FormatError, LoopError, RankError, SaveError, TrimtabError, ValueGivenError
 from trimtab.core.plan import Plan
@@ -31,6 +31,7 @@ from trimtab.runtime.exchange import Exchange
 T = TypeVar("T")
 
 _WRITES, _FAILED = "at ", "no "
+_OF_EACH = ("data", "record", "also", "shards")  # of a run's state, beside buffers
 
 
 class KeptRanks:
@@ -126,7 +127,8 @@ class KeptRanks:
 
         def fill(folder: Path) -> None:
             """Write this rank's part, once with the others; raises on all where one fails."""
-            self.together(lambda: _saved(lambda: write_state(folder, state, prefix_of(self.rank))), f"{name}/state")
+            own = self._without_what_is_alike(state, name)
+            self.together(lambda: _saved(lambda: write_state(folder, own, prefix_of(self.rank))), f"{name}/state")
             if shards is not None:
                 self.together(lambda: _saved(lambda: shards(folder)), f"{name}/shards")
 
@@ -141,6 +143,24 @@ class KeptRanks:
         except Exception as error:
             failure = error
         self.together(lambda: _raise(failure), f"{name}/over")
+
+    def _without_what_is_alike(self, state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Leave out of a rank's state what the user keeps too, where rank 0 writes the same to the bit.
+
+        An average of weights is as large as the model, and most often alike on every rank.
+        """
+        if self.num == 1:
+            return state
+
+        def mark() -> str:
+            try:
+                return digest_of(state.get("also"))
+            except Exception:  # which is raised where it is written, and told to the others there
+                return f"of rank {self.rank} alone"
+
+        said = self._words(mark, f"{name}/also")
+        is_alike = not self.is_first and said[self.rank] == said[0]
+        return {part: each for part, each in state.items() if part != "also"} if is_alike else state
 
     def _commit(self, parent: Path, name: str, fill: Callable[[Path], None], about: Mapping[str, Any]) -> None:
         said: list[str] = []
@@ -171,13 +191,17 @@ class KeptRanks:
         """Return the state of this rank in a checkpoint of so many: the run's, and what is its own.
 
         A rank beyond those that were saved takes what is its own from one that was, with global random numbers of its
-        own from here on. Those that the pass under way began with stay: the order of its rows follows from them.
+        own from here on. Those that the pass under way began with stay: the order of its rows follows from them. Its
+        record begins, and what the user keeps too is rank 0's.
         """
         state: dict[str, Any] = read_state(folder, taken=self.verified.take(folder))
         of = self.rank % saved
         if of:
             own = read_state(folder, prefix_of(of))
-            state |= {"data": own["data"], "record": None}
+            # What was saved before ranks wrote more of their own has no record, and of what is kept too rank 0's.
+            state |= {"data": own["data"], "record": own.get("record")}
+            if "also" in own and self.rank < saved:
+                state["also"] = own["also"]
             state["model"]["own"] |= own["buffers"]["own"]
             state["model"]["hidden"] = own["buffers"]["hidden"]  # which another rank may have more of
         if "shards" in state:
@@ -185,6 +209,7 @@ class KeptRanks:
                 read_state(folder, prefix_of(each))["shards"] if each else state["shards"] for each in range(saved)
             )
         if self.rank >= saved:
+            state["record"] = None
             here = state["data"]["here"]
             here["random"] = derived_random_state(here["random"], self.rank)
         return state
@@ -192,11 +217,11 @@ class KeptRanks:
     def own(self, state: dict[str, Any], buffers: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return what this rank writes of its state: rank 0 all, another its place, random numbers and buffers.
 
-        What is no tensor of its shards' state is its own too.
+        What is no tensor of its shards' state is its own too, and so are its record and what the user keeps too.
         """
         if self.is_first:
             return state
-        return {"data": state["data"], "buffers": buffers()} | {k: v for k, v in state.items() if k == "shards"}
+        return {"buffers": buffers()} | {name: state[name] for name in _OF_EACH if name in state}
 
 
 def found_of(found: envelope.Found | None) -> str:
@@ -225,6 +250,13 @@ def require_kept(
         raise ValueGivenError("checkpoints.background", given=given, expected="False there")
     if exchange.num_ranks == 1:
         return
+    if (world := torch.distributed.get_world_size()) != exchange.num_ranks:
+        raise ValueGivenError(
+            "checkpoints",
+            given=f"a model that {exchange.num_ranks} of the job's {world} ranks share",
+            expected="one that all of them share: what each has of its own is known by its place in the job",
+            way_out="DistributedDataParallel(model) without process_group, or a job for each part.",
+        )
     foreign = {
         "DeepSpeed's shards": plan.engine.value == "deepspeed",
         "a model in FSDP1, whose shards are flat": is_flat_sharded(model),

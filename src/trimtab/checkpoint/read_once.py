@@ -57,7 +57,7 @@ class ReadOnce:
         """Read every byte of a folder, and return its manifest; nothing is held of one that is not whole.
 
         Raises:
-            DamagedError, FormatError: as of `envelope.verify`.
+            DamagedError, OutOfReach, FormatError: as of `envelope.verify`.
         """
         self.forget()
         try:

@@ -76,7 +76,7 @@ class Checkpoints:
         """Return the plan that the run was last saved with; None where it was not saved yet.
 
         Raises:
-            FormatError: it is of another version of trimtab.
+            FormatError: it is of another version of trimtab, or cannot be read for now.
         """
         said = self._saved()
         return None if said is None else from_jsonable(Plan, said.plan)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from trimtab.checkpoint.file_names import TENSORS, TREE
 from trimtab.checkpoint.manifest import open_file
@@ -32,6 +35,19 @@ def write_state(folder: Path, state: Mapping[str, Any], prefix: str = "") -> Non
     write_tensors(tensors, packer.tensors)
     tree.write_text(json.dumps(packed, allow_nan=False), encoding="utf-8")
     tensors.chmod(tree.stat().st_mode)  # the library's files are their owner's alone, whatever the process was told
+
+
+def digest_of(state: Any) -> str:
+    """Return what two states have in common that would be written alike, to the bit, and no two others.
+
+    Raises:
+        FormatError: it holds what cannot be written.
+    """
+    packer = Packer()
+    found = hashlib.sha256(json.dumps(pack(state, packer.leaf), allow_nan=False).encode())
+    for tensor in packer.tensors.values():
+        found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
 
 
 def read_state(folder: Path, prefix: str = "", *, taken: Taken | None = None) -> Any:

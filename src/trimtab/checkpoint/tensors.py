@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.tensor_files import WRITTEN
-from trimtab.checkpoint.tree import Packed, pack
+from trimtab.checkpoint.tree import Packed, like, pack
 from trimtab.core.errors import FormatError
 
 _TYPES = (Tensor, torch.nn.Parameter)
@@ -114,7 +114,7 @@ def snapshot(state: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, dict):
-            return {key: copy(each) for key, each in value.items()}
+            return like(value, {key: copy(each) for key, each in value.items()})
         return type(value)(map(copy, value)) if type(value) in (list, tuple) else value
 
     return copy(state)

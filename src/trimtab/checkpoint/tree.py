@@ -18,7 +18,10 @@ Packed = Any  # JSON
 Leaf = Callable[[Any, str], Mapping[str, Packed] | None]  # (value, path) -> object of one key; None: it is none of them
 Read = Callable[[Packed, str], Any]  # (what stands under the key, path) -> value
 MAX_DEPTH = 100  # what holds itself has no end
-_MAPPINGS = (dict, OrderedDict, Counter, defaultdict)  # read back as a dict
+_MAPPINGS: dict[type, str] = {dict: "map", OrderedDict: "map", Counter: "counter", defaultdict: "default"}
+# What a defaultdict makes of a key that it has not: these alone, so that no file names what would run.
+_MADE: tuple[type, ...] = (bool, int, float, str, list, tuple, dict, set)
+_FACTORIES: dict[str, type | None] = {"": None} | {each.__name__: each for each in _MADE}
 _WORD = 2**63
 
 
@@ -39,7 +42,8 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
     if depth > MAX_DEPTH:
         raise FormatError(path, given=f"more than {MAX_DEPTH} levels", expected="a state that has an end")
     if kind in _MAPPINGS:
-        return {"map": [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]}
+        items = [[_key(k, path), pack(v, leaf, f"{path}[{k!r}]", depth + 1)] for k, v in value.items()]
+        return {_MAPPINGS[kind]: [_factory_of(value, path), items] if kind is defaultdict else items}
     if kind in (list, tuple):
         return {kind.__name__: [pack(each, leaf, f"{path}[{i}]", depth + 1) for i, each in enumerate(value)]}
     if (packed := leaf(value, path)) is not None:
@@ -49,6 +53,25 @@ def pack(value: Any, leaf: Leaf, path: str = "state", depth: int = 0) -> Packed:
         given=f"a {kind.__module__}.{kind.__qualname__}",
         expected="tensors, arrays, numbers, texts, bytes, None, and lists, tuples and dicts of them",
         way_out="Return its numbers from state_dict(), and make it of them in load_state_dict().",
+    )
+
+
+def like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return items as a mapping of the kind that a value comes back as."""
+    if isinstance(value, Counter):
+        return Counter(items)
+    return defaultdict(value.default_factory, items) if isinstance(value, defaultdict) else items
+
+
+def _factory_of(value: defaultdict[Any, Any], path: str) -> str:
+    for name, factory in _FACTORIES.items():
+        if factory is value.default_factory:
+            return name
+    raise FormatError(
+        path,
+        given=f"a defaultdict of {value.default_factory!r:.60}",
+        expected=f"one of {', '.join(filter(None, _FACTORIES))}",
+        way_out="Return dict(...) of it from state_dict(), and make it of that in load_state_dict().",
     )
 
 
@@ -120,6 +143,14 @@ def _map(items: Packed, leaves: Mapping[str, Read], path: str) -> dict[Any, Any]
     return found
 
 
+def _default(inside: Packed, leaves: Mapping[str, Read], path: str) -> defaultdict[Any, Any]:
+    is_pair = isinstance(inside, list) and len(inside) == 2
+    if not is_pair or not isinstance(inside[0], str) or inside[0] not in _FACTORIES:
+        expected = "what a key that is not there becomes, and keys with values"
+        raise FormatError(path, given=f"{inside!r:.60}", expected=expected)
+    return defaultdict(_FACTORIES[inside[0]], _map(inside[1], leaves, path))
+
+
 def _list(items: Packed, leaves: Mapping[str, Read], path: str) -> list[Any]:
     return [unpack(each, leaves, f"{path}[{index}]") for index, each in enumerate(_items(items, path))]
 
@@ -132,6 +163,8 @@ def _items(items: Packed, path: str) -> list[Packed]:
 
 _CONTAINERS: dict[str, Callable[[Packed, Mapping[str, Read], str], Any]] = {
     "map": _map,
+    "counter": lambda items, leaves, path: Counter(_map(items, leaves, path)),
+    "default": _default,
     "list": _list,
     "tuple": lambda items, leaves, path: tuple(_list(items, leaves, path)),
 }

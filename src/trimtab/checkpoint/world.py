@@ -56,19 +56,28 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
 
 # Choices that came when runs had been kept without them, None where the loop's own stands: then they are not told.
 _LATER = ("weight_decay",)
+_THREADS, _BETWEEN = "threads", ", "
 
 
-def world_of(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
+def world_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    devices: Sequence[str],
+    threads: Sequence[str] = (),
+) -> dict[str, str]:
     """Return what a run's numbers depend on: versions, threads, devices, types, ranks, classes, and the plan's values.
 
     Args:
-        devices: of each rank, as `device_of` names it.
+        devices: of each rank, as `device_of` names it. threads: of each rank, in digits; (): of the one that is here.
     """
     here = environment()
+    if threads:
+        here |= {_THREADS: _BETWEEN.join(threads if len(set(threads)) > 1 else threads[:1])}
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     told = (name for name in Plan.marks() if name not in _LATER or getattr(plan, name).value is not None)
     values = (f"{name}={getattr(plan, name).value}" for name in told)
-    facts = {name: here[name] for name in ("torch", "threads", *_SAID_ALONE) if name in here}
+    facts = {name: here[name] for name in ("torch", _THREADS, *_SAID_ALONE) if name in here}
     return facts | {
         "device": " and ".join(sorted(set(devices))),
         "dtype": ", ".join(kinds),
@@ -81,7 +90,16 @@ def world_of(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, dev
 
 def changes(saved: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return what differs, of what both know: name -> (then, now)."""
-    return {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
+    found = {name: (saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]}
+    if _THREADS in found and _has_each_its_threads(*found[_THREADS], int(now["ranks"])):
+        del found[_THREADS]
+    return found
+
+
+def _has_each_its_threads(then: str, now: str, ranks: int) -> bool:
+    """Return whether every rank has as many as the one that it goes on from; one number is that of all of them."""
+    had, has = then.split(_BETWEEN), now.split(_BETWEEN)
+    return all(has[rank % len(has)] == had[rank % len(had)] for rank in range(ranks))
 
 
 def require_accepted(found: Mapping[str, tuple[str, str]], accepts: Collection[str]) -> None:

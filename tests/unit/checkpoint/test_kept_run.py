@@ -246,6 +246,26 @@ def test_a_damaged_one_is_put_aside_and_the_one_before_is_gone_on_from(saved, tm
     assert [each.name.partition("-4")[0] for each in saved.glob("step-4.damaged-*")] == ["step"]
 
 
+def test_what_cannot_be_read_for_now_is_refused_and_stays_as_it_is(saved, tmp_path, monkeypatch):
+    """It may be whole, and the newest."""
+    opens, before = os.open, sorted(os.listdir(saved))
+
+    def stale(path, *given, **named):
+        if str(path).endswith(out_of_reach):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opens(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        for out_of_reach in ("step-4/tensors.safetensors", "step-4/manifest.json"):
+            with pytest.raises(FormatError, match=r"step-4/.*: given .*Stale file handle.* It may be whole, and stays"):
+                Loop(saved).start()
+        with pytest.raises(FormatError, match="Stale file handle"):
+            Loop(saved).checkpoints.saved_plan()
+    assert sorted(os.listdir(saved)) == before
+    assert Loop(saved).train(6) == Loop(tmp_path / "other").train(6)[4:]
+
+
 def test_what_is_gone_on_from_is_what_was_verified(saved, tmp_path, monkeypatch):
     """Neither file of the state is opened again."""
 
@@ -335,6 +355,34 @@ class Said(Mine):
 
     def state_dict(self):
         return {"it": self.value}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_schedules_one_after_another_go_on_over_where_they_meet(tmp_path, background):
+    """MultiStepLR counts its milestones, and asks there for what a dict does not know."""
+
+    def rates(folder, windows):
+        loop = Loop(folder)
+        schedules = torch.optim.lr_scheduler
+        first = schedules.LinearLR(loop.optimizer, 0.5, total_iters=3)
+        second = schedules.MultiStepLR(loop.optimizer, [1, 3, 3])
+        both = schedules.SequentialLR(loop.optimizer, [first, second], [4])
+        keep = {"every_steps": None, "every_s": None, "background": background}
+        loop.checkpoints, found = trimtab.Checkpoints(folder, also={"schedules": both}, **keep), []
+        with loop.start() as run:
+            while run.num_windows < windows:
+                for window in run.windows(BATCHES):
+                    run.train_step(window, loss_fn)
+                    both.step()
+                    found.append(loop.optimizer.param_groups[0]["lr"])
+                    if run.num_windows >= windows:
+                        run.checkpoint()
+                        break
+        return found
+
+    cut = rates(tmp_path / "run", 2) + rates(tmp_path / "run", 8)
+    assert cut == rates(tmp_path / "whole", 8)
+    assert len(set(cut)) >= 5
 
 
 @pytest.mark.parametrize(

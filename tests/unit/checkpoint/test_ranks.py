@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.checkpoint.ranks import KeptRanks
-from trimtab.checkpoint.state_files import write_state
-from trimtab.core.errors import FormatError, RankError
+from trimtab.checkpoint.file_names import prefix_of
+from trimtab.checkpoint.ranks import KeptRanks, require_kept
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
+from trimtab.core.errors import FormatError, RankError, ValueGivenError
+from trimtab.core.plan import Plan
 from trimtab.measure.random_state import loading_random_state, random_state
 
 
@@ -76,3 +79,64 @@ def test_ranks_that_are_added_have_random_numbers_of_their_own_and_the_same_each
         assert [torch.rand(()).item(), random.random(), np.random.rand()] == of_ranks[0]
     finally:
         loading_random_state(here)()
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_what_is_kept_too_is_written_once_where_it_is_alike_to_the_bit(second, tmp_path, monkeypatch, is_alike):
+    """An average of weights would else be there as often as there are ranks."""
+    ranks, said = second
+    first = {"mean": torch.zeros(2)}
+    own = {"mean": torch.zeros(2) if is_alike else -torch.zeros(2)}
+    words = {"also": digest_of(first)}
+    monkeypatch.setattr(
+        "trimtab.checkpoint.ranks.words_at_work",
+        lambda make, topic: [words.get(topic.rpartition("/")[2], ""), make()],
+    )
+    said.append(f"at {tmp_path}")
+    ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": own}, {"step": 1})
+    assert ("also" in read_state(tmp_path, prefix_of(1))) is not is_alike
+
+
+def test_what_is_kept_too_and_cannot_be_written_is_refused_as_it_is_written(second, tmp_path, monkeypatch):
+    ranks, said = second
+    monkeypatch.setattr("trimtab.checkpoint.ranks.words_at_work", lambda make, topic: ["", make()])
+    said.append(f"at {tmp_path}")
+    with pytest.raises(FormatError, match=r"state\['also'\]: given a builtins.set"):
+        ranks.write(tmp_path, "step-1", {"data": torch.ones(1), "also": {1}}, {"step": 1})
+
+
+OWN = {"record": {"end": 2}, "also": {"of": 1}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "own", "record", "also"),
+    [(1, OWN, {"end": 2}, 1), (1, {"record": None}, None, 0), (1, {}, None, 0), (2, OWN, None, 0), (3, OWN, None, 0)],
+    ids=["its own", "rank 0's too", "of before they were written", "one that is added", "and one more"],
+)
+def test_a_rank_reads_its_own_record_and_what_it_keeps_too(second, tmp_path, rank, own, record, also):
+    ranks, _ = second
+    model, data = {"own": {}, "hidden": {}}, {"here": {"random": random_state()}}
+    write_state(tmp_path, {"data": data, "model": model, "record": {"end": 1}, "also": {"of": 0}})
+    write_state(tmp_path, {"data": data, "buffers": model} | own, prefix_of(1))
+    ranks.rank = rank
+    found = ranks.read(tmp_path, 2)
+    assert (found["record"], found["also"]["of"]) == (record, also)
+
+
+def test_a_rank_writes_what_is_its_own(second):
+    ranks, _ = second
+    state = {"model": 0, "optimizer": 0, "run": 0, "data": 1, "record": None, "also": {}}
+    assert ranks.own(state, lambda: {"mean": 2}) == {"data": 1, "record": None, "also": {}, "buffers": {"mean": 2}}
+    ranks.rank = 0
+    assert ranks.own(state, dict) == state
+
+
+@pytest.mark.parametrize(("world", "is_refused"), [(4, True), (2, False)])
+def test_ranks_that_are_a_part_of_the_job_are_refused(monkeypatch, world, is_refused):
+    """As of DistributedDataParallel(model, process_group=part): a rank's files go by its place in the whole job."""
+    model, part = torch.nn.Linear(1, 1), SimpleNamespace(num_ranks=2, has_peers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    said = r"^checkpoints: given a model that 2 of the job's 4 ranks share; expected one that all of them share"
+    with pytest.raises(ValueGivenError, match=said) if is_refused else contextlib.nullcontext():
+        require_kept(model, optimizer, Plan.fixed(4), part, background=False)

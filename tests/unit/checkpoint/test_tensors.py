@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import sys
+from collections import Counter, defaultdict
 from copy import deepcopy
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trimtab.checkpoint.file_names import TENSORS, TREE
-from trimtab.checkpoint.state_files import read_state, write_state
+from trimtab.checkpoint.state_files import digest_of, read_state, write_state
 from trimtab.checkpoint.tensors import Packer, snapshot
 from trimtab.core.errors import DependencyError, FormatError, SaveError
 
@@ -193,6 +194,30 @@ def test_a_snapshot_does_not_follow_the_training():
     assert taken["a"].stride() == before["a"].stride()
     assert torch.equal(taken["a"], before["a"])
     assert taken["b"][1][0].tolist() == [1, 1]
+
+
+def test_a_snapshot_has_its_mappings_in_their_own_kinds():
+    state = {"a": Counter({3: 1}), "b": [defaultdict(list, {"x": [torch.ones(1)]})], "c": {}}
+    taken = snapshot(state)
+    assert [type(each) for each in (taken["a"], taken["b"][0], taken["c"])] == [Counter, defaultdict, dict]
+    assert taken["a"] == state["a"]
+    assert taken["a"] is not state["a"]
+    assert taken["b"][0].default_factory is list
+    assert taken["b"][0]["x"][0] is not state["b"][0]["x"][0]
+
+
+def test_states_have_one_digest_where_they_are_alike_to_the_bit():
+    state = {"a": torch.tensor([0.0, 1.0]), "b": torch.ones(0, 3), "c": torch.ones(2, dtype=torch.bfloat16), "d": 1}
+    others = [
+        state | {"a": torch.tensor([-0.0, 1.0])},
+        state | {"a": torch.tensor([0.0, 1.0], dtype=torch.float64)},
+        state | {"a": torch.tensor([[0.0], [1.0]])},
+        state | {"b": torch.ones(3, 0)},
+        state | {"c": torch.zeros(2, dtype=torch.bfloat16)},
+        state | {"d": 1.0},
+    ]
+    assert digest_of(deepcopy(state)) == digest_of(state)
+    assert len({digest_of(each) for each in (state, *others)}) == 7
 
 
 def lying(folder, change):

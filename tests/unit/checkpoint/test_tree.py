@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 
 import pytest
@@ -41,7 +41,7 @@ def exactly(value):
     if isinstance(value, list | tuple):
         return type(value), [exactly(each) for each in value]
     if isinstance(value, dict):
-        return [(type(key), key, exactly(each)) for key, each in value.items()]
+        return type(value), [(type(key), key, exactly(each)) for key, each in value.items()]
     return type(value), value
 
 
@@ -72,9 +72,23 @@ def test_pythons_generator_goes_on():
     assert [other.gauss(0, 1) for _ in range(5)] == [generator.gauss(0, 1) for _ in range(5)]
 
 
-def test_kinds_of_dict_come_back_as_dicts_in_their_order():
-    state = {"a": OrderedDict([("z", 1), ("b", 2)]), "c": Counter({3: 1})}
-    assert exactly(back(state)) == exactly({"a": {"z": 1, "b": 2}, "c": {3: 1}})
+def test_an_ordered_dict_comes_back_as_a_dict_in_its_order():
+    assert exactly(back(OrderedDict([("z", 1), ("b", 2)]))) == exactly({"z": 1, "b": 2})
+
+
+def test_what_a_mapping_knows_of_keys_that_are_not_there_comes_back():
+    state = {"counts": Counter({3: 2, "a": -1}), "lists": defaultdict(list, {"z": [1.0], "b": []})}
+    state |= {"none": defaultdict(None, {1: 2}), "in it": defaultdict(dict, {0: Counter([5, 5])})}
+    found = back(state)
+    assert exactly(found) == exactly(state)
+    assert [*found["counts"].elements()] == [3, 3]
+    factories = [found[name].default_factory for name in ("lists", "none", "in it")]
+    assert factories == [list, None, dict]
+
+
+def test_a_counter_that_was_written_as_a_dict_is_read_as_one():
+    """As of before it had a kind of its own."""
+    assert exactly(unpack({"map": [[3, 1]]}, {})) == exactly({3: 1})
 
 
 class Level(IntEnum):
@@ -97,6 +111,9 @@ LOOP.append(LOOP)
         ([1j], r"state\[0\]: given a builtins.complex"),
         ([bytearray(b"x")], r"state\[0\]: given a builtins.bytearray"),
         ({"a": {True: 1}}, r"state\['a'\] key True: given a bool"),
+        ([Counter("ab"), Counter([(1, 2)])], r"state\[1\] key \(1, 2\): given a tuple"),
+        ({"a": defaultdict(lambda: 0)}, r"state\['a'\]: given a defaultdict of <function .*expected one of bool, int"),
+        ([defaultdict(Counter)], r"state\[0\]: given a defaultdict of <class 'collections.Counter'>"),
         ({(1, 2): 1}, r"state key \(1, 2\): given a tuple"),
         (["\ud800"], r"state\[0\]: given '\\ud800'"),
         (LOOP, rf"(\[0\]){{{MAX_DEPTH}}}.*more than {MAX_DEPTH} levels"),
@@ -119,6 +136,15 @@ def test_what_it_cannot_hold_is_refused_by_its_place(state, where):
         {"map": [["a", 1], ["a", 2]]},
         {"map": [[{"list": []}, 1]]},
         {"map": [[1.5, 1]]},
+        {"counter": {"a": 1}},
+        {"counter": [["a", 1], ["a", 2]]},
+        {"default": []},
+        {"default": {"list": []}},
+        {"default": ["list"]},
+        {"default": ["list", {"a": 1}]},
+        {"default": ["open", []]},
+        {"default": [["list"], []]},
+        {"default": [None, []]},
         {"list": "ab"},
         {"tuple": 3},
         {"int": 3},
