@@ -250,14 +250,17 @@ def test_what_cannot_be_read_for_now_is_refused_and_stays_as_it_is(saved, tmp_pa
     """It may be whole, and the newest."""
     opens, before = os.open, sorted(os.listdir(saved))
 
+    out_of_reach = [""]
+
     def stale(path, *given, **named):
-        if str(path).endswith(out_of_reach):
+        if str(path).endswith(out_of_reach[0]):
             raise OSError(errno.ESTALE, "Stale file handle")
         return opens(path, *given, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale)
-        for out_of_reach in ("step-4/tensors.safetensors", "step-4/manifest.json"):
+        for name in ("step-4/tensors.safetensors", "step-4/manifest.json"):
+            out_of_reach[0] = name
             with pytest.raises(FormatError, match=r"step-4/.*: given .*Stale file handle.* It may be whole, and stays"):
                 Loop(saved).start()
         with pytest.raises(FormatError, match="Stale file handle"):
