@@ -40,8 +40,9 @@ class Dealt:
 
     def _dealt(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            rows = rows_of_rank(count_rows(batch), self._rank, self._num_ranks)
-            yield row_slice(batch, rows) if rows.stop > rows.start else NoRows()
+            whole = count_rows(batch)
+            rows = rows_of_rank(whole, self._rank, self._num_ranks)
+            yield row_slice(batch, rows, of=whole) if rows.stop > rows.start else NoRows()
 
 
 class _DealtWithPlace(Dealt):

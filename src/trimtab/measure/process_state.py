@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ class ProcessState:
     num_threads: int
     grad_enabled: bool
     allocator: str
+    older_tf32: tuple[bool | None, ...] = ()
 
     @classmethod
     def capture(cls, *, wakes_cuda: bool = True) -> ProcessState:
@@ -44,6 +47,7 @@ class ProcessState:
             torch.get_num_threads(),
             torch.is_grad_enabled(),
             allocator.mode(),
+            older_tf32(),
         )
 
     def restore(self) -> None:
@@ -53,6 +57,7 @@ class ProcessState:
             torch.cuda.set_rng_state_all(list(self.cuda_rng))
         random.setstate(self.python_rng)
         numpy.random.set_state(self.numpy_rng)
+        set_older_tf32(self.older_tf32)  # which writes some of the newer modes too
         for place, mode in zip(fp32_places(), self.fp32_modes, strict=True):
             if place.fp32_precision != mode:
                 place.fp32_precision = mode
@@ -71,3 +76,51 @@ def fp32_places() -> tuple[Any, ...]:
     """Return every place where torch keeps how it computes in fp32: CUDA's, and a processor's."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
+
+
+def hold_tf32() -> Callable[[], None]:
+    """Let CUDA matmuls and convolutions run in TF32; returns what puts the global modes back.
+
+    By torch's older flags too, where they can be read: where these and the newer ones say other things torch raises for
+    everybody who asks it, as compilers and trainers do (pytorch/pytorch issue 166387).
+    """
+    cudnn = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before, older = [place.fp32_precision for place in places], older_tf32()
+    set_older_tf32([None if allowed is None else True for allowed in older])
+    for place in places[:2]:
+        if place.fp32_precision != "tf32":
+            place.fp32_precision = "tf32"
+
+    def undo() -> None:
+        set_older_tf32(older)
+        for place, mode in zip(places, before, strict=True):
+            if place.fp32_precision != mode:
+                place.fp32_precision = mode
+
+    return undo
+
+
+def older_tf32() -> tuple[bool | None, ...]:
+    """Return what torch's older flags say: whether matmuls and cuDNN may round to TF32; None where torch raises."""
+    return tuple(map(_older_of, _older_flags()))
+
+
+def set_older_tf32(allowed: Sequence[bool | None]) -> None:
+    """Set torch's older flags where they say another thing; None leaves one as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # to use the newer ones, which alone have torch raise for who reads the older
+        for flags, wanted in zip(_older_flags(), allowed, strict=False):
+            if wanted is not None and _older_of(flags) != wanted:
+                flags.allow_tf32 = wanted
+
+
+def _older_flags() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+def _older_of(flags: Any) -> bool | None:
+    try:
+        return bool(flags.allow_tf32)
+    except RuntimeError:  # the newer ones say another thing
+        return None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trimtab.measure import process_state
 from trimtab.measure.process_state import fp32_places
 from trimtab.tasks.task import Task
 
@@ -49,8 +50,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 def hold_tf32(precision: str) -> Callable[[], None]:
     """Let CUDA matmuls and convolutions run in TF32 for a "tf32" recipe; returns what puts the global modes back."""
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if precision == "tf32" else ()
-    return _hold(places, "tf32")
+    return process_state.hold_tf32() if precision == "tf32" else lambda: None
 
 
 def hold_strict_fp32() -> Callable[[], None]:

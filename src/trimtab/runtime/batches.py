@@ -57,12 +57,16 @@ def slices(batch: Batch, rows: int, micro_batch: int) -> Iterator[tuple[Batch, i
         return
     for start in range(0, rows, micro_batch):
         stop = min(start + micro_batch, rows)
-        yield row_slice(batch, slice(start, stop)), stop - start
+        yield row_slice(batch, slice(start, stop), of=rows), stop - start
 
 
-def row_slice(batch: Batch, rows: slice) -> Batch:
-    """Return some rows of a batch. Tensors are views."""
-    return _part(batch, lambda leaf: leaf[rows])
+def row_slice(batch: Batch, rows: slice, *, of: int | None = None) -> Batch:
+    """Return some rows of a batch. Tensors are views.
+
+    Args:
+        of: the rows that it has, where they have been counted.
+    """
+    return _part(batch, lambda leaf: leaf[rows], of)
 
 
 def rows_at(batch: Batch, indices: Sequence[int]) -> Batch:
@@ -152,32 +156,40 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _part(batch: Batch, taken: Callable[[Any], Any]) -> Batch:
+def _part(batch: Batch, taken: Callable[[Any], Any], rows: int | None = None) -> Batch:
     """Return a batch of what is taken of each leaf that has rows."""
     if _rows_of_flat(batch):
         return type(batch)(map(taken, batch))
-    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf, rows=count_rows(batch))
+    rows = count_rows(batch) if rows is None else rows
+    return _map(batch, lambda leaf: taken(leaf) if _has_rows(leaf) else leaf, rows=rows)
 
 
 def _is_list_of_rows(value: Any, rows: int) -> bool:
     """Return whether a list that is no leaf holds a row per item, as one of dicts, of as many items as there are rows.
 
+    Tuples of texts in a list of another length are columns, as torch's own collate function makes them, and go whole.
+
     Raises:
-        BatchError: its items are no rows, and nothing in them has any; or it could be read either way.
+        BatchError: it could be read either way, or is of dicts of another number, in which nothing has rows.
     """
     if type(value) is not list or not value:
         return False
     inner = [leaf for _, leaf in _leaves(value, "") if _has_rows(leaf)]
-    if any(isinstance(leaf, Tensor) for leaf in inner) or (inner and len(value) != rows):
+    if any(isinstance(leaf, Tensor) for leaf in inner):
         return False  # columns, each of which is cut
-    if inner or len(value) != rows:
-        raise BatchError(
-            "batch",
-            given=f"a list of {len(value)} items, {type(value[0]).__name__} and the like, beside {rows} rows",
-            expected="an item per row, or tensors in it, to split it by rows",
-            way_out="Put what is not per row into a tuple, and what is into a list of dicts, tuples or numbers.",
-        )
+    if len(value) != rows:
+        if inner or not all(isinstance(item, Mapping) or _is_dataclass(item) for item in value):
+            return False
+        raise _not_of_rows(f"a list of {len(value)} {type(value[0]).__name__}s beside {rows} rows", "one for each row")
+    if inner or any(isinstance(item, tuple) and len(item) == rows for item in value):
+        given = f"{rows} rows and a list of as many lists or tuples that are as long"
+        raise _not_of_rows(given, "what tells rows from columns")
     return True
+
+
+def _not_of_rows(given: str, expected: str) -> BatchError:
+    way_out = "Make a tensor of it, or a dict of lists: what is not per row a tuple of numbers, texts or tuples."
+    return BatchError("batch", given=given, expected=expected, way_out=way_out)
 
 
 def _map(value: Any, function: Callable[[Any], Any], *, rows: int | None = None) -> Any:

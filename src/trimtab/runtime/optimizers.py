@@ -104,6 +104,8 @@ def _begin_momenta(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
     torch's fused SGD takes the momenta of all or of none.
     """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # all of them have begun: no step pays for looking
     for group in optimizer.param_groups:
         begins = group["momentum"] and group["fused"]  # one that was added during the run may step as it did
         held = [p for p in group["params"] if p.grad is not None] if begins else []

@@ -212,7 +212,7 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
     """
     seen: list[tuple[Tensor, int]] = []
     for batch in batches:
-        held = [] if isinstance(batch, NoRows) else [each for each in tensors_in(batch) if not each.is_inference()]
+        held = [] if isinstance(batch, NoRows) else [*filter(_is_written_noted, tensors_in(batch))]
         again = {each.data_ptr() for each in held}
         if any(each.data_ptr() in again and each._version != version for each, version in seen):
             raise BatchError(
@@ -223,3 +223,8 @@ def _unshared(batches: Iterator[Any]) -> Iterator[Any]:
             )
         seen += [(each, each._version) for each in held]
         yield batch
+
+
+def _is_written_noted(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own, and a count of what was written there."""
+    return tensor.layout is torch.strided and not tensor.is_inference()

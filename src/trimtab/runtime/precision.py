@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from trimtab.core import checks
 from trimtab.core.errors import ValueGivenError
 from trimtab.core.plan import Choice, Mark, Plan
 from trimtab.core.state_parts import Load, Part, require_keys
+from trimtab.measure.process_state import hold_tf32
 from trimtab.runtime.modes import SharedMode
 
 WIDER = ("bf16", "fp32")  # than fp16, in range
@@ -170,40 +170,4 @@ def _checked_scaler(state: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state)
 
 
-def _use_tf32() -> Callable[[], None]:
-    """Let CUDA matmuls and convolutions run in TF32; returns what puts the global modes back.
-
-    By torch's older flags too, where they can be read: where these and the newer ones say other things torch raises for
-    everybody who asks it, as compilers and trainers do (pytorch/pytorch issue 166387).
-    """
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-    before = [place.fp32_precision for place in places]
-    older = [flags for flags in (torch.backends.cuda.matmul, torch.backends.cudnn) if _is_off(flags)]
-
-    def set_older(allow: bool) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # to use the newer ones, which alone raise as said
-            for flags in older:
-                flags.allow_tf32 = allow
-
-    set_older(True)
-    for place in places[:2]:
-        place.fp32_precision = "tf32"
-
-    def undo() -> None:
-        set_older(False)
-        for place, mode in zip(places, before, strict=True):
-            place.fp32_precision = mode
-
-    return undo
-
-
-def _is_off(flags: Any) -> bool:
-    """Return whether TF32 is off by one of torch's older flags; not where it cannot be read."""
-    try:
-        return not flags.allow_tf32
-    except RuntimeError:  # the newer ones were set by somebody before
-        return False
-
-
-tf32 = SharedMode(_use_tf32)
+tf32 = SharedMode(hold_tf32)

@@ -117,8 +117,9 @@ def _multiplied(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[Non
             group["lr"] = rate
         yield
     finally:
-        changed = [group["lr"] is not rate for group, rate in zip(optimizer.param_groups, multiplied, strict=True)]
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
+        groups = optimizer.param_groups  # one more, where one was added meanwhile
+        changed = [group["lr"] is not rate for group, rate in zip(groups, multiplied, strict=False)]
+        for group, rate in zip(groups, before, strict=False):
             group["lr"] = rate
         if any(changed):
             warnings.warn(_CHANGED, stacklevel=2)

@@ -123,7 +123,7 @@ def test_a_loop_that_is_already_good_is_left_alone():
 def test_what_does_not_apply_says_why():
     plan = planned(Machine(), has_convolutions=False, supports_fused=False, optimizer="Lion", batch_rows=1)
     assert plan.memory_layout.reason == "the model has no convolutions"
-    assert plan.fused_optimizer.reason == "Lion has no fused step to switch on"
+    assert plan.fused_optimizer.reason == "Lion as it is here has no fused step to switch on"
     assert plan.micro_batch.reason == "the user's batch: it cannot be smaller"
 
 

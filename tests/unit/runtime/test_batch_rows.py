@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 import trimtab
 from trimtab.core.errors import BatchError
@@ -146,30 +147,47 @@ def test_a_run_hands_out_the_items_of_the_rows_that_it_hands_out(items):
     assert seen == items
 
 
-NO_ITEMS_OF_ROWS = {
-    "fewer dicts": [{"size": 224}] * 3,
+NO_ITEMS_OF_ROWS = {"fewer dicts": [{"size": 224}] * 3, "more of them": [{"size": 224}] * 9}
+
+
+@pytest.mark.parametrize("items", NO_ITEMS_OF_ROWS.values(), ids=NO_ITEMS_OF_ROWS)
+def test_dicts_of_another_number_are_refused_where_they_would_be_split(items):
+    batch = {"x": rows(8, 2), "items": items}
+    assert count_rows(batch) == 8
+    assert next(slices(batch, 8, 8))[0] is batch
+    for split in (lambda: list(slices(batch, 8, 4)), lambda: rows_at(batch, list(range(8)))):
+        with pytest.raises(BatchError, match=f"a list of {len(items)} dicts beside 8 rows") as caught:
+            split()
+        assert "tuple" in caught.value.way_out
+
+
+WHOLE = {
+    "columns of texts, as torch collates them": default_collate([(0, (f"n{row}", f"p{row}")) for row in range(8)])[1],
     "a tuple": [(224, 224)],
     "a tensor without dimensions": [torch.tensor(0.5)],
     "more of them": [("a", 1)] * 9,
 }
 
 
-@pytest.mark.parametrize("items", NO_ITEMS_OF_ROWS.values(), ids=NO_ITEMS_OF_ROWS)
-def test_a_list_of_another_number_of_items_is_refused_where_it_would_be_split(items):
-    batch = {"x": rows(8, 2), "items": items}
-    assert count_rows(batch) == 8
-    assert next(slices(batch, 8, 8))[0] is batch
-    for split in (lambda: list(slices(batch, 8, 4)), lambda: rows_at(batch, list(range(8)))):
-        with pytest.raises(BatchError, match=f"a list of {len(items)} items.* beside 8 rows") as caught:
-            split()
-        assert "tuple" in caught.value.way_out
+@pytest.mark.parametrize("items", WHOLE.values(), ids=WHOLE)
+def test_a_list_without_rows_goes_to_every_part_whole(items):
+    batch = (rows(8, 2), items)
+    assert [part[1] for part, _ in slices(batch, count_rows(batch), 4)] == [items] * 2
+
+
+def test_two_columns_of_two_rows_could_be_two_rows_and_are_refused():
+    """Of torch's own collate function: the names of both rows, and the paths of both."""
+    batch = default_collate([(0, ("n0", "p0")), (1, ("n1", "p1"))])
+    assert count_rows(batch) == 2
+    with pytest.raises(BatchError, match="2 rows and a list of as many lists or tuples that are as long"):
+        list(slices(batch, 2, 1))
 
 
 @pytest.mark.parametrize("micro_batch", [8, 4])
 def test_a_run_takes_such_a_list_with_a_whole_batch_alone(micro_batch):
     model, batch = torch.nn.Linear(2, 1), (rows(8, 2), [{"size": 224}])
     with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8, micro_batch)) as run:
-        with contextlib.nullcontext() if micro_batch == 8 else pytest.raises(BatchError, match="a list of 1 items"):
+        with contextlib.nullcontext() if micro_batch == 8 else pytest.raises(BatchError, match="a list of 1 dicts"):
             run.train_step(run.window(batch), lambda model, part: model(part[0]).mean() * part[1][0]["size"])
         assert run.applied_steps == (micro_batch == 8)
 
@@ -177,7 +195,7 @@ def test_a_run_takes_such_a_list_with_a_whole_batch_alone(micro_batch):
 def test_as_many_lists_of_as_many_items_as_rows_could_be_read_either_way_and_are_refused():
     batch = {"x": rows(3), "grid": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]}
     assert next(slices(batch, count_rows(batch), 3))[0] is batch
-    with pytest.raises(BatchError, match="a list of 3 items, list and the like, beside 3 rows"):
+    with pytest.raises(BatchError, match="3 rows and a list of as many lists or tuples that are as long"):
         list(slices(batch, 3, 2))
 
 

@@ -98,3 +98,11 @@ def test_a_run_says_it_too_and_trains_at_the_plans_rate():
             assert rates(optimizer) == [0.1]
         assert run.applied_steps == 2
     assert seen == [0.2, 0.2]
+
+
+def test_rates_stand_again_where_a_group_was_added_meanwhile():
+    first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    with scaled_rates(optimizer, 2.0):
+        optimizer.add_param_group({"params": [second], "lr": 0.3})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trimtab.measure.process_state import ProcessState
 from trimtab.runtime.precision import tf32
 
 
@@ -39,4 +40,17 @@ def test_where_the_newer_flags_were_set_before_they_alone_are_set(before):
         assert place.fp32_precision == "tf32"
     finally:
         place.fp32_precision = "none"
+    assert told() == before
+
+
+def test_a_loop_in_turn_with_one_in_tf32_has_its_own_modes(before):
+    """As arms of a race do: each goes on in its state, whatever the other holds."""
+    plain = ProcessState.capture()
+    undo = tf32.hold()
+    held = ProcessState.capture()
+    plain.restore()
+    assert told() == before
+    held.restore()
+    assert told()[:5] == ("high", True, True, "tf32", "tf32")
+    undo()
     assert told() == before

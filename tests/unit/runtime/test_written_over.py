@@ -103,3 +103,14 @@ def test_batches_made_under_inference_mode_are_drawn():
         batches = [torch.full((ROWS, 3), value) for value in (1.0, 2.0)]
     with started() as run:
         assert trained(run, batches) == [1.0, 2.0]
+
+
+def test_batches_without_memory_of_their_own_are_drawn_together():
+    """Sparse ones: nothing tells where their values lie."""
+    sparse = [torch.eye(8).to_sparse() for _ in range(2)]
+    model = torch.nn.Linear(8, 1)
+    with trimtab.start(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan.fixed(8)) as run:
+        run.of_batches(2)
+        for window in run.windows(sparse):
+            run.train_step(window, lambda model, batch: model(batch.to_dense()).mean())
+        assert run.applied_steps == 1
