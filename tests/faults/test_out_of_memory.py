@@ -133,7 +133,9 @@ def test_a_run_grows_back_and_records_it(tmp_path, monkeypatch):
         run = trimtab.start(loop.model, loop.optimizer, Plan.fixed(ROWS), record=writer)
         with (
             run,
-            pytest.warns(RuntimeWarning, match=r"16 becomes 8 .*each row's loss depends on that row alone.*would have proved it"),
+            pytest.warns(
+                RuntimeWarning, match=r"16 becomes 8 .*each row's loss depends on that row alone.*would have proved it"
+            ),
         ):
             loop.train(run, loop.batches)
     record = trimtab.read_record(tmp_path / "run.jsonl")
