@@ -278,9 +278,8 @@ class Told:
         if name == "memory_layout":
             return "already channels_last" if loop.layout == "channels_last" else "the model has no convolutions"
         if name == "fused_optimizer":
-            return (
-                "already fused" if loop.is_fused else f"{loop.optimizer} as it is here has no fused step to switch on"
-            )
+            unfused = f"{loop.optimizer} as it is here has no fused step to switch on"
+            return "already fused" if loop.is_fused else unfused
         if name == "allocator" and loop.can_retain:
             refused = search.retaining_refusal(self.profile)
             return f"as the loop has it: {refused or 'retaining memory was not tried'}"

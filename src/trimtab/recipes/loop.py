@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.measure import process_state
-from trimtab.measure.process_state import fp32_places
 from trimtab.tasks.task import Task
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,21 +53,19 @@ def hold_tf32(precision: str) -> Callable[[], None]:
 
 
 def hold_strict_fp32() -> Callable[[], None]:
-    """Compute in whole fp32 wherever torch may round its operands to fewer bits; returns what puts the modes back."""
-    return _hold(fp32_places(), "ieee")
+    """Compute in whole fp32 wherever torch may round its operands to fewer bits; returns what puts the modes back.
 
-
-def _hold(places: Sequence[Any], wanted: str) -> Callable[[], None]:
-    """Write what differs alone: a place that was written to no longer follows the mode above it."""
-    before = [(place, place.fp32_precision) for place in places]
-    changed = [(place, mode) for place, mode in before if mode != wanted]
+    What differs alone is written: a place that was written to no longer follows the mode above it.
+    """
+    before = [(place, place.fp32_precision) for place in process_state.fp32_places()]
+    changed = [(place, mode) for place, mode in before if mode != "ieee"]
 
     def put_back() -> None:
         for place, mode in changed:
             place.fp32_precision = mode
 
     for place, _ in changed:
-        place.fp32_precision = wanted
+        place.fp32_precision = "ieee"
     return put_back
 
 

@@ -44,15 +44,15 @@ def lay_out(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> c
             undo.callback(muon.use_muon(model, optimizer))
         if plan.memory_layout.value == "channels_last":
             undo.callback(layout.use_channels_last(model, optimizer))
-        if _may_misread_gradients(optimizer):
+        if _steps_fused_on_cpu(optimizer):
             undo.callback(optimizer.register_step_pre_hook(layout.align_gradients).remove)
         return undo.pop_all()
 
 
-def _may_misread_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused step on the CPU walks through parameters that a loop's own gradients may not lie like."""
-    fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
-    return any(p.device.type == "cpu" and not p.is_contiguous() for p in fused)
+def _steps_fused_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it walks through gradients as its parameters lie: a loop's own, as of `autograd.grad`, may not."""
+    fused = (p for group in optimizer.param_groups if group.get("fused") for p in group["params"])
+    return any(p.device.type == "cpu" for p in fused)
 
 
 def apply_plan(

@@ -83,7 +83,8 @@ def align_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Lay out gradients as a fused step's parameters: autograd's are, those that a loop makes itself may not be."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
-            if parameter.grad is not None and not _lie_alike(parameter, parameter.grad):
+            grad = parameter.grad
+            if grad is not None and grad.stride() != parameter.stride() and not _lie_alike(parameter, grad):
                 _align_grad(parameter)
 
 

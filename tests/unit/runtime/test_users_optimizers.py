@@ -156,6 +156,31 @@ def test_gradients_laid_out_otherwise_are_stepped_fused_as_by_the_plain_step(mak
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
+@every_optimizer
+def test_gradients_of_autograds_own_making_are_stepped_fused_as_by_the_plain_step(make):
+    """`torch.autograd.grad` returns that of a linear layer's weight transposed: the weight itself lies as it was."""
+
+    def put(model, batch):
+        parameters = list(model.parameters())
+        for parameter, grad in zip(parameters, torch.autograd.grad(mean_square(model, batch), parameters), strict=True):
+            parameter.grad = grad.t().contiguous().t() if grad.dim() == 2 else grad
+
+    model, optimizer = convolution(make)
+    with trimtab.start(model, optimizer, Plan.fixed(ROWS, fused_optimizer=True)) as run:
+        for batch in images():
+            for micro in run.window(batch):
+                run.backward(mean_square(run.model, micro))
+            put(model, batch)
+            assert model[3].weight.grad.stride() != model[3].weight.stride()
+            assert run.step()
+    plain, by_hand = convolution(make)
+    for batch in images():
+        put(plain, batch)
+        by_hand.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
 class TakesNothing(torch.optim.SGD):
     """As Apex's: its `zero_grad` takes no argument; and it leaves zeros."""
 

@@ -171,8 +171,7 @@ def blocks(record: RunRecord) -> list[Block]:
 
 def trained(record: RunRecord) -> tuple[int, float]:
     """Return (rows, seconds) of training: of a run's windows, or of the laps of an arm of a race."""
-    found = record.steps or ()
-    laps = [(step.rows, step.wall_s) for step in found] or [(lap.rows, lap.seconds) for lap in blocks(record)]
+    laps = [(step.rows, step.wall_s) for step in record.steps] or [(lap.rows, lap.seconds) for lap in blocks(record)]
     return sum(rows for rows, _ in laps), math.fsum(seconds for _, seconds in laps)
 
 

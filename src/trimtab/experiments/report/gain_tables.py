@@ -170,7 +170,10 @@ def _with_interval(ratio: Ratio | None, why: str) -> str:
 
 
 def _figure(ratio: Ratio, words: Callable[[float], str]) -> str:
-    value, interval = say.estimate(ratio, words)
+    return _beside(*say.estimate(ratio, words))
+
+
+def _beside(value: str, interval: str) -> str:
     return value if interval == _NO_INTERVAL else f"{value} ({interval})"
 
 
@@ -244,8 +247,7 @@ def _title(gain: Gain) -> str:
 
 def _speedup_cell(gain: Gain) -> str:
     found = speedup_of(gain)
-    value, interval = say.ratio(found.mean), _between(found, say.ratio)
-    return value if interval == _NO_INTERVAL else f"{value} ({interval})"
+    return _beside(say.ratio(found.mean), _between(found, say.ratio))
 
 
 def _phase_cells(found: Attribution, phase: str) -> tuple[str, str, str]:
