@@ -36,9 +36,11 @@ class TrimtabError(Exception):
         given: what was found, in words.
         expected: what would have been right.
         way_out: what to do about it.
+        code: stable identifier of the cause, such as "batch.sizes_differ", for programs and tests; "" if none is set.
     """
 
-    def __init__(self, field: str, *, given: str, expected: str, way_out: str = "") -> None:
+    def __init__(self, field: str, *, given: str, expected: str, way_out: str = "", code: str = "") -> None:
+        self.code = code
         self.field = field
         self.given = given
         self.expected = expected
@@ -47,7 +49,8 @@ class TrimtabError(Exception):
         super().__init__(f"{message} {way_out}" if way_out else message)
 
     def __reduce__(self) -> tuple[Any, ...]:  # so that an error survives the way back from a worker process
-        named = functools.partial(type(self), given=self.given, expected=self.expected, way_out=self.way_out)
+        texts = {"given": self.given, "expected": self.expected, "way_out": self.way_out}
+        named = functools.partial(type(self), **texts, code=self.code)
         return named, (self.field,), self.__dict__
 
 
