@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.rate_range import range_test
 from trimtab.calibrate.short_race import NUM_STEPS, short_race
 from trimtab.calibrate.subject import Subject
@@ -86,6 +87,7 @@ def require_adaptable(freed: Collection[str], model: nn.Module, optimizer: torch
         )
 
 
+@one_at_a_time
 def adapted(
     subject: Subject,
     base: Plan,

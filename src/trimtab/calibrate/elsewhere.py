@@ -12,6 +12,7 @@ from torch import nn
 
 from trimtab.calibrate.blocks_elsewhere import trace_blocks
 from trimtab.calibrate.facts import loop_facts
+from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.tracing import MIN_ROWS, trace_elsewhere
 from trimtab.core.errors import ModelError, ValueGivenError
 from trimtab.core.hardware import DeviceSpec
@@ -33,6 +34,7 @@ from trimtab.runtime.splitting import has_batch_statistics
 _SPLITS = "no module computes over the batch; proved where it will run"
 
 
+@one_at_a_time
 def profile_elsewhere(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from trimtab.calibrate.blocks_elsewhere import trace_blocks_for_others
 from trimtab.calibrate.equivalence import check_splitting
 from trimtab.calibrate.facts import loop_facts
+from trimtab.calibrate.one_at_a_time import one_at_a_time
 from trimtab.calibrate.padding import padding_saves_s
 from trimtab.calibrate.power import Power
 from trimtab.calibrate.probe import Guard
@@ -23,6 +24,7 @@ from trimtab.calibrate.subject import Subject
 from trimtab.calibrate.tracing import trace_candidates, trace_for_others
 from trimtab.calibrate.trials import run_stage
 from trimtab.core.energy import NO_METER
+from trimtab.core.errors import LoopError
 from trimtab.core.objective import Budget, Objective, Reference
 from trimtab.core.profile import Candidate, LoopFacts, Profile, Recomputable, is_final
 from trimtab.core.progress import silent
@@ -33,7 +35,7 @@ from trimtab.measure.bystanders import unchanged_by
 from trimtab.measure.flops import count_flops
 from trimtab.measure.loader_state import borrowed
 from trimtab.measure.machine import device_spec, environment
-from trimtab.measure.memory import forget_peak
+from trimtab.measure.memory import forget_peak, is_profiled
 from trimtab.measure.meters import Found, with_idle
 from trimtab.measure.snapshot import Snapshot
 from trimtab.measure.timing import PhaseClock, time_call
@@ -49,6 +51,7 @@ _DATA_BATCHES = 8
 _NO_TIME = "there was no time left to measure its blocks"
 
 
+@one_at_a_time
 def profile_loop(
     subject: Subject,
     reference: Reference,
@@ -62,8 +65,15 @@ def profile_loop(
     metered: Found | None = None,
     progress: Callable[[str], None] = silent,
 ) -> Profile:
-    """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error."""
+    """Measure a loop and the candidates its search asks for; the subject is bit for bit as before, also on error.
+
+    Threads that call it wait for each other.
+
+    Raises:
+        LoopError: a profiler session is active on this thread.
+    """
     start = time.perf_counter()
+    _require_no_profiler()
     is_asked = objective.energy > 0 or budget.energy is not None
     metered = with_idle(metered) if metered is not None and is_asked else metered
     with unchanged_by(subject.loss_fn, subject.model, subject.optimizer) as snapshot:
@@ -92,6 +102,18 @@ def profile_loop(
     if drawn.seconds is not None and phases:
         phases = {"data": _waiting_s(drawn.seconds, phases, data)} | phases
     return replace(profile, phases_s=phases, profiling_s=time.perf_counter() - start)
+
+
+def _require_no_profiler() -> None:
+    """Raise where a profiler session of the user's is active: trials would be timed with its overhead, and fill it."""
+    if is_profiled():
+        raise LoopError(
+            "profiler",
+            given="an active torch.profiler session on this thread",
+            expected="none while trimtab plans: every timing would include the profiler's overhead",
+            way_out="Plan before the session starts or after it has ended.",
+            code="planning.profiler_active",
+        )
 
 
 def _search(

@@ -36,9 +36,6 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 def main() -> None:
     """Run the command; errors are explained without a traceback (`TRIMTAB_TRACEBACK=1` shows it)."""
-    # Before torch is loaded: its profiler and allocator report on standard error what is no news.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _explained()
     except BaseException as end:

@@ -30,12 +30,23 @@ def count_flops(function: Callable[[], object]) -> float | None:
     counted as it was.
     """
     try:
-        mapping = _own_formulas() | _chunked_loss()
-        with eagerly(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        counter = FlopCounterMode(display=False, custom_mapping=_own_formulas() | _chunked_loss())
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with eagerly(), counter:
             function()
     except (NotImplementedError, AssertionError):
         return None
     return float(counter.get_total_flops())
+
+
+class _NoModules:
+    """Replacement for the counter's module tracker, whose hooks fail inside `torch.autograd.grad`."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -2,12 +2,14 @@
 
 CPU torch keeps no statistics. The profiler's allocation events, summed in time order on top of what was alive before,
 count every byte torch's allocator hands out, scratch inside operators too; counted again, the peak repeats to about 1%.
-It costs time, so memory is measured in a pass of its own.
+It costs time, so memory is measured in a pass of its own. Nothing is written to standard error: torch's older profiler
+is used, as the newer one (Kineto) logs every start and stop there, and the allocator's warnings are held back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import tempfile
@@ -18,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+
+_ERROR = 2  # of the log levels of torch's C++ code: above warnings
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device, live: Callable[[], Iterable[Tensor]]) -> int:
@@ -88,17 +91,23 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def peak_growth(step: Callable[[], object]) -> int:
-    """Return the most bytes of CPU memory that a call held at once, beyond what was held before it."""
-    with _older_garbage_kept(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    allocations = sorted(_allocations(recorded), key=lambda event: event[0])
-    recorded.profiler = None  # all its events, which would stay: a profile refers to itself
+    """Return the most bytes of CPU memory that a call held at once, beyond what was held before it.
+
+    No profiler session may be active on the calling thread (`is_profiled`).
+    """
+    with _older_garbage_kept():
+        events = _allocations(step)
     running = peak = 0
-    for _, size in allocations:
-        # The profiler may know a block's size from an earlier count, and tell that it is freed in this one.
+    for _, size in sorted(events, key=lambda event: event[0]):
+        # The allocator may know a block's size from an earlier count, and report that it is freed in this one.
         running = max(0, running + size)
         peak = max(peak, running)
     return peak
+
+
+def is_profiled() -> bool:
+    """Return whether a profiler session is active on this thread: it would be ended, and its overhead timed."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -119,13 +128,68 @@ def _older_garbage_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _allocations(recorded: profile) -> list[tuple[int, int]]:
-    """Return (time, signed bytes) of every CPU allocation event."""
-    kineto: Any = getattr(getattr(recorded, "profiler", None), "kineto_results", None)
-    if kineto is not None:  # private, ten times faster than the public export below
-        return [(e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]"]
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hold back warnings of torch's C++ code, above all one about blocks that are older than a count.
+
+    Errors are still written. Python warnings are not affected.
+    """
+    level = _log_level()
+    before = level.value
+    level.value = max(before, _ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _log_level() -> ctypes.c_int:
+    """Return torch's variable; one that nothing reads if this build of torch has none, as those with glog."""
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return ctypes.c_int(0)
+
+
+def _allocations(step: Callable[[], object]) -> list[tuple[float, int]]:
+    """Return (time, signed bytes) of every CPU allocation event of a call."""
+    with _without_warnings():
+        if not hasattr(torch.autograd, "_enable_profiler_legacy"):  # torch announces that it will be removed
+            return _allocations_by_kineto(step)
+        autograd: Any = torch.autograd
+        options: Any = torch._C._profiler
+        config = options.ProfilerConfig(
+            options.ProfilerState.CPU,
+            False,  # shapes
+            True,  # memory
+            False,  # stacks
+            False,  # FLOP
+            False,  # modules
+            options._ExperimentalConfig(),
+        )
+        autograd._enable_profiler_legacy(config)
+        try:
+            step()
+        finally:
+            threads = autograd._disable_profiler_legacy()
+    first = next(event for events in threads for event in events)
+    return [
+        (first.cpu_elapsed_us(event), event.cpu_memory_usage())
+        for events in threads
+        for event in events
+        if event.kind() == "memory_alloc"
+    ]
+
+
+def _allocations_by_kineto(step: Callable[[], object]) -> list[tuple[float, int]]:
+    """Return the same by torch's newer profiler, which logs to standard error that it starts and stops."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    recorded.profiler = None  # all its events, which would stay: a profile refers to itself
     return [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]

@@ -99,3 +99,15 @@ def test_shapes_that_a_formula_of_torchs_does_not_know_are_not_counted(monkeypat
         monkeypatch.setitem(flops.flop_registry, name, asserts)
     assert count_flops(product) is None
     assert flops_of(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(3, 2)), {}, torch.ones(2, 2)) == 0
+
+
+def test_a_loss_that_takes_gradients_by_itself_is_counted():
+    """As a gradient penalty does: one product forward, one for the input's gradient, and those of both backward."""
+    layer, rows = nn.Linear(WIDTH, 1, bias=False), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def penalised():
+        (slope,) = torch.autograd.grad(layer(rows).sum(), rows, create_graph=True)
+        slope.square().sum().backward()
+
+    product = 2 * ROWS * WIDTH
+    assert count_flops(penalised) >= 3 * product
